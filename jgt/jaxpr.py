@@ -1,0 +1,222 @@
+"""All that jgt knows of the inside of JAX's traced programs; what a new JAX may change stands here.
+
+No primitive is taken apart: sub-programs are found in an equation's params and replaced in place, signature kept, so
+scan, while, cond, jit, remat and shard_map need no code of their own. What must be recognised is recognised by the
+params it carries. jax 0.10 has Jaxpr and ClosedJaxpr, jax 0.12 one Jaxpr; both are handled by `body` and `with_body`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.extend.linear_util as lu
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jgt.signal import PREFIX
+
+Program = Any  # a Jaxpr or a ClosedJaxpr
+Equation = Any  # a JaxprEqn
+Var = Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an equation stands: the signals around it, outermost first, and how many vmaps it was traced under."""
+
+    signals: tuple[str, ...] = ()
+    num_vmaps: int = 0
+
+    @property
+    def path(self) -> str:
+        """The signals as a path: layers/attn."""
+        return "/".join(self.signals)
+
+    def inside(self, signals: tuple[str, ...]) -> bool:
+        """Whether this place lies in the region that these signals name."""
+        return self.signals[: len(signals)] == signals
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """The program of `fn` at arrays or ShapeDtypeStructs, and the tree of its outputs."""
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return program, jax.tree.structure(shapes)
+
+
+def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Runs a program on arrays or tracers, under whatever transformation is active."""
+    return jex.jaxpr_as_fun(program)(*args)
+
+
+def body(program: Program) -> Any:
+    """The part of a program that has eqns, invars and outvars."""
+    return program.jaxpr if isinstance(program, jex.ClosedJaxpr) and hasattr(program, "jaxpr") else program
+
+
+def with_body(program: Program, *, eqns: Sequence[Equation], outvars: Sequence[Var]) -> Program:
+    """The same program, same signature, with other equations and outputs."""
+    inner = body(program).replace(eqns=list(eqns), outvars=list(outvars))
+    return inner if body(program) is program else program.replace(jaxpr=inner)
+
+
+def place_of(equation: Equation, around: Place) -> Place:
+    """The place of an equation of a program that itself stands at `around`."""
+    signals, num_vmaps = list(around.signals), around.num_vmaps
+    for element in equation.source_info.name_stack.stack:
+        if element.name.startswith(PREFIX):
+            signals.append(element.name.removeprefix(PREFIX))
+        elif type(element).__name__ == "Transform" and element.name == "vmap":
+            num_vmaps += 1
+    return Place(tuple(signals), num_vmaps)
+
+
+def subprograms(equation: Equation) -> Iterator[tuple[str, Program]]:
+    """Every program in an equation's params, with the name of its param."""
+    for key, value in equation.params.items():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
+                yield key, item
+
+
+def map_subprograms(equation: Equation, change: Callable[[Program], Program]) -> dict[str, Any] | None:
+    """An equation's params with every program in them changed; None when `change` returned each as it was."""
+    params, changed = dict(equation.params), False
+    for key, value in equation.params.items():
+        items = value if isinstance(value, tuple | list) else (value,)
+        if not any(isinstance(item, jex.Jaxpr | jex.ClosedJaxpr) for item in items):
+            continue
+        new = [change(item) if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr) else item for item in items]
+        if any(a is not b for a, b in zip(new, items, strict=True)):
+            changed = True
+            params[key] = type(value)(new) if isinstance(value, tuple | list) else new[0]
+    if not changed:
+        return None
+    _map_rules(params, change)
+    return params
+
+
+def _map_rules(params: dict[str, Any], change: Callable[[Program], Program]) -> None:
+    # custom_jvp and custom_vjp carry their derivative as a function that returns (jaxpr, consts, ...) when asked.
+    for key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
+        if key in params:
+            params[key] = lu.wrap_init(_changed_rule(params[key], change), debug_info=params[key].debug_info)
+
+
+def _changed_rule(rule: Any, change: Callable[[Program], Program]) -> Callable[..., Any]:
+    def changed(*zeros: Any) -> Any:
+        program, *rest = rule.call_wrapped(*zeros)
+        return (change(program), *rest)
+
+    return changed
+
+
+def operands(equation: Equation, program: Program) -> list[Var | None]:
+    """The equation's operand behind each argument of a program in it.
+
+    A program takes all operands (scan, jit, remat, shard_map, custom rules) or the last of them (cond leaves out the
+    index, while's body the condition's constants). None where shapes say that the guess is wrong.
+    """
+    invars = body(program).invars
+    outer = list(equation.invars)[-len(invars) :] if invars else []
+    if len(outer) < len(invars):
+        return [None] * len(invars)
+    return [o if _rank(o) - _rank(i) in (0, 1) else None for o, i in zip(outer, invars, strict=True)]
+
+
+def results(equation: Equation, program: Program) -> list[Var | None]:
+    """The equation's result behind each output of a program in it; None where they do not correspond."""
+    outvars = body(program).outvars
+    if len(outvars) != len(equation.outvars):
+        return [None] * len(outvars)
+    return list(equation.outvars)
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an operand is a variable rather than a literal."""
+    return not isinstance(atom, jex.Literal)
+
+
+def is_dropped(var: Var) -> bool:
+    """Whether an equation's result is never used."""
+    return isinstance(var, jex.DropVar)
+
+
+def is_scan(equation: Equation) -> bool:
+    """Whether an equation is a loop of known length that backward passes go through."""
+    return {"jaxpr", "length", "reverse"} <= equation.params.keys()
+
+
+def is_remat(equation: Equation) -> bool:
+    """Whether an equation is a jax.checkpoint region."""
+    return {"jaxpr", "policy", "prevent_cse"} <= equation.params.keys()
+
+
+def tensor_name(equation: Equation) -> str | None:
+    """The name that `signal.tensor` (or checkpoint_name) gave to the result; None for any other equation."""
+    return equation.params["name"] if equation.primitive.name == "name" else None
+
+
+def is_name(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a remat policy is being asked about a named value."""
+    return primitive.name == "name" and "name" in params
+
+
+def manual_mesh(equation: Equation) -> AbstractMesh | None:
+    """The mesh of the shard_map that an equation was traced in; None outside of any."""
+    mesh = equation.ctx.cur_abstract_mesh
+    return mesh if mesh.manual_axes else None
+
+
+def constrained(
+    var: Var, forward: NamedSharding, backward: NamedSharding, scopes: Sequence[str], like: Equation | None
+) -> tuple[list[Equation], Var]:
+    """Equations that pin a value to `forward` and its cotangent to `backward`, and the pinned variable.
+
+    They stand where `like` does: same signals, same mesh context.
+    """
+    pin = jax.lax.with_sharding_constraint
+    if forward == backward:
+        with like.ctx.manager if like is not None else _nothing():
+            program = jax.make_jaxpr(lambda x: pin(x, forward))(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+        # Same aval as before (weak type, varying axes): only the constraint's own equation is taken over.
+        new = type(body(program).outvars[0])(var.aval)
+        equation = body(program).eqns[0].replace(invars=[var], outvars=[new])
+        return [_like(equation, like)], new
+
+    def backward_rule(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        with contextlib.ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(jax.named_scope(PREFIX + scope))
+            return (pin(cotangent, backward),)
+
+    identity = jax.custom_vjp(lambda x: pin(x, forward))
+    identity.defvjp(lambda x: (pin(x, forward), None), backward_rule)
+    with like.ctx.manager if like is not None else _nothing():
+        program = jax.make_jaxpr(identity)(var.aval)
+    inner = body(program)
+    rename = {inner.invars[0]: var}
+    eqns = [e.replace(invars=[rename.get(a, a) if is_var(a) else a for a in e.invars]) for e in inner.eqns]
+    return [_like(e, like) for e in eqns], inner.outvars[0]
+
+
+def _like(equation: Equation, like: Equation | None) -> Equation:
+    return equation if like is None else equation.replace(source_info=like.source_info)
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def checkpointed(program: Program, policy: Callable[..., Any], *, in_scan: bool) -> Program:
+    """The same program inside jax.checkpoint with this policy."""
+    fn = jax.checkpoint(jex.jaxpr_as_fun(program), policy=policy, prevent_cse=not in_scan)
+    return jax.make_jaxpr(fn)(*[v.aval for v in body(program).invars])

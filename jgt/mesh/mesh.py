@@ -1,0 +1,88 @@
+"""Axis names and sizes → a JAX mesh: devices ordered by topology, the inner axes inside one host."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jgt.document import InputError
+from jgt.mesh.sizes import resolve_sizes
+
+
+def make_mesh(sizes: Mapping[str, int], *, devices: Sequence[Any] | None = None, where: str = "mesh") -> Mesh:
+    """A mesh over all devices (or those given, also of hardware that is only described), Auto axes.
+
+    `sizes` go from the outermost axis to the innermost; one may be -1. Outer axes are laid over hosts, inner ones stay
+    inside a host, where links are fast. Raises InputError when the product is not the number of devices. Warns, with
+    the axis, when an axis other than the outermost ones must cross hosts.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    resolved = resolve_sizes(sizes, len(devices), where)
+    return Mesh(arrange(resolved, devices), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved))
+
+
+def abstract_mesh(sizes: Mapping[str, int], *, num_devices: int | None = None, where: str = "mesh") -> AbstractMesh:
+    """A mesh without devices, to check rules for hardware that is not here. A size of -1 needs `num_devices`.
+
+    Raises InputError like `make_mesh`.
+    """
+    resolved = resolve_sizes(sizes, num_devices, where)
+    return AbstractMesh(tuple(resolved.values()), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved))
+
+
+def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """Devices as an array of the mesh's shape: by topology inside a host, hosts along the outer axes."""
+    hosts = sorted({d.process_index for d in devices})
+    shape = tuple(sizes.values())
+    per_host, rest = divmod(len(devices), len(hosts))
+    over_hosts = None if rest else split_over_hosts(sizes, per_host)
+    if len(hosts) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if over_hosts is None:
+        crossing = ", ".join(axis for axis, size in sizes.items() if size > 1)
+        warnings.warn(f"mesh: {dict(sizes)} does not divide into hosts of {per_host} devices; the axes {crossing} may cross hosts", stacklevel=3)
+        return np.array(sorted(devices, key=lambda d: (d.process_index, d.id)), dtype=object).reshape(shape)
+    for axis in crossing_axes(sizes, per_host):
+        warnings.warn(
+            f"mesh: the axis {axis} (size {sizes[axis]}) crosses hosts, because a host has {per_host} devices. Inner axes are "
+            f"fastest inside a host: make {axis} smaller, or put it before the axes that fit",
+            stacklevel=3,
+        )
+    inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
+    blocks = [
+        mesh_utils.create_device_mesh(inside, [d for d in devices if d.process_index == host], allow_split_physical_axes=True)
+        for host in hosts
+    ]
+    return _interleave(blocks, inside, over_hosts)
+
+
+def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...] | None:
+    """How many parts of each axis lie on different hosts, filling a host from the innermost axis; None if it can't be."""
+    left, over = per_host, []
+    for size in reversed(sizes.values()):
+        inside = math.gcd(size, left)
+        left //= inside
+        over.append(size // inside)
+    return tuple(reversed(over)) if left == 1 else None
+
+
+def crossing_axes(sizes: Mapping[str, int], per_host: int) -> list[str]:
+    """The axes that cross hosts although an axis outside them exists: all but the outermost of size above 1."""
+    over = split_over_hosts(sizes, per_host) or ()
+    real = [(axis, n) for (axis, size), n in zip(sizes.items(), over, strict=False) if size > 1]
+    return [axis for axis, n in real[1:] if n > 1 and axis == "tensor"] or [axis for axis, n in real[-1:] if n > 1 and len(real) > 1]
+
+
+def _interleave(blocks: Sequence[np.ndarray], inside: tuple[int, ...], over: tuple[int, ...]) -> np.ndarray:
+    """Blocks of shape `inside`, one a host, laid in a grid of shape `over`."""
+    rank = len(inside)
+    grid = np.array(blocks, dtype=object).reshape(*over, *inside)
+    order = [d for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for d in pair]
+    return grid.transpose(order).reshape([o * i for o, i in zip(over, inside, strict=True)])

@@ -1,0 +1,198 @@
+"""The rewriter: a traced program and rules in, the same program with constraints and save policies out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jgt import jaxpr as jx
+from jgt.jaxpr import Equation, Place, Program, Var
+from jgt.problems import misfit_problems
+from jgt.rules import Action, Matcher, SpecRule, expand, prefixes
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+def partition_spec(dims: Dims, *, free: int = 0) -> PartitionSpec:
+    """Expanded dims as JAX's PartitionSpec; the first `free` dims are left to the partitioner."""
+    named = [axes[0] if len(axes) == 1 else axes or None for axes in dims[free:]]
+    return PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * free, *named)
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """A remat policy by tensor name, over the policy that the model's own jax.checkpoint has.
+
+    With `named` (a region that jgt made) a name without an action is kept; what has no name is recomputed.
+    """
+
+    actions: tuple[tuple[str, Action], ...]
+    around: Any = None
+    named: bool = False
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if jx.is_name(primitive, params):
+            action = dict(self.actions).get(params["name"], "keep" if self.named else None)
+            if action is not None:
+                return _decide(action, params["name"])(primitive, *avals, **params)
+        return self.around(primitive, *avals, **params) if self.around is not None else False
+
+
+def _decide(action: Action, name: str) -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name] if action == "keep" else [],
+        names_which_can_be_offloaded=[name] if action == "offload" else [],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+class Rewriter:
+    """Rewrites programs by one set of rules on one mesh; `problems` and the matcher say what did not fit."""
+
+    def __init__(self, matcher: Matcher, mesh: Mesh | AbstractMesh):
+        self.matcher = matcher
+        self.mesh = mesh
+        self.problems: list[str] = []
+
+    def rewrite(self, program: Program, arguments: Mapping[int, tuple[Dims, Dims]]) -> Program:
+        """The program with the given arguments pinned (index → dims forward, backward) and every rule applied."""
+        pinned: dict[Var, Var] = {}
+        eqns: list[Equation] = []
+        invars = jx.body(program).invars
+        for index, (forward, backward) in arguments.items():
+            var = invars[index]
+            new, pinned[var] = jx.constrained(var, self._sharding(forward), self._sharding(backward), (), None)
+            eqns += new
+        new_program, actions = self._program(program, Place(), pinned, eqns)
+        if actions:
+            new_program = jx.checkpointed(new_program, _region(actions), in_scan=False)
+        return new_program
+
+    def _program(
+        self, program: Program, around: Place, pinned: dict[Var, Var] | None = None, eqns: list[Equation] | None = None
+    ) -> tuple[Program, dict[str, Action]]:
+        """The rewritten program, and the save actions inside it that no checkpoint region has taken yet."""
+        renamed = dict(pinned or {})
+        new_eqns = list(eqns or ())
+        actions: dict[str, Action] = {}
+        consumers = _consumers(program, around)
+        for equation in jx.body(program).eqns:
+            place = jx.place_of(equation, around)
+            self.matcher.see(place.path)
+            rewritten, inner_actions = self._equation(equation, place, renamed)
+            new_eqns.append(rewritten)
+            actions |= inner_actions | self._save_action(equation, place)
+            for var in equation.outvars:
+                extra, new = self._pin(equation, var, place, consumers.get(var, ()))
+                if extra:
+                    new_eqns += extra
+                    renamed[var] = new
+        old = jx.body(program)
+        if len(new_eqns) == len(old.eqns) and all(a is b for a, b in zip(new_eqns, old.eqns, strict=True)):
+            return program, actions
+        outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
+        return jx.with_body(program, eqns=new_eqns, outvars=outvars), actions
+
+    def _equation(self, equation: Equation, place: Place, renamed: Mapping[Var, Var]) -> tuple[Equation, dict[str, Action]]:
+        actions: dict[str, Action] = {}
+
+        def change(inner: Program) -> Program:
+            new, found = self._program(inner, place)
+            if found and jx.is_scan(equation):
+                return jx.checkpointed(new, _region(found), in_scan=True)
+            actions.update(found)
+            return new
+
+        params = jx.map_subprograms(equation, change)
+        if actions and jx.is_remat(equation):
+            params = params or dict(equation.params)
+            params["policy"] = SavePolicy(tuple(sorted(actions.items())), around=params["policy"])
+            actions = {}
+        invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
+        if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):
+            equation = equation.replace(invars=invars)
+        return (equation if params is None else equation.replace(params=params)), actions
+
+    def _save_action(self, equation: Equation, place: Place) -> dict[str, Action]:
+        name = jx.tensor_name(equation)
+        rule = None if name is None else self.matcher.save(name, place.path)
+        return {} if rule is None or name is None else {name: rule.action}
+
+    def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
+        shape = getattr(var.aval, "shape", None)
+        if jx.is_dropped(var) or shape is None or len(shape) <= place.num_vmaps:
+            return [], var
+        rank = len(shape) - place.num_vmaps
+        forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
+        rule = forward or backward
+        if rule is None:
+            return [], var
+        manual = jx.manual_mesh(equation)
+        dims = self._dims(forward or rule, var, place, manual)
+        cotangent = self._dims(backward or rule, var, place, manual)
+        self._check(forward or rule, dims, shape, what, manual)
+        self._check(backward or rule, cotangent, shape, f"{what} (backward)", manual)
+        if self.problems:
+            return [], var
+        free = place.num_vmaps
+        shardings = [self._sharding(d, manual, free) for d in (dims, cotangent)]
+        return jx.constrained(var, shardings[0], shardings[1], place.signals, equation)
+
+    def _rules_of(
+        self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
+    ) -> tuple[SpecRule | None, SpecRule | None, str]:
+        name = jx.tensor_name(equation)
+        if name is not None:
+            forward = self.matcher.tensor(name, place.path, rank)
+            backward = self.matcher.tensor(name, place.path, rank, backward=True)
+            if forward or backward:
+                return forward, backward, f"tensor {name} at {place.path or 'the top'}"
+        if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return None, None, ""
+        forward, backward, left = None, None, ""
+        for signal in reversed(prefixes(place.path)):
+            region = tuple(signal.split("/")) if signal else ()
+            if signal and any(not consumer.inside(region) for consumer in consumers):
+                outer = self.matcher.out(signal, rank)
+                outer_backward = self.matcher.out(signal, rank, backward=True)
+                if forward is None and backward is None and (outer or outer_backward):
+                    forward, backward, left = outer, outer_backward, signal
+        return forward, backward, f"value that leaves {left}"
+
+    def _dims(self, rule: SpecRule, var: Var, place: Place, manual: AbstractMesh | None) -> Dims:
+        shape = var.aval.shape
+        dims = expand(rule.spec, len(shape), place.num_vmaps)
+        # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
+        taken = set(manual.manual_axes) if manual is not None else set()
+        return tuple(tuple(a for a in axes if a not in taken) if size > 1 else () for axes, size in zip(dims, shape, strict=True))
+
+    def _check(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], what: str, manual: AbstractMesh | None) -> None:
+        sizes = dict((manual or self.mesh).shape)
+        self.problems += misfit_problems(rule, dims, shape, sizes, what)
+
+    def _sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
+        return NamedSharding(self.mesh if manual is None else manual, partition_spec(dims, free=free))
+
+
+def _region(actions: Mapping[str, Action]) -> SavePolicy:
+    return SavePolicy(tuple(sorted(actions.items())), named=True)
+
+
+def _consumers(program: Program, around: Place) -> dict[Var, list[Place]]:
+    """The places that read each variable of a program; what it returns is read where the program stands."""
+    consumers: dict[Var, list[Place]] = {}
+    for equation in jx.body(program).eqns:
+        place = jx.place_of(equation, around)
+        for atom in equation.invars:
+            if jx.is_var(atom):
+                consumers.setdefault(atom, []).append(place)
+    for atom in jx.body(program).outvars:
+        if jx.is_var(atom):
+            consumers.setdefault(atom, []).append(around)
+    return consumers

@@ -1,0 +1,154 @@
+"""Rules from YAML or from Python objects, every problem reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from jgt import document
+from jgt.document import InputError, Node, describe, nearest
+from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
+from jgt.rules.spec import Entry, Spec, SpecRule
+
+_TOP = ("axes", "inputs", "params", "optimizer", "signals", "default")
+_SIGNAL = ("params", "optimizer", "tensors", "out", "backward", "save")
+_BACKWARD = ("out", "tensors")
+_ACTIONS = ("keep", "recompute", "offload")
+
+
+def load_rules(path: str | Path, *, name: str | None = None) -> Rules:
+    """Reads a rules file, following `extends:`. Raises InputError with every problem, each with file:line."""
+    return rules_from_node(document.read(path, name=name))
+
+
+def make_rules(tree: Mapping[str, Any]) -> Rules:
+    """The same rules built in code: the mapping that the YAML file would hold. Raises InputError."""
+    return rules_from_node(document.from_python(tree, "rules"))
+
+
+def rules_from_node(root: Node) -> Rules:
+    """Rules from a document's mapping. Raises InputError."""
+    reader = _Reader()
+    rules = reader.rules(root)
+    if reader.problems:
+        raise InputError(reader.problems)
+    return rules
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.groups: dict[str, tuple[str, ...]] = {}
+
+    def rules(self, root: Node) -> Rules:
+        parts = self._section(root, _TOP)
+        for name, node in self._children(parts.get("axes")).items():
+            self.groups[name] = self._group(node)
+        default = parts.get("default")
+        if default is not None and default.value not in (None, "replicate"):
+            self._problem(default, f"{describe(default.value)} is not allowed; write `replicate`, or leave it out so that an unmatched parameter is an error")
+        return Rules(
+            signals=tuple(self._signal(name, node) for name, node in self._children(parts.get("signals")).items()),
+            params=self._specs(parts.get("params")),
+            optimizer=self._specs(parts.get("optimizer")),
+            inputs=self._inputs(parts.get("inputs"), root),
+            default="replicate" if default is not None and default.value == "replicate" else None,
+            where=root.where,
+        )
+
+    def _signal(self, pattern: str, node: Node) -> SignalRule:
+        parts = self._section(node, _SIGNAL)
+        backward = self._section(parts["backward"], _BACKWARD) if "backward" in parts else {}
+        return SignalRule(
+            pattern=pattern,
+            params=self._specs(parts.get("params")),
+            optimizer=self._specs(parts.get("optimizer")),
+            tensors=self._specs(parts.get("tensors")),
+            out=self._out(pattern, parts.get("out")),
+            backward_out=self._out(pattern, backward.get("out")),
+            backward_tensors=self._specs(backward.get("tensors")),
+            save=tuple(self._save(name, child) for name, child in self._children(parts.get("save")).items()),
+            where=node.where,
+        )
+
+    def _out(self, pattern: str, node: Node | None) -> SpecRule | None:
+        return None if node is None else SpecRule(pattern=pattern, spec=self._spec(node), where=node.where)
+
+    def _inputs(self, node: Node | None, root: Node) -> tuple[SpecRule, ...]:
+        if node is None:
+            if "batch" not in self.groups:
+                return ()
+            where = root.find("axes.batch").where
+            return (SpecRule(pattern="**", spec=(self.groups["batch"], ...), where=where),)
+        if isinstance(node.value, list):
+            return (SpecRule(pattern="**", spec=self._spec(node), where=node.where),)
+        return self._specs(node)
+
+    def _specs(self, node: Node | None) -> tuple[SpecRule, ...]:
+        return tuple(SpecRule(pattern=name, spec=self._spec(child), where=child.where) for name, child in self._children(node).items())
+
+    def _save(self, name: str, node: Node) -> SaveRule:
+        if node.value not in _ACTIONS:
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}. {nearest(str(node.value), _ACTIONS)}")
+        return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
+
+    def _spec(self, node: Node) -> Spec:
+        if not isinstance(node.value, list):
+            self._problem(node, f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}")
+            return ()
+        entries = tuple(self._entry(child) for child in node.value)
+        if entries.count(...) > 1:
+            self._problem(node, "`...` may stand once in a spec")
+        axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ())]
+        for axis in dict.fromkeys(a for a in axes if axes.count(a) > 1):
+            self._problem(node, f"the axis {axis!r} stands twice in one spec; an axis can shard one dim of a tensor. Remove one of them")
+        return entries
+
+    def _entry(self, node: Node) -> Entry:
+        if node.value is None:
+            return None
+        if node.value == "...":
+            return ...
+        if isinstance(node.value, str):
+            group = self.groups.get(node.value, (node.value,))
+            return group if len(group) > 1 else group[0] if group else None
+        if isinstance(node.value, list):
+            axes = tuple(axis for child in node.value for axis in self._axis(child))
+            return axes or None
+        self._problem(node, f"a spec entry is an axis, a list of axes, null or `...`, not {describe(node.value)}")
+        return None
+
+    def _axis(self, node: Node) -> tuple[str, ...]:
+        if not isinstance(node.value, str) or node.value == "...":
+            self._problem(node, f"must be the name of a mesh axis or of a group in axes:, not {describe(node.value)}")
+            return ()
+        return self.groups.get(node.value, (node.value,))
+
+    def _group(self, node: Node) -> tuple[str, ...]:
+        children = node.value if isinstance(node.value, list) else [node]
+        names = [child.value for child in children]
+        if not all(isinstance(name, str) for name in names):
+            self._problem(node, "an axes group is a list of mesh axes, for example batch: [data, fsdp]")
+            return ()
+        return tuple(names)
+
+    def _section(self, node: Node, known: tuple[str, ...]) -> dict[str, Node]:
+        children = self._children(node)
+        for name, child in children.items():
+            if name not in known:
+                self._problem(child, f"unknown key. {nearest(name, known)}")
+        return {name: child for name, child in children.items() if name in known}
+
+    def _children(self, node: Node | None) -> dict[str, Node]:
+        if node is None or node.value is None:
+            return {}
+        if not isinstance(node.value, dict):
+            self._problem(node, f"must be a mapping of keys to values, not {describe(node.value)}")
+            return {}
+        return node.value
+
+    def _problem(self, node: Node, message: str) -> None:
+        self.problems.append(node.problem(message))
+
+

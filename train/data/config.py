@@ -1,0 +1,141 @@
+"""What to train on. Imports nothing heavy: a config and its paths are checked before JAX is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jgt.document import Bound
+from train.data import files
+
+Problem = tuple[str, str]
+BYTES = "bytes"
+_MAX_WEIGHT_RATIO = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SourceKeys:
+    """The keys that a single source and a part of a mixture share.
+
+    `path` is a file, a folder (all files below it) or a glob; `eval_path` is held-out data of the same kind.
+    `tokenizer` is "bytes" or the path of a tokenizer.json; for `tokens` it only decodes. `dtype` is that of .bin files.
+    """
+
+    path: str | None = None
+    eval_path: str | None = None
+    field: str = "text"
+    tokenizer: str = BYTES
+    dtype: Literal["uint16", "uint32"] = "uint16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePart(_SourceKeys):
+    """One source of a mixture and its share of the windows, relative to the other weights."""
+
+    weight: Annotated[float, Bound(above=0)]
+    source: Literal["stdlib", "text", "tokens", "jsonl"] = "stdlib"
+
+    @property
+    def name(self) -> str:
+        return self.path or self.source
+
+    def problems(self) -> Iterator[Problem]:
+        if self.source == "stdlib":
+            for key in ("path", "eval_path"):
+                if getattr(self, key) is not None:
+                    yield key, f"the source stdlib reads no {key}. Remove the key, or set source to text, tokens or jsonl"
+        elif self.path is None:
+            yield "path", f"the source {self.source} needs a path: a file, a folder or a glob"
+        if self.field != "text" and self.source != "jsonl":
+            yield "field", f"only the source jsonl has fields, and source is {self.source}. Remove the key"
+        if self.dtype != "uint16" and self.source != "tokens":
+            yield "dtype", f"only the source tokens has a dtype, and source is {self.source}. Remove the key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_SourceKeys):
+    """The training data and its held-out split.
+
+    Without `eval_path`, the last `eval_tokens` tokens (of every part of a mixture) are held out; 0 means no evaluation.
+    """
+
+    source: Literal["stdlib", "text", "tokens", "jsonl", "mixture"] = "stdlib"
+    eval_tokens: Annotated[int, Bound(low=0)] = 500_000
+    shuffle: bool = True
+    mixture: tuple[MixturePart, ...] = ()
+
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The parts of the mixture; a single source is a mixture of one."""
+        if self.source == "mixture":
+            return self.mixture
+        keys = {key: getattr(self, key) for key in _SourceKeys.__dataclass_fields__}
+        return (MixturePart(weight=1.0, source=self.source, **keys),)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.source == "mixture":
+            yield from self._mixture_problems()
+            return
+        yield from self.parts()[0].problems()
+        if self.mixture:
+            yield "mixture", f"has {len(self.mixture)} parts, but source is {self.source}. Set source to mixture, or remove the parts"
+
+    def _mixture_problems(self) -> Iterator[Problem]:
+        for key, declared in _SourceKeys.__dataclass_fields__.items():
+            if getattr(self, key) != declared.default:
+                yield key, "a mixture has this key in its parts. Move it there"
+        if not self.mixture:
+            yield "mixture", "the source mixture needs at least one part, for example [{source: stdlib, weight: 1}]"
+            return
+        tokenizers = sorted({part.tokenizer for part in self.mixture})
+        if len(tokenizers) > 1:
+            yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers)}. Use one for all of them"
+        weights = [part.weight for part in self.mixture]
+        if max(weights) > _MAX_WEIGHT_RATIO * min(weights):
+            yield "mixture", f"the weights {max(weights)} and {min(weights)} are more than a factor {_MAX_WEIGHT_RATIO:.0e} apart"
+
+
+def path_problems(config: DataConfig) -> Iterator[Problem]:
+    """What is wrong with the files that the config names: (key, message) each. Opens no file."""
+    for index, part in enumerate(config.parts()):
+        prefix = f"mixture[{index}]." if config.source == "mixture" else ""
+        for key, message in _part_path_problems(part):
+            yield prefix + key, message
+
+
+def _part_path_problems(part: MixturePart) -> Iterator[Problem]:
+    if part.tokenizer != BYTES:
+        if not os.path.isfile(part.tokenizer):
+            yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
+        elif not os.access(part.tokenizer, os.R_OK):
+            yield "tokenizer", f"no permission to read {part.tokenizer}"
+    if part.source == "stdlib" and not files.standard_library().paths:
+        yield "source", "this Python has no standard library in source form. Use the source text and a path"
+    for key, path in (("path", part.path), ("eval_path", part.eval_path)):
+        if path is not None:
+            yield from ((key, message) for message in _file_problems(path, part.source))
+
+
+def _file_problems(path: str, source: str) -> Iterator[str]:
+    found = files.resolve(path).paths
+    if not found:
+        yield _nothing_found(path)
+    for file in found:
+        if not os.access(file, os.R_OK):
+            yield f"no permission to read {file}"
+        elif source == "tokens" and file.suffix not in (".bin", ".npy"):
+            yield f"{file} is not a token file: its name must end in .bin or .npy. A glob such as {_example_glob(path)} picks some of a folder's files"
+
+
+def _nothing_found(path: str) -> str:
+    if os.path.isdir(path):
+        return f"the folder {path} has no files"
+    if files.is_glob(path):
+        return f"no file matches {path} (working directory: {os.getcwd()})"
+    return f"no such file or folder: {path} (working directory: {os.getcwd()})"
+
+
+def _example_glob(path: str) -> str:
+    return str((Path(path) if os.path.isdir(path) else Path(path).parent) / "*.bin")

@@ -1,0 +1,101 @@
+"""Text that went through a tokenizer once: a token file in the cache, mapped from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from jgt.document import InputError
+from train.data.files import FileSet
+from train.data.stream import Segment, Stream
+from train.data.tokenizer import Tokenizer
+from train.data.tokens import map_bin
+
+_FORMAT = 1
+_BATCH_CHARACTERS = 1 << 20
+_MAX_PROBLEMS = 20
+
+Reader = Callable[[FileSet, list[str]], Iterator[str]]
+
+
+def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
+    """The tokens of the texts that `reader` yields, each followed by `separator`. Raises InputError.
+
+    `kind` names whatever else decides about the tokens; with the tokenizer and the files' names, sizes and times it
+    makes the cache file's name. Several processes may do this at once: each writes a file of its own and renames it.
+    """
+    dtype = _narrowest(tokenizer.vocab_size)
+    path = cache_dir / f"{_key(files, tokenizer, kind)}.{dtype}.bin"
+    if not path.exists():
+        _write_atomically(path, _token_bytes(files, reader, tokenizer, separator, dtype))
+    first, more = files.paths[0], len(files.paths) - 1
+    name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
+    return Stream((Segment(name=name, tokens=map_bin(path, dtype)),))
+
+
+def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
+    problems: list[str] = []
+    end = np.asarray([] if separator is None else [separator], dtype)
+    num_tokens = 0
+    for texts in _batches(_until_too_many(reader(files, problems), problems)):
+        for tokens in tokenizer.encode_batch(texts):
+            num_tokens += len(tokens) + len(end)
+            yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    if num_tokens == 0 and not problems:
+        problems = [f"{path}: the file is empty: it holds no token" for path in files.paths]
+    if problems:
+        raise InputError(problems)
+
+
+def _until_too_many(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
+    for text in texts:
+        if len(problems) >= _MAX_PROBLEMS:
+            return
+        yield text
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text) + 1
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
+        try:
+            _write(file, chunks)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _write(file: IO[bytes], chunks: Iterable[bytes]) -> None:
+    file.writelines(chunks)
+    file.flush()
+    # Without it, a crash of the machine can leave the final name on an empty file.
+    os.fsync(file.fileno())
+
+
+def _narrowest(vocab_size: int) -> str:
+    return next(dtype for dtype in ("uint8", "uint16", "uint32") if vocab_size - 1 <= np.iinfo(dtype).max)
+
+
+def _key(files: FileSet, tokenizer: Tokenizer, kind: str) -> str:
+    listed = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths]
+    return hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]

@@ -1,0 +1,78 @@
+"""A part of the config → its streams, train and held out, and what identifies them."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from jgt.document import InputError
+from train.data import jsonl, text
+from train.data.config import BYTES, MixturePart
+from train.data.encoded import open_encoded
+from train.data.files import FileSet, resolve, standard_library
+from train.data.stream import Stream
+from train.data.tokenizer import Tokenizer
+from train.data.tokenizer_json import END_OF_TEXT_NAMES
+from train.data.tokens import open_tokens
+
+_PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The two streams of one part; `held_out` is None when there is no evaluation."""
+
+    train: Stream
+    held_out: Stream | None
+    fingerprint: dict[str, str | int]
+
+
+def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, cache_dir: Path) -> Splits:
+    """Opens the files of a part whose paths were checked. Raises InputError."""
+    files = resolve(part.path) if part.path is not None else standard_library()
+    train = _open(part, files, tokenizer, cache_dir)
+    fingerprint: dict[str, str | int] = {"source": part.source, "tokenizer": tokenizer.identity, **_identify(files)}
+    held_out = None
+    if part.eval_path is not None:
+        eval_files = resolve(part.eval_path)
+        held_out = _open(part, eval_files, tokenizer, cache_dir)
+        fingerprint |= {f"eval_{key}": value for key, value in _identify(eval_files).items()}
+    elif eval_tokens:
+        train, held_out = train.split(max(len(train) - eval_tokens, 0))
+    fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
+    return Splits(train=train, held_out=held_out, fingerprint=fingerprint)
+
+
+def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
+    if part.source == "tokens":
+        return open_tokens(files, part.dtype)
+    if part.source == "jsonl":
+        return _open_jsonl(part, files, tokenizer, cache_dir)
+    if part.tokenizer == BYTES:
+        return text.open_bytes(files)
+    return open_encoded(files, text.blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
+
+
+def _open_jsonl(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
+    if tokenizer.end_of_text is None:
+        raise InputError([f"{part.tokenizer}: no end-of-text token, which separates documents. Known names: {', '.join(END_OF_TEXT_NAMES)}"])
+    reader = partial(_documents, part.field)
+    kind = f"jsonl:{part.field}"
+    return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
+
+
+def _documents(field: str, files: FileSet, problems: list[str]):
+    return jsonl.documents(files, field, problems)
+
+
+def _identify(files: FileSet) -> dict[str, str | int]:
+    """Names, sizes and the ends of the contents: cheap for any size, and another data set does not pass for this one."""
+    checksum = 0
+    for path in files.paths:
+        with path.open("rb") as file:
+            checksum = zlib.crc32(file.read(_PROBE_BYTES), checksum)
+            file.seek(max(path.stat().st_size - _PROBE_BYTES, 0))
+            checksum = zlib.crc32(file.read(_PROBE_BYTES), checksum)
+    return {"files": len(files.paths), "bytes": files.num_bytes, "files_sha256": files.digest(), "ends_crc32": checksum}

@@ -1,0 +1,50 @@
+"""Plain text files, one after the other without separators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jgt.document import InputError
+from train.data.files import FileSet
+from train.data.stream import Segment, Stream
+
+_MAP_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 20
+
+
+def open_bytes(files: FileSet) -> Stream:
+    """The bytes of the files as tokens, uint8. Raises InputError."""
+    if files.num_bytes == 0:
+        raise InputError([f"{path}: the file is empty" for path in files.paths])
+    return Stream(tuple(Segment(name=str(path), tokens=_bytes_of(path)) for path in files.paths))
+
+
+def blocks(files: FileSet, problems: list[str]) -> Iterator[str]:
+    """Text of about a megabyte at a time, cut at line ends; appends to `problems` what is not UTF-8."""
+    for path in files.paths:
+        with path.open("rb") as file:
+            yield from _blocks(file, path, problems)
+
+
+def _bytes_of(path: Path) -> np.ndarray:
+    # A mapping costs a page and one of the kernel's few ten thousand; a small file is cheaper in memory.
+    if path.stat().st_size < _MAP_BYTES:
+        return np.fromfile(path, np.uint8)
+    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+
+
+def _blocks(file: BinaryIO, path: Path, problems: list[str]) -> Iterator[str]:
+    line = 1
+    while lines := file.readlines(_BLOCK_BYTES):
+        block = b"".join(lines)
+        try:
+            yield block.decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = line + block[: error.start].count(b"\n")
+            problems.append(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or use the tokenizer bytes")
+            return
+        line += len(lines)
