@@ -127,6 +127,8 @@ def trace_and_place(
     tree: Any,
     dynamic: Sequence[bool],
     problems: Sequence[str] = (),
+    *,
+    partial: bool = False,
 ) -> Traced:
     """Traces, places and rewrites; the function's first positional argument holds the parameters."""
 
@@ -144,7 +146,7 @@ def trace_and_place(
     pins = {i: (p.dims, p.optimizer_dims) for i, p in enumerate(parameters)}
     pins |= _place_inputs(arrays, len(parameters), matcher, rewriter)
     new_program = rewriter.rewrite(program, pins if not rewriter.problems else {})
-    found = [*matcher.problems, *rewriter.problems, *matcher.unreached()]
+    found = [*matcher.problems, *rewriter.problems, *(() if partial else matcher.unreached())]
     if found:
         raise InputError(found)
     params_tree = tree.children()[0].children()[0]

@@ -16,14 +16,15 @@ from jgt.rules import Rules
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None) -> F:
+def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False) -> F:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
     The first argument holds the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
     and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
     gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
 
-    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem.
+    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
+    nothing is one, unless `partial` says that `fn` is only a part of what the rules speak of (inference without a loss).
     """
     if rules is None or mesh is None:
         return fn
@@ -32,7 +33,7 @@ def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None) -> F:
     def sharded(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten_with_path((args, kwargs))
         dynamic = [is_array(x) for _, x in leaves]
-        traced = trace_and_place(fn, rules, mesh, leaves, tree, dynamic)
+        traced = trace_and_place(fn, rules, mesh, leaves, tree, dynamic, partial=partial)
         outputs = jx.evaluate(traced.program, [x for d, (_, x) in zip(dynamic, leaves, strict=True) if d])
         return jax.tree.unflatten(traced.out_tree, outputs)
 

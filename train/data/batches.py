@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import grain
@@ -15,7 +14,7 @@ from jgt.document import InputError
 from train.data import tokenizer as tokenizers
 from train.data.config import DataConfig, path_problems
 from train.data.sources import Splits, open_splits
-from train.data.stream import Stream, vocab_problems
+from train.data.stream import Stream
 from train.data.tokenizer import Tokenizer
 from train.data.windows import Windows, num_windows
 
@@ -23,7 +22,6 @@ Batch = dict[str, np.ndarray]
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
 _MAX_SAMPLES = 1 << 62
-_MAX_VOCAB_PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +80,8 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
     """Opens every file, checks every token against `vocab`, and holds out the evaluation split. Raises InputError."""
     _raise_any([f"data.{key}: {message}" for key, message in path_problems(config)])
     tokenizer = tokenizers.load(config.parts()[0].tokenizer)
-    splits = _open_all(config, tokenizer, Path(cache_dir))
-    _raise_any([*_vocab_problems(splits, vocab), *_size_problems(config, splits, seq)])
+    splits = _open_all(config, tokenizer, vocab, cache_dir)
+    _raise_any(list(_size_problems(config, splits, seq)))
     held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq)) for s in splits if s.held_out is not None]
     return Data(
         seq=seq,
@@ -94,11 +92,12 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
     )
 
 
-def _open_all(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path) -> list[Splits]:
+def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> list[Splits]:
     splits, problems = [], []
     for part in config.parts():
         try:
-            splits.append(open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, cache_dir=cache_dir))
+            opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, cache_dir=cache_dir)
+            splits.append(opened)
         except InputError as error:
             problems += error.problems
     _raise_any(problems)
@@ -123,7 +122,7 @@ def _rows_of_batch(samples: grain.MapDataset, seq: int, start: int, batch: int, 
     for place, row in enumerate(rows):
         sample = start + index * batch + row
         if sample < len(samples):
-            tokens[place], weights[place] = samples[sample], 1.0
+            tokens[place], weights[place] = np.asarray(samples[sample]), 1.0
     return {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
 
 
@@ -135,25 +134,20 @@ def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:
         iterator.close()
 
 
-def _vocab_problems(splits: list[Splits], vocab: int) -> Iterator[str]:
-    streams = (stream for split in splits for stream in (split.train, split.held_out) if stream is not None)
-    return islice((problem for stream in streams for problem in vocab_problems(stream, vocab)), _MAX_VOCAB_PROBLEMS)
-
-
 def _size_problems(config: DataConfig, splits: list[Splits], seq: int) -> Iterator[str]:
     for part, split in zip(config.parts(), splits, strict=True):
-        own = part.eval_path is not None
-        lower = "" if own else f" or lower data.eval_tokens ({config.eval_tokens}),"
+        cut = part.eval_path is None and config.eval_tokens > 0
+        lower = f"lower data.eval_tokens ({config.eval_tokens})" if cut else None
         yield from _size_problem(f"the train split of {part.name}", split.train, seq, lower)
         if split.held_out is not None:
-            name = part.eval_path if part.eval_path is not None else part.name
-            raise_it = "" if own else f" or raise data.eval_tokens ({config.eval_tokens}, 0 for no evaluation),"
-            yield from _size_problem(f"the eval split of {name}", split.held_out, seq, raise_it)
+            higher = f"raise data.eval_tokens ({config.eval_tokens}; 0 for no evaluation)" if cut else None
+            yield from _size_problem(f"the eval split of {part.eval_path or part.name}", split.held_out, seq, higher)
 
 
-def _size_problem(split: str, stream: Stream, seq: int, remedy: str) -> Iterator[str]:
+def _size_problem(split: str, stream: Stream, seq: int, remedy: str | None) -> Iterator[str]:
     if num_windows(len(stream), seq) == 0:
-        yield f"data: {split} has {len(stream)} tokens, but one window of seq {seq} needs {seq + 1}. Give more data,{remedy} or lower seq"
+        remedies = ", ".join(filter(None, ("Give more data", remedy, "or lower seq")))
+        yield f"data: {split} has {len(stream)} tokens, but one window of seq {seq} needs {seq + 1}. {remedies}"
 
 
 def _fingerprint(config: DataConfig, splits: list[Splits]) -> dict[str, str | int]:

@@ -107,7 +107,7 @@ def path_problems(config: DataConfig) -> Iterator[Problem]:
 
 def _part_path_problems(part: MixturePart) -> Iterator[Problem]:
     if part.tokenizer != BYTES:
-        if not os.path.isfile(part.tokenizer):
+        if not Path(part.tokenizer).is_file():
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):
             yield "tokenizer", f"no permission to read {part.tokenizer}"
@@ -116,6 +116,8 @@ def _part_path_problems(part: MixturePart) -> Iterator[Problem]:
     for key, path in (("path", part.path), ("eval_path", part.eval_path)):
         if path is not None:
             yield from ((key, message) for message in _file_problems(path, part.source))
+    if part.path is not None and part.eval_path is not None:
+        yield from (("eval_path", message) for message in _overlap_problems(part.path, part.eval_path))
 
 
 def _file_problems(path: str, source: str) -> Iterator[str]:
@@ -129,13 +131,21 @@ def _file_problems(path: str, source: str) -> Iterator[str]:
             yield f"{file} is not a token file: its name must end in .bin or .npy. A glob such as {_example_glob(path)} picks some of a folder's files"
 
 
+def _overlap_problems(path: str, eval_path: str) -> Iterator[str]:
+    trained_on = {file.resolve() for file in files.resolve(path).paths}
+    shared = [file for file in files.resolve(eval_path).paths if file.resolve() in trained_on]
+    if shared:
+        yield f"{shared[0]} is trained on too ({len(shared)} such files): path {path} stands for it as well. Keep held-out files apart"
+
+
 def _nothing_found(path: str) -> str:
-    if os.path.isdir(path):
+    if Path(path).is_dir():
         return f"the folder {path} has no files"
     if files.is_glob(path):
-        return f"no file matches {path} (working directory: {os.getcwd()})"
-    return f"no such file or folder: {path} (working directory: {os.getcwd()})"
+        return f"no file matches {path} (working directory: {Path.cwd()})"
+    return f"no such file or folder: {path} (working directory: {Path.cwd()})"
 
 
 def _example_glob(path: str) -> str:
-    return str((Path(path) if os.path.isdir(path) else Path(path).parent) / "*.bin")
+    folder = Path(path)
+    return str((folder if folder.is_dir() else folder.parent) / "*.bin")

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 
 from jgt.document import InputError
-from train.data.files import FileSet
+from train.data.files import FileSet, Unreadable
 from train.data.stream import Segment, Stream
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import map_bin
@@ -22,7 +22,7 @@ _FORMAT = 1
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 
-Reader = Callable[[FileSet, list[str]], Iterator[str]]
+Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 
 
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
@@ -44,7 +44,7 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
     problems: list[str] = []
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
-    for texts in _batches(_until_too_many(reader(files, problems), problems)):
+    for texts in _batches(_readable(reader(files), problems)):
         for tokens in tokenizer.encode_batch(texts):
             num_tokens += len(tokens) + len(end)
             yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
@@ -54,11 +54,15 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
         raise InputError(problems)
 
 
-def _until_too_many(texts: Iterable[str], problems: list[str]) -> Iterator[str]:
+def _readable(texts: Iterable[str | Unreadable], problems: list[str]) -> Iterator[str]:
     for text in texts:
-        if len(problems) >= _MAX_PROBLEMS:
+        if not isinstance(text, Unreadable):
+            yield text
+            continue
+        problems.append(text.message)
+        if len(problems) == _MAX_PROBLEMS:
+            problems.append(f"{_MAX_PROBLEMS} problems; the rest was not read")
             return
-        yield text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -79,9 +83,9 @@ def _write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
         try:
             _write(file, chunks)
-            os.replace(file.name, path)
+            Path(file.name).replace(path)
         except BaseException:
-            os.unlink(file.name)
+            Path(file.name).unlink()
             raise
 
 

@@ -30,14 +30,24 @@ class FileSet:
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands among the texts of a reader for one that could not be read: `file:line: what, what to change`."""
+
+    message: str
+
+
 def resolve(path: str) -> FileSet:
     """The file, the visible files below the folder (sorted), or the files that match the glob (sorted); maybe none."""
     # A path that exists is never read as a glob: its name may hold brackets.
-    if os.path.isdir(path):
-        return FileSet(root=Path(path), paths=tuple(sorted(_visible(Path(path)))))
-    if os.path.exists(path):
-        return FileSet(root=Path(path).parent, paths=(Path(path),))
-    paths = tuple(Path(match) for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match))
+    start = Path(path)
+    if start.is_dir():
+        return FileSet(root=start, paths=tuple(sorted(_visible(start))))
+    if start.exists():
+        return FileSet(root=start.parent, paths=(start,))
+    # Path.glob takes no absolute pattern.
+    matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207
+    paths = tuple(match for match in matches if match.is_file())
     return FileSet(root=Path(os.path.commonpath([p.parent for p in paths])) if paths else Path(), paths=paths)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from jgt.document import InputError
@@ -12,12 +13,13 @@ from train.data import jsonl, text
 from train.data.config import BYTES, MixturePart
 from train.data.encoded import open_encoded
 from train.data.files import FileSet, resolve, standard_library
-from train.data.stream import Stream
+from train.data.stream import Stream, vocab_problems
 from train.data.tokenizer import Tokenizer
 from train.data.tokenizer_json import END_OF_TEXT_NAMES
 from train.data.tokens import open_tokens
 
 _PROBE_BYTES = 1 << 20
+_MAX_VOCAB_PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +31,29 @@ class Splits:
     fingerprint: dict[str, str | int]
 
 
-def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, cache_dir: Path) -> Splits:
-    """Opens the files of a part whose paths were checked. Raises InputError."""
+def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> Splits:
+    """Opens the files of a part whose paths were checked, and checks every token. Raises InputError."""
     files = resolve(part.path) if part.path is not None else standard_library()
-    train = _open(part, files, tokenizer, cache_dir)
-    fingerprint: dict[str, str | int] = {"source": part.source, "tokenizer": tokenizer.identity, **_identify(files)}
+    train = _open_checked(part, files, tokenizer, vocab, cache_dir)
+    fingerprint = {"source": part.source, **_identify(files)}
+    if part.source != "tokens":
+        fingerprint["tokenizer"] = tokenizer.identity
     held_out = None
     if part.eval_path is not None:
         eval_files = resolve(part.eval_path)
-        held_out = _open(part, eval_files, tokenizer, cache_dir)
+        held_out = _open_checked(part, eval_files, tokenizer, vocab, cache_dir)
         fingerprint |= {f"eval_{key}": value for key, value in _identify(eval_files).items()}
     elif eval_tokens:
         train, held_out = train.split(max(len(train) - eval_tokens, 0))
     fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
     return Splits(train=train, held_out=held_out, fingerprint=fingerprint)
+
+
+def _open_checked(part: MixturePart, files: FileSet, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> Stream:
+    stream = _open(part, files, tokenizer, cache_dir)
+    if problems := list(islice(vocab_problems(stream, vocab), _MAX_VOCAB_PROBLEMS)):
+        raise InputError(problems)
+    return stream
 
 
 def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
@@ -57,14 +68,11 @@ def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Pa
 
 def _open_jsonl(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
     if tokenizer.end_of_text is None:
-        raise InputError([f"{part.tokenizer}: no end-of-text token, which separates documents. Known names: {', '.join(END_OF_TEXT_NAMES)}"])
-    reader = partial(_documents, part.field)
+        known = ", ".join(END_OF_TEXT_NAMES)
+        raise InputError([f"{part.tokenizer}: no end-of-text token, which separates documents. Known names: {known}"])
+    reader = partial(jsonl.documents, field=part.field)
     kind = f"jsonl:{part.field}"
     return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
-
-
-def _documents(field: str, files: FileSet, problems: list[str]):
-    return jsonl.documents(files, field, problems)
 
 
 def _identify(files: FileSet) -> dict[str, str | int]:

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from jgt.document import InputError
-from train.data.files import FileSet
+from train.data.files import FileSet, Unreadable
 from train.data.stream import Segment, Stream
 
 _MAP_BYTES = 1 << 24
@@ -23,11 +23,11 @@ def open_bytes(files: FileSet) -> Stream:
     return Stream(tuple(Segment(name=str(path), tokens=_bytes_of(path)) for path in files.paths))
 
 
-def blocks(files: FileSet, problems: list[str]) -> Iterator[str]:
-    """Text of about a megabyte at a time, cut at line ends; appends to `problems` what is not UTF-8."""
+def blocks(files: FileSet) -> Iterator[str | Unreadable]:
+    """The files' text, about a megabyte at a time, cut at line ends."""
     for path in files.paths:
         with path.open("rb") as file:
-            yield from _blocks(file, path, problems)
+            yield from _blocks(file, path)
 
 
 def _bytes_of(path: Path) -> np.ndarray:
@@ -37,7 +37,7 @@ def _bytes_of(path: Path) -> np.ndarray:
     return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
 
 
-def _blocks(file: BinaryIO, path: Path, problems: list[str]) -> Iterator[str]:
+def _blocks(file: BinaryIO, path: Path) -> Iterator[str | Unreadable]:
     line = 1
     while lines := file.readlines(_BLOCK_BYTES):
         block = b"".join(lines)
@@ -45,6 +45,6 @@ def _blocks(file: BinaryIO, path: Path, problems: list[str]) -> Iterator[str]:
             yield block.decode("utf-8")
         except UnicodeDecodeError as error:
             at = line + block[: error.start].count(b"\n")
-            problems.append(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or use the tokenizer bytes")
+            yield Unreadable(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or use the tokenizer bytes")
             return
         line += len(lines)

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids. Byte 0, which text does not hold, ends a document."""
+    """UTF-8 bytes as ids. Byte 0, which text hardly ever holds, ends a document."""
 
     identity = BYTES
     vocab_size = 256

@@ -30,7 +30,8 @@ def map_bin(path: Path, dtype: str) -> np.ndarray:
     if size == 0:
         raise InputError([f"{path}: the file is empty"])
     if size % width:
-        raise InputError([f"{path}: has {size} bytes, which is no multiple of the {width} bytes of {dtype}. The file is cut short, or dtype is wrong"])
+        message = f"{path}: has {size} bytes, which is no multiple of the {width} bytes of {dtype}"
+        raise InputError([f"{message}. The file is cut short, or data.dtype is wrong"])
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r").view(np.ndarray)
 
 
@@ -44,4 +45,6 @@ def map_npy(path: Path) -> np.ndarray:
         raise InputError([f"{path}: not a readable .npy file: {error}. Save one integer array with numpy.save"]) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError([f"{path}: holds {tokens.dtype} {list(tokens.shape)}. Token ids are integers with one dimension"])
+    if not len(tokens):
+        raise InputError([f"{path}: the file is empty: it holds no token"])
     return tokens.view(np.ndarray)

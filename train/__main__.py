@@ -1,0 +1,63 @@
+"""`python -m train --config FILE [key.sub=value ...]`: one YAML file is one run. Heavy imports wait for a checked config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jgt import document
+from jgt.document import InputError
+from train.config import Run, load
+from train.folder import check_folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: done; 1: a failure while running; 2: the input is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        run = _load(arguments)
+        if arguments.print_config:
+            print(document.dump(run.resolved()), end="")
+            return 0
+        check_folder(run)
+        return _start(run, arguments)
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train", description="Trains the model of a YAML file; run again, it resumes.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as train.steps=300")
+    parser.add_argument("--dry-run", action="store_true", help="everything up to the first step, with a table of bytes per device")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; with --processes and --process")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many processes share the run")
+    parser.add_argument("--process", type=int, metavar="I", help="which of them this one is, from 0")
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> Run:
+    return load(arguments.config, arguments.overrides, num_processes=arguments.processes or 1)
+
+
+def _start(run: Run, arguments: argparse.Namespace) -> int:
+    from train.processes import find_cluster, start
+
+    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
+    start(cluster, run.config.devices.virtual_cpu)
+    if arguments.dry_run:
+        from train.dry_run import dry_run
+
+        dry_run(run)
+    else:
+        from train.loop import train
+
+        train(run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

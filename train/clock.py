@@ -1,0 +1,38 @@
+"""Step time on finished work: a lap ends when a step's results are on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+WARMUP_STEPS = 2
+
+
+class StepClock:
+    """Seconds a step between laps, pauses left out; none for the first steps, which also warm up."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._last_step: int | None = None
+        self._laps = 0
+        self._paused = 0.0
+        self.total = 0.0
+        """Seconds in steps so far, warm-up included, pauses left out."""
+
+    def lap(self, step: int) -> float | None:
+        """Seconds a step since the last lap; None while warming up. Call it when `step`'s results have arrived."""
+        now = time.perf_counter()
+        elapsed = now - self._last - self._paused
+        steps = 1 if self._last_step is None else step - self._last_step
+        self._last, self._last_step, self._paused = now, step, 0.0
+        self._laps += 1
+        self.total += elapsed
+        return None if self._laps <= WARMUP_STEPS else elapsed / steps
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside: evaluations and checkpoints."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started

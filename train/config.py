@@ -1,0 +1,247 @@
+"""One YAML file is one run: its sections, and what is wrong with them, without JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from jgt import document
+from jgt.document import Bound, InputError, Node, bind
+from jgt.mesh.sizes import read_sizes, size_problem
+from jgt.problems import misfit_problems
+from jgt.rules import Matcher, Rules, load_rules, rules_from_node
+from jgt.rules.spec import expand
+from train.data.config import DataConfig, path_problems
+from train.models.config import ModelConfig
+
+Count = Annotated[int, Bound(low=1)]
+Natural = Annotated[int, Bound(low=0)]
+Positive = Annotated[float, Bound(above=0)]
+Fraction = Annotated[float, Bound(low=0, high=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The `run:` section. dir defaults to runs/NAME."""
+
+    name: str = "run"
+    dir: str | None = None
+    seed: Natural = 0
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.dir or f"runs/{self.name}")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A name is one folder's name."""
+        if not self.name or set(self.name) & set("/\\\0") or self.name in (".", ".."):
+            yield "name", f"{self.name!r} cannot name a folder. Use letters, digits, dots and dashes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """The `devices:` section: absent, all that JAX finds; or this many virtual CPU devices a process."""
+
+    virtual_cpu: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The `optimizer:` section: AdamW (arXiv 1711.05101) with warm-up, then a schedule over the run's steps.
+
+    cosine falls to final_lr x lr at the last step; wsd stays and falls linearly over the last `decay` share of the
+    steps (arXiv 2404.06395); constant stays. Weight decay spares norms and biases. clip: the largest global norm of
+    the gradient, or null.
+    """
+
+    name: Literal["adamw"] = "adamw"
+    lr: Positive = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: Natural = 0
+    decay: Fraction = 0.2
+    final_lr: Fraction = 0.1
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Bound(low=0)] = 0.1
+    clip: Positive | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
+
+    remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_batches bounds an
+    evaluation; null goes over the whole held-out split.
+    """
+
+    steps: Count = 100
+    batch: Count = 32
+    accumulate: Count = 1
+    remat: Literal["none", "full"] | tuple[str, ...] = "none"
+    log_every: Count = 1
+    eval_every: Natural = 0
+    eval_batches: Count | None = None
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Parts of equal size."""
+        if self.batch % self.accumulate:
+            fits = ", ".join(str(n) for n in range(1, self.batch + 1) if self.batch % n == 0)
+            yield "accumulate", f"batch {self.batch} is not divisible by accumulate {self.accumulate}. These divide it: {fits}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """The `checkpoint:` section: every so many steps (0: only at the end), and how many are kept."""
+
+    every: Natural = 0
+    keep: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The `sample:` section: text generated when training ends. tokens 0: none."""
+
+    tokens: Natural = 0
+    prompt: str = "\n"
+    temperature: Annotated[float, Bound(low=0)] = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All sections of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    mesh: Node | None = None
+    rules: Node | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A checked run: its config, mesh sizes and rules, and the document they were read from."""
+
+    config: Config
+    mesh: dict[str, int]
+    rules: Rules | None
+    root: Node
+
+    def where(self, key: str) -> str:
+        """The file:line of a key, or of what stands around it."""
+        return self.root.find(key).where
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with its value, defaults included, as the run directory keeps it."""
+        sections = {k: v for k, v in asdict_plain(self.config).items() if k not in ("mesh", "rules")}
+        rules = self.root.value.get("rules")
+        return {**sections, "mesh": self.mesh, "rules": None if rules is None else rules.plain()}
+
+
+def asdict_plain(config: Config) -> dict[str, Any]:
+    """A config as ordinary Python objects."""
+    values = {k: asdict(getattr(config, k)) for k in Config.__dataclass_fields__ if k not in ("mesh", "rules")}
+    return {k: _lists(v) for k, v in values.items()}
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _lists(v) for k, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int | None = 1) -> Run:
+    """Reads and checks a run's file with `key.sub=value` overrides. Raises InputError with every problem.
+
+    num_processes: how many share the mesh; None when a cluster will tell.
+    """
+    root = document.read(path)
+    found: list[str] = []
+    for assignment in overrides:
+        try:
+            root = document.override(root, assignment)
+        except InputError as error:
+            found += error.problems
+    return _check(root, Path(path).parent, found, num_processes)
+
+
+def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:
+    config = bind(root, Config, problems) or _partly(root)
+    mesh = {} if config.mesh is None else read_sizes(config.mesh, problems)
+    rules = _rules(config.rules, folder, problems)
+    data = root.find("data")
+    problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
+    if mesh and config.mesh is not None:
+        problems += _mesh_problems(config, config.mesh, mesh, num_processes)
+    if rules is not None and config.mesh is None:
+        problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
+    if rules is not None and mesh:
+        problems += rules.axis_problems(mesh)
+        problems += _batch_problems(root, config, rules, mesh)
+    if problems:
+        raise InputError(problems)
+    return Run(config=config, mesh=mesh or {"data": -1}, rules=rules, root=root)
+
+
+def _partly(root: Node) -> Config:
+    """The sections that could be read, so that the others' problems are reported with theirs."""
+    values = {}
+    for name, child in root.value.items():
+        if name in ("mesh", "rules"):
+            values[name] = child
+        elif name in Config.__dataclass_fields__:
+            cls = type(getattr(Config(), name))
+            bound = bind(child, cls, [])
+            values[name] = cls() if bound is None else bound
+    return Config(**values)
+
+
+def _rules(node: Node | None, folder: Path, problems: list[str]) -> Rules | None:
+    if node is None or node.value is None:
+        return None
+    try:
+        if isinstance(node.value, dict):
+            return rules_from_node(node)
+        if isinstance(node.value, str):
+            path = folder / node.value
+            if path.is_file():
+                return load_rules(path)
+            problems.append(node.problem(f"no such rules file: {path}"))
+        else:
+            problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
+    except InputError as error:
+        problems += error.problems
+    return None
+
+
+def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_processes: int | None) -> Iterator[str]:
+    if config.devices.virtual_cpu is None or num_processes is None:
+        return
+    problem = size_problem(mesh, config.devices.virtual_cpu * num_processes)
+    if problem:
+        yield node.problem(problem)
+
+
+def _batch_problems(root: Node, config: Config, rules: Rules, mesh: dict[str, int]) -> Iterator[str]:
+    """Batch and sequence against the axes that the rules give the inputs."""
+    if config.devices.virtual_cpu is None and -1 in mesh.values():
+        return
+    sizes = dict(mesh)
+    if -1 in sizes.values() and config.devices.virtual_cpu is not None:
+        known = math.prod(n for n in sizes.values() if n != -1)
+        sizes = {axis: config.devices.virtual_cpu // known if n == -1 else n for axis, n in sizes.items()}
+    rule = Matcher(rules).input("inputs", 2)
+    if rule is None or 0 in sizes.values():
+        return
+    shape = (config.train.batch // config.train.accumulate, config.model.seq)
+    for problem in misfit_problems(rule, expand(rule.spec, 2), shape, sizes, "tokens [train.batch / train.accumulate, model.seq]"):
+        yield f"{root.find('train.batch').where}: train.batch or model.seq: {problem}"

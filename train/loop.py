@@ -1,0 +1,147 @@
+"""The run itself: start or resume, steps, evaluations, checkpoints, a sample at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from train.checkpoint import Checkpoints
+from train.clock import StepClock
+from train.config import Run
+from train.console import Screen
+from train.data.batches import Data, open_data
+from train.feed import Feed
+from train.flops import flops_per_token, peak_flops
+from train.folder import check_data, write_folder
+from train.optimizer import build_schedule
+from train.records import Records
+from train.sample import sample_text
+from train.setup import Setup, prepare
+from train.step import State
+
+
+def train(run: Run) -> None:
+    """Trains until `train.steps`, from the newest checkpoint if there is one. Raises InputError for wrong input."""
+    config = run.config
+    first = jax.process_index() == 0
+    screen = Screen(enabled=first)
+    setup = prepare(run)
+    screen.setup(setup)
+    data = open_data(
+        config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=config.run.path / "data"
+    )
+    check_data(run, data.fingerprint)
+    if first:
+        write_folder(run, data.fingerprint)
+    screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
+    records = Records(config.run.path, enabled=first)
+    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint)
+    try:
+        Loop(setup, data, screen, records, checkpoints).run()
+    finally:
+        screen.stop_steps()
+        records.close()
+        checkpoints.close()
+
+
+class Loop:
+    """One run over an open directory; owns the state while it is trained."""
+
+    def __init__(self, setup: Setup, data: Data, screen: Screen, records: Records, checkpoints: Checkpoints):
+        self._setup, self._data = setup, data
+        self._screen, self._records, self._checkpoints = screen, records, checkpoints
+        self._config = setup.run.config
+        self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
+        self._schedule = build_schedule(self._config.optimizer, self._config.train.steps)
+        self._eval_step: Any = None
+
+    def run(self) -> None:
+        """Start or resume, train, and show a sample."""
+        state, step, samples = self._start()
+        if step >= self._config.train.steps:
+            self._screen.say(f"Already at step {step} of {self._config.train.steps}; to go on, raise it: train.steps={step * 2}")
+        else:
+            state = self._steps(state, step, samples)
+        if self._config.sample.tokens:
+            text = sample_text(self._setup, state, self._data)
+            self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{text}")
+
+    def _start(self) -> tuple[State, int, int]:
+        """The state to begin with, the steps done and the sequences of training data consumed."""
+        step = self._checkpoints.latest
+        if step is None:
+            with self._records.phase("init"):
+                state = jax.block_until_ready(self._setup.init())
+            return state, 0, 0
+        with self._records.phase("restore", step=step):
+            state, samples = self._checkpoints.restore(step, self._setup.shapes, self._setup.shardings)
+        self._records.forget_after(step)
+        self._screen.say(f"Resumed from step {step} in {self._config.run.path}")
+        return state, step, samples
+
+    def _steps(self, state: State, done: int, samples: int) -> State:
+        config = self._config.train
+        with self._records.phase("compile"):
+            train_step = self._setup.compile_train_step()
+        self._screen.start_steps(done, config.steps)
+        clock = StepClock()
+        begun = time.time()
+        for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
+            state, metrics = train_step(state, batch)
+            samples += config.batch
+            if step % config.log_every == 0 or step == config.steps:
+                self._log(step, jax.device_get(metrics), clock)
+            if self._due(step, config.eval_every) and self._data.has_eval:
+                with clock.paused():
+                    self._evaluate(state, step)
+            if self._due(step, self._config.checkpoint.every):
+                with clock.paused(), self._records.phase("save", step=step):
+                    self._checkpoints.save(state, step, samples)
+        self._records.event("step", begun, clock.total, steps=config.steps - done)
+        with self._records.phase("save", step=config.steps):
+            self._checkpoints.wait()
+        self._screen.stop_steps()
+        self._screen.say(f"Checkpoint of step {config.steps} in {self._config.run.path / 'checkpoints'}")
+        return state
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self._config.train.steps or (every > 0 and step % every == 0)
+
+    def _log(self, step: int, metrics: dict[str, Any], clock: StepClock) -> None:
+        seconds = clock.lap(step)
+        row = {
+            "loss": float(metrics["loss"]),
+            "grad_norm": float(metrics["grad_norm"]),
+            "lr": float(self._schedule(step - 1)),
+            "step_time_s": seconds,
+            **self._speed(seconds),
+        }
+        self._records.metrics(step, row)
+        self._screen.step(step, self._config.train.steps, row)
+
+    def _speed(self, seconds: float | None) -> dict[str, float | None]:
+        if seconds is None:
+            return {"tokens_per_s": None, "mfu": None}
+        tokens = self._config.train.batch * self._config.model.seq / seconds
+        devices = self._setup.mesh.devices.flat  # pyright: ignore[reportAttributeAccessIssue]
+        peak = peak_flops(devices[0].device_kind)
+        flops = tokens * flops_per_token(self._config.model, self._setup.num_parameters)
+        return {"tokens_per_s": tokens, "mfu": flops / (peak * devices.__len__()) if peak else None}
+
+    def _evaluate(self, state: State, step: int) -> None:
+        """Token-weighted mean over the held-out split, nats per token."""
+        if self._eval_step is None:
+            with self._records.phase("compile", what="evaluation"):
+                self._eval_step = self._setup.compile_eval_step()
+        with self._records.phase("eval", step=step):
+            sums = [self._eval_step(state.params, batch) for batch in self._eval_batches()]
+            nats, weights = (float(sum(jax.device_get(part))) for part in zip(*sums, strict=True))
+        row = {"eval_loss": nats / weights}
+        self._records.metrics(step, row)
+        self._screen.step(step, self._config.train.steps, row)
+
+    def _eval_batches(self) -> Iterator[dict[str, jax.Array]]:
+        return self._feed.evaluation(self._config.train.eval_batches)

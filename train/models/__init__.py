@@ -1,0 +1,1 @@
+"""Decoders in Flax nnx that know signals and nothing else of jgt."""

@@ -1,0 +1,61 @@
+"""Llama (arXiv 2302.13971): RMSNorm, rotary positions, grouped-query attention, SwiGLU. b batch, s seq, d embed, v vocab."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgt import signal
+from train.models.attention import INIT, Attention
+from train.models.config import ModelConfig
+from train.models.embedding import Embedding
+from train.models.stack import Remat, scan_layers, stacked
+
+
+class Llama(nnx.Module):
+    """Tokens [b, s] → logits [b, s, v] in f32."""
+
+    def __init__(self, config: ModelConfig, remat: Remat = "none", *, rngs: nnx.Rngs):
+        dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
+        self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
+        self.layers = stacked(lambda rngs: Layer(config, dtype, rngs=rngs), config.layers, rngs)
+        self.norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
+        self.remat = remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        with signal.context("embed"):
+            x = self.embed(tokens)
+        with signal.context("layers"):
+            x = scan_layers(self.layers, x, self.remat)
+        with signal.context("head"):
+            return (self.head or self.embed).logits(self.norm(x))
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each on a normed input and added to the stream [b, s, d]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        self.attn_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.attn = Attention(config, dtype, use_bias=False, rope=True, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.embed, config.ffn_size, dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with signal.context("attn"):
+            x = x + self.attn(self.attn_norm(x))
+        with signal.context("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, embed: int, ffn: int, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        self.gate_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
+        self.up_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
+        self.down = nnx.Linear(ffn, embed, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(signal.tensor(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "hidden"))

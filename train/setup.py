@@ -1,0 +1,130 @@
+"""Everything of a run that exists before its first step: devices, model, placement, compiled functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+import jgt
+from jgt.mesh.sizes import resolve_sizes
+from jgt.placement import Placement
+from jgt.rules import Rules
+from train.config import Run
+from train.loss import Batch, Loss, make_loss
+from train.models.build import Model, build
+from train.optimizer import build_optimizer
+from train.step import State, make_eval_step, make_train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated."""
+
+    run: Run
+    mesh: Mesh | AbstractMesh
+    model: Model
+    optimizer: optax.GradientTransformation
+    loss: Loss
+    placement: Placement
+    shapes: State
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def shardings(self) -> State:
+        """Where each part of the state goes."""
+        place = self.placement
+        return State(place.replicated(), place.params, place.optimizer(self.shapes.opt_state))
+
+    @property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        """Where each array of a batch goes."""
+        return self.placement.inputs(self.batch_shapes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(x.size for x in jax.tree.leaves(self.shapes.params))
+
+    def init(self) -> State:
+        """The state before the first step, born sharded; the same values on every mesh."""
+        make = jax.jit(_init(self.model, self.optimizer), out_shardings=self.shardings)
+        return make(jax.random.key(self.run.config.run.seed))
+
+    def compile_train_step(self) -> Any:
+        """The compiled step: (state, batch) → (state, metrics). The state's buffers are donated."""
+        pin = lambda tree: jax.lax.with_sharding_constraint(tree, self.placement.gradients)  # noqa: E731
+        step = make_train_step(self.loss, self.optimizer, accumulate=self.run.config.train.accumulate, pin_gradients=pin)
+        shardings = self.shardings
+        whole = self.placement.replicated()
+        jitted = jax.jit(
+            step,
+            in_shardings=(shardings, self.batch_shardings),
+            out_shardings=(shardings, {"loss": whole, "grad_norm": whole}),
+            donate_argnums=0,
+        )
+        return jitted.lower(self.shapes, self.batch_shapes).compile()
+
+    def compile_eval_step(self) -> Any:
+        """The compiled evaluation: (parameters, batch) → (Σ weights · nats, Σ weights)."""
+        whole = self.placement.replicated()
+        jitted = jax.jit(
+            make_eval_step(self.loss), in_shardings=(self.placement.params, self.batch_shardings), out_shardings=(whole, whole)
+        )
+        return jitted.lower(self.shapes.params, self.batch_shapes).compile()
+
+
+def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
+    """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
+
+    Raises InputError with every misfit of rules, mesh and shapes.
+    """
+    config = run.config
+    mesh, rules = _mesh_and_rules(run, num_devices)
+    model = build(config.model, config.train.remat)
+    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    shapes = jax.eval_shape(_init(model, optimizer), jax.random.key(config.run.seed))
+    plain = make_loss(model.apply)
+    part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
+    placement = jgt.place(plain, rules, mesh, shapes.params, part)
+    return Setup(
+        run=run,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        loss=jgt.shard(plain, rules, mesh),
+        placement=placement,
+        shapes=shapes,
+        batch_shapes=batch_shapes(config.train.batch, config.model.seq),
+    )
+
+
+def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch, [batch, seq] each."""
+    kinds: Batch | dict[str, Any] = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
+
+
+def _init(model: Model, optimizer: optax.GradientTransformation) -> Any:
+    def init(key: jax.Array) -> State:
+        params = model.init(key)
+        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return init
+
+
+def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractMesh, Rules]:
+    where = run.where("mesh")
+    if run.rules is None:
+        # Without rules the model runs as it is, on one device.
+        alone = {"data": 1}
+        mesh = jgt.make_mesh(alone, devices=jax.devices()[:1]) if num_devices is None else jgt.abstract_mesh(alone)
+        return mesh, Rules(default="replicate")
+    if num_devices is not None:
+        return jgt.abstract_mesh(run.mesh, num_devices=num_devices, where=where), run.rules
+    resolve_sizes(run.mesh, jax.device_count(), where)
+    return jgt.make_mesh(run.mesh, where=where), run.rules
