@@ -24,7 +24,7 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None, "true": True, "True": True, "false": False, "False": False}
 
@@ -117,27 +117,23 @@ def merge(child: Node, parent: Node) -> Node:
 
 
 def override(root: Node, assignment: str) -> Node:
-    """Applies one `key.sub=value` of a command line; the value is YAML. Raises InputError."""
+    """Puts one `key.sub=value` of a command line in the place of what the key holds; the value is YAML. Raises InputError."""
     key, equals, text = assignment.partition("=")
     where = f"command line: {assignment}"
     if not equals or not all(key.split(".")):
         raise InputError([f"{where}: an override is written key.sub=value, for example train.steps=300"])
     value = parse(text, where)
-    node = _relocate(value, where, key)
-    parts = key.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        node = Node({parts[depth]: node}, where, ".".join(parts[:depth]))
-    return _override(node, root)
+    return _replaced(root, key.split("."), _relocate(value, where, key))
 
 
-def _override(child: Node, parent: Node) -> Node:
-    # Unlike merge, this keeps the file's order and writes a null down: it is a value on the command line.
-    if not (isinstance(child.value, dict) and isinstance(parent.value, dict)):
-        return child
-    values = dict(parent.value)
-    for name, node in child.value.items():
-        values[name] = _override(node, values[name]) if name in values else node
-    return Node(values, parent.where, parent.key)
+def _replaced(root: Node, parts: Sequence[str], node: Node) -> Node:
+    """`root` with the value at a path replaced; mappings on the way that are missing are made."""
+    if not parts:
+        return node
+    name, *rest = parts
+    values = dict(root.value) if isinstance(root.value, dict) else {}
+    values[name] = _replaced(values.get(name, Node(None, node.where, _join(root.key, name))), rest, node)
+    return Node(values, root.where, root.key)
 
 
 def _relocate(node: Node, where: str, key: str) -> Node:
@@ -210,10 +206,13 @@ def _events(text: str, file: str, problems: list[str]) -> Iterator[yaml.Event]:
         yield from yaml.parse(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
+        line = min(mark.line, text.count("\n")) + 1 if mark else 1
         problems.append(f"{file}:{line}: not valid YAML: {error.problem or error.context}. Check the indentation, brackets and quotes there")
     except yaml.YAMLError as error:
         problems.append(f"{file}:1: not valid YAML: {str(error).splitlines()[0]}")
+    except UnicodeEncodeError as error:
+        line = text[: error.start].count("\n") + 1
+        problems.append(f"{file}:{line}: not Unicode text: {text[error.start]!r} at character {error.start}")
 
 
 def _at(file: str, event: yaml.Event) -> str:
@@ -234,13 +233,15 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: str, 
         return Node(_scalar(event.value) if event.implicit[0] else event.value, where, key)
     if depth == MAX_DEPTH:
         problems.append(node.problem(f"nested deeper than {MAX_DEPTH} levels"))
+        _skip(events)
+        return node
     if isinstance(event, yaml.SequenceStartEvent):
         items: list[Node] = []
         for item in events:
             if isinstance(item, yaml.SequenceEndEvent):
                 break
             items.append(_node(item, events, file, f"{key}[{len(items)}]", depth + 1, problems))
-        return Node(items if depth < MAX_DEPTH else None, where, key)
+        return Node(items, where, key)
     values: dict[str, Node] = {}
     for name_event in events:
         if isinstance(name_event, yaml.MappingEndEvent):
@@ -254,7 +255,16 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: str, 
             problems.append(f"{_at(file, name_event)}: {_join(key, name)}: this key is given twice; the first is at {values[name].where}")
             continue
         values[name] = dataclasses.replace(value, where=_at(file, name_event))
-    return Node(values if depth < MAX_DEPTH else None, where, key)
+    return Node(values, where, key)
+
+
+def _skip(events: Iterator[yaml.Event]) -> None:
+    """Reads past the rest of a collection, however deep it is."""
+    num_open = 1
+    for event in events:
+        num_open += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if num_open == 0:
+            return
 
 
 def _key_text(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: str, problems: list[str]) -> str:
@@ -264,7 +274,7 @@ def _key_text(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: s
         return event.value
     problems.append(f"{_at(file, event)}: {key or 'file'}: a key must be plain text")
     if not isinstance(event, yaml.AliasEvent):
-        _node(event, events, file, key, MAX_DEPTH + 1, [])
+        _skip(events)
     return "?"
 
 
@@ -287,9 +297,18 @@ def _join(key: str, name: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists stand on one line."""
+    """Lists stand on one line; text that `parse` would read as something else is quoted; no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    plain = value.isprintable() and isinstance(_scalar(value), str)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 
 
@@ -375,7 +394,7 @@ def _bind_value(node: Node, hint: Any, problems: list[str]) -> Any:
         return result
     if origin is Literal:
         if value not in args or isinstance(value, bool) != isinstance(next(iter(args)), bool):
-            problems.append(node.problem(f"{value!r} is not one of {', '.join(map(str, args))}. {nearest(str(value), map(str, args))}"))
+            problems.append(node.problem(f"{node.plain()!r} is not one of {', '.join(map(str, args))}. {nearest(str(node.plain()), map(str, args))}"))
         return value
     if origin is tuple:
         if not isinstance(value, list):

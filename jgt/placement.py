@@ -200,7 +200,7 @@ def _place_inputs(
 ) -> dict[int, tuple[Dims, Dims]]:
     pins: dict[int, tuple[Dims, Dims]] = {}
     for index, (path, x) in enumerate(arrays[num_params:], start=num_params):
-        name = path_text(path[1:])
+        name = path_text(path[2:] or path[1:])
         rule, dims = input_rule(matcher, name, x)
         if rule is not None:
             rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from jgt.rules.spec import Misfit, SpecRule, misfits
@@ -18,10 +17,10 @@ def misfit_problems(
 
 def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh: Mapping[str, int], what: str) -> str:
     """`file:line: pattern: dim 1 of ... has size 6, which tensor=4 does not divide. ...`"""
-    axes = " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in misfit.axes)
+    axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes)
     product = f" (= {misfit.parts})" if len(misfit.axes) > 1 else ""
     return (
-        f"{rule.where}: {rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
+        f"{rule.where}: {'inputs' if rule.pattern == '**' else rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
         f"which {axes}{product} does not divide. {remedy(misfit)}"
     )
 
@@ -31,12 +30,5 @@ def remedy(misfit: Misfit) -> str:
     below = misfit.size - misfit.size % misfit.parts
     sizes = f"{below} or {below + misfit.parts}" if below else f"{misfit.parts}"
     divisors = ", ".join(str(n) for n in range(1, misfit.parts) if misfit.size % n == 0)
-    over = "x".join(misfit.axes)
+    over = " x ".join(misfit.axes)
     return f"A size of {sizes} would fit, or {over} of {divisors}"
-
-
-def product_problem(where: str, mesh: Mapping[str, int], num_devices: int) -> str:
-    """The mesh does not use exactly the devices there are."""
-    product = math.prod(mesh.values())
-    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-    return f"{where}: mesh: {sizes} = {product} devices, but there are {num_devices}. Make the product {num_devices}; one size may be -1"

@@ -137,7 +137,8 @@ class Rewriter:
         dims = self._dims(forward or rule, var, place, manual)
         cotangent = self._dims(backward or rule, var, place, manual)
         self._check(forward or rule, dims, shape, what, manual)
-        self._check(backward or rule, cotangent, shape, f"{what} (backward)", manual)
+        if backward is not None:
+            self._check(backward, cotangent, shape, f"{what} (backward)", manual)
         if self.problems:
             return [], var
         free = place.num_vmaps

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -84,9 +85,9 @@ def _shown(name: str, metrics: Mapping[str, Any]) -> str:
 def describe_mesh(setup: Setup) -> str:
     """The mesh in a line."""
     axes = " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items())
-    devices = getattr(setup.mesh, "devices", None)
-    if devices is None:
-        return f"Mesh: {axes} (no devices)"
+    if not isinstance(setup.mesh, Mesh):
+        return f"Mesh: {axes} = {setup.mesh.size} devices, none of them touched"
+    devices = setup.mesh.devices
     kinds = ", ".join(sorted({d.device_kind for d in devices.flat}))
     hosts = len({d.process_index for d in devices.flat})
     over = f" on {hosts} processes" if hosts > 1 else ""

@@ -37,7 +37,7 @@ def make_train_step(
         value, gradients = _value_and_gradients(loss, state.params, batch, accumulate, pin_gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(gradients)}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
         return State(state.step + 1, params, opt_state), metrics
 
     return train_step

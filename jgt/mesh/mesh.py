@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -39,15 +41,14 @@ def abstract_mesh(sizes: Mapping[str, int], *, num_devices: int | None = None, w
 
 def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Devices as an array of the mesh's shape: by topology inside a host, hosts along the outer axes."""
-    hosts = sorted({d.process_index for d in devices})
+    num_on = collections.Counter(d.process_index for d in devices)
     shape = tuple(sizes.values())
-    per_host, rest = divmod(len(devices), len(hosts))
-    over_hosts = None if rest else split_over_hosts(sizes, per_host)
-    if len(hosts) == 1:
+    if len(num_on) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    if over_hosts is None:
-        crossing = ", ".join(axis for axis, size in sizes.items() if size > 1)
-        warnings.warn(f"mesh: {dict(sizes)} does not divide into hosts of {per_host} devices; the axes {crossing} may cross hosts", stacklevel=3)
+    per_host = min(num_on.values())
+    if per_host != max(num_on.values()):
+        axes = ", ".join(axis for axis, size in sizes.items() if size > 1)
+        warnings.warn(f"mesh: the hosts have from {per_host} to {max(num_on.values())} devices, so the axes {axes} may cross hosts", stacklevel=3)
         return np.array(sorted(devices, key=lambda d: (d.process_index, d.id)), dtype=object).reshape(shape)
     for axis in crossing_axes(sizes, per_host):
         warnings.warn(
@@ -55,29 +56,33 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
             f"fastest inside a host: make {axis} smaller, or put it before the axes that fit",
             stacklevel=3,
         )
+    over_hosts = split_over_hosts(sizes, per_host)
     inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
     blocks = [
         mesh_utils.create_device_mesh(inside, [d for d in devices if d.process_index == host], allow_split_physical_axes=True)
-        for host in hosts
+        for host in sorted(num_on)
     ]
     return _interleave(blocks, inside, over_hosts)
 
 
-def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...] | None:
-    """How many parts of each axis lie on different hosts, filling a host from the innermost axis; None if it can't be."""
+def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
+    """How many parts of each axis lie on different hosts, filling a host of `per_host` devices from the innermost axis."""
     left, over = per_host, []
     for size in reversed(sizes.values()):
         inside = math.gcd(size, left)
         left //= inside
         over.append(size // inside)
-    return tuple(reversed(over)) if left == 1 else None
+    return tuple(reversed(over))
 
 
 def crossing_axes(sizes: Mapping[str, int], per_host: int) -> list[str]:
-    """The axes that cross hosts although an axis outside them exists: all but the outermost of size above 1."""
-    over = split_over_hosts(sizes, per_host) or ()
-    real = [(axis, n) for (axis, size), n in zip(sizes.items(), over, strict=False) if size > 1]
-    return [axis for axis, n in real[1:] if n > 1 and axis == "tensor"] or [axis for axis, n in real[-1:] if n > 1 and len(real) > 1]
+    """The axes that cross hosts although they are inner.
+
+    Outer is the first axis, and every leading one that lies wholly over hosts.
+    """
+    real = [(axis, size, n) for (axis, size), n in zip(sizes.items(), split_over_hosts(sizes, per_host), strict=True) if size > 1]
+    num_outer = len(list(itertools.takewhile(lambda entry: entry[1] == entry[2], real)))
+    return [axis for axis, _, n in real[max(num_outer, 1) :] if n > 1]
 
 
 def _interleave(blocks: Sequence[np.ndarray], inside: tuple[int, ...], over: tuple[int, ...]) -> np.ndarray:

@@ -38,6 +38,9 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int | None, where: str 
 
 def size_problem(sizes: Mapping[str, int], num_devices: int | None) -> str | None:
     """What keeps these sizes from covering the devices exactly; None when nothing does."""
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            return f"the axis {axis} has the size {size}. A size is at least 1, or -1 for what is left"
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         return f"only one size may be -1; {' and '.join(free)} are"

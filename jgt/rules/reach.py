@@ -131,10 +131,11 @@ class Matcher:
         yield from self._silent(f"{rule.pattern}: tensors", rule.tensors, names)
         yield from self._silent(f"{rule.pattern}: backward", rule.backward_tensors, names)
         yield from self._silent(f"{rule.pattern}: save", rule.save, names)
-        outs = [r for r in (rule.out, rule.backward_out) if r is not None]
         ranks = sorted({rank for s, found in self._out_ranks.items() if matches(rule.pattern, s) for rank in found})
         left = f"the floating values that leave this signal have rank {', '.join(map(str, ranks))}" if ranks else "no floating value leaves this signal"
-        yield from self._silent(f"{rule.pattern}: out", outs, f"{left}, none has the {min_rank(outs[0].spec) if outs else 0} dims of this spec")
+        for section, out in (("out", rule.out), ("backward out", rule.backward_out)):
+            if out is not None:
+                yield from self._silent(f"{rule.pattern}: {section}", [out], f"{left}, none has the {min_rank(out.spec)} dims of this spec")
 
     def _silent(self, section: str, rules: Sequence[Rule], reason: str) -> Iterator[str]:
         for rule in rules:

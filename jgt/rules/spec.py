@@ -23,7 +23,7 @@ class SpecRule:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A dim that its axes do not divide."""
+    """A dim that its axes (those of size above 1) do not divide."""
 
     dim: int
     size: int
@@ -73,7 +73,7 @@ def misfits(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Map
     for dim, (axes, size) in enumerate(zip(dims, shape, strict=True)):
         parts = math.prod(mesh.get(axis, 1) for axis in axes)
         if size % parts:
-            yield Misfit(dim, size, axes, parts)
+            yield Misfit(dim, size, tuple(axis for axis in axes if mesh.get(axis, 1) > 1), parts)
 
 
 def show(spec: Spec) -> str:

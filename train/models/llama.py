@@ -44,9 +44,9 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with signal.context("attn"):
-            x = x + self.attn(self.attn_norm(x))
+            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"))
         with signal.context("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
+            return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
 
 
 class GatedMLP(nnx.Module):

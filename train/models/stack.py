@@ -13,7 +13,7 @@ Remat = str | tuple[str, ...]
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
     """`num_layers` modules as one whose parameters have a leading dim [layers, ...]."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.fork(split=num_layers))
+    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Measurements that anyone can run again; see each module's docstring for the command."""

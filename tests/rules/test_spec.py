@@ -1,0 +1,71 @@
+"""Specs become the axes of each dim, and say which dims do not divide."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgt.rules import expand, misfits, show, show_dims
+from jgt.rules.spec import Misfit, axes_in, fits_rank, min_rank
+
+entries = st.lists(st.none() | st.sampled_from(["a", "b", ("a", "b")]), max_size=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rank", "leading", "dims"),
+    [
+        ((), 2, 0, ((), ())),
+        (("a",), 1, 0, (("a",),)),
+        (("a",), 3, 0, (("a",), (), ())),
+        ((None, ("a", "b")), 2, 0, ((), ("a", "b"))),
+        (("a",), 3, 1, ((), ("a",), ())),
+        ((..., "a"), 3, 0, ((), (), ("a",))),
+        (("a", ..., "b"), 2, 0, (("a",), ("b",))),
+        (("a", ..., "b"), 5, 1, ((), ("a",), (), (), ("b",))),
+        ((...,), 0, 0, ()),
+        ((), 2, 2, ((), ())),
+    ],
+)
+def test_a_spec_is_expanded(spec, rank, leading, dims):
+    assert expand(spec, rank, leading) == dims
+
+
+@pytest.mark.parametrize(("spec", "rank", "leading"), [(("a", "b"), 1, 0), (("a",), 1, 1), (("a", ..., "b"), 1, 0)])
+def test_a_spec_longer_than_the_tensor_is_refused(spec, rank, leading):
+    with pytest.raises(ValueError, match=rf"the spec has {min_rank(spec)} dims, the tensor {rank - leading}"):
+        expand(spec, rank, leading)
+
+
+@given(entries, st.integers(0, 3), st.integers(0, 2), st.booleans())
+def test_expansion_keeps_axes_in_order_and_adds_only_empty_dims(spec, room, leading, dots):
+    full = (*spec[:1], ..., *spec[1:]) if dots else tuple(spec)
+    rank = leading + len(spec) + room
+    dims = expand(full, rank, leading)
+    assert len(dims) == rank
+    assert [axis for dim in dims for axis in dim] == list(axes_in(full))
+    assert dims[:leading] == ((),) * leading
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([(), ("a",), ("b",), ("a", "b"), ("x",)])), max_size=4))
+def test_misfits_are_the_dims_with_a_rest(dims):
+    mesh = {"a": 2, "b": 3}
+    shape, axes = tuple(size for size, _ in dims), tuple(names for _, names in dims)
+    expected = [n for n, (size, names) in enumerate(dims) if size % math.prod(mesh.get(a, 1) for a in names)]
+    assert [m.dim for m in misfits(axes, shape, mesh)] == expected
+
+
+def test_a_misfit_carries_both_sizes():
+    assert list(misfits((("a", "b"),), (7,), {"a": 2, "b": 3})) == [Misfit(dim=0, size=7, axes=("a", "b"), parts=6)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rank", "fits"), [(("a",), 1, True), (("a",), 2, False), (("a", ...), 1, True), (("a", ...), 3, True), (("a", ...), 0, False)]
+)
+def test_a_spec_fits_its_rank(spec, rank, fits):
+    assert fits_rank(spec, rank) is fits
+
+
+def test_specs_are_shown_as_the_yaml_writes_them():
+    assert show(("a", ("a", "b"), None, ...)) == "[a, [a, b], null, ...]"
+    assert show_dims((("a",), ("a", "b"), ())) == "[a, [a, b], null]"
