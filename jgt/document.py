@@ -7,6 +7,7 @@ is a float and `no` is a string. Nothing here imports JAX: a typo is answered in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -35,6 +36,15 @@ class InputError(ValueError):
     def __init__(self, problems: Iterable[str]):
         self.problems = tuple(dict.fromkeys(problems))
         super().__init__("\n".join(self.problems))
+
+
+@contextlib.contextmanager
+def collect(problems: list[str]) -> Iterator[None]:
+    """Appends what an InputError inside says to `problems` and goes on: the next part is checked too."""
+    try:
+        yield
+    except InputError as error:
+        problems += error.problems
 
 
 @dataclass(frozen=True, slots=True)

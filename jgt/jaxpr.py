@@ -8,7 +8,6 @@ params it carries. jax 0.10 has Jaxpr and ClosedJaxpr, jax 0.12 one Jaxpr; both 
 from __future__ import annotations
 
 import contextlib
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -177,7 +176,7 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
 
 
 def constrained(
-    var: Var, forward: NamedSharding, backward: NamedSharding, scopes: Sequence[str], like: Equation | None
+    var: Var, forward: NamedSharding, backward: NamedSharding, like: Equation | None
 ) -> tuple[list[Equation], Var]:
     """Equations that pin a value to `forward` and its cotangent to `backward`, and the pinned variable.
 
@@ -192,14 +191,8 @@ def constrained(
         equation = body(program).eqns[0].replace(invars=[var], outvars=[new])
         return [_like(equation, like)], new
 
-    def backward_rule(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        with contextlib.ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(jax.named_scope(PREFIX + scope))
-            return (pin(cotangent, backward),)
-
     identity = jax.custom_vjp(lambda x: pin(x, forward))
-    identity.defvjp(lambda x: (pin(x, forward), None), backward_rule)
+    identity.defvjp(lambda x: (pin(x, forward), None), lambda _, cotangent: (pin(cotangent, backward),))
     with like.ctx.manager if like is not None else _nothing():
         program = jax.make_jaxpr(identity)(var.aval)
     inner = body(program)

@@ -76,7 +76,7 @@ class Placement:
         return jax.tree.unflatten(tree, [self._sharding(d) for d in dims])
 
     def _optimizer_dims(self, path: str, shape: tuple[int, ...]) -> Dims:
-        matching = [p for p in self.parameters if p.shape == shape and f"/{path}".endswith(f"/{p.path}")]
+        matching = [p for p in self.parameters if p.shape == shape and (not p.path or f"/{path}".endswith(f"/{p.path}"))]
         return max(matching, key=lambda p: len(p.path)).optimizer_dims if matching else ()
 
     def _sharding(self, dims: Dims) -> NamedSharding:
@@ -138,6 +138,9 @@ def trace_and_place(
         return fn(*args, **kwargs)
 
     arrays = [(path, x) for d, (path, x) in zip(dynamic, leaves, strict=True) if d]
+    positional = tree.children()[0].children()
+    if not positional or not all(dynamic[: positional[0].num_leaves]):
+        raise ValueError("the first argument must hold the parameters and nothing else: a tree of arrays")
     program, out_tree = jx.trace(flat, *[x for _, x in arrays])
     matcher = Matcher(rules)
     rewriter = Rewriter(matcher, mesh)
@@ -149,10 +152,7 @@ def trace_and_place(
     found = [*matcher.problems, *rewriter.problems, *(() if partial else matcher.unreached())]
     if found:
         raise InputError(found)
-    params_tree = tree.children()[0].children()[0]
-    if params_tree.num_leaves != len(parameters):
-        raise ValueError("the first argument must hold the parameters and nothing else: a tree of arrays")
-    placement = Placement(rules=rules, mesh=mesh, parameters=parameters, tree=params_tree)
+    placement = Placement(rules=rules, mesh=mesh, parameters=parameters, tree=positional[0])
     return Traced(placement=placement, program=new_program, out_tree=out_tree)
 
 

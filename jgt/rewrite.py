@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jgt import jaxpr as jx
 from jgt.jaxpr import Equation, Place, Program, Var
 from jgt.problems import misfit_problems
-from jgt.rules import Action, Matcher, SpecRule, expand, prefixes
+from jgt.rules import Action, Matcher, SaveRule, SpecRule, expand, prefixes
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -37,7 +37,7 @@ class SavePolicy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if jx.is_name(primitive, params):
-            action = dict(self.actions).get(params["name"], "keep" if self.named else None)
+            action: Action | None = dict(self.actions).get(params["name"], "keep" if self.named else None)
             if action is not None:
                 return _decide(action, params["name"])(primitive, *avals, **params)
         return self.around(primitive, *avals, **params) if self.around is not None else False
@@ -67,27 +67,28 @@ class Rewriter:
         invars = jx.body(program).invars
         for index, (forward, backward) in arguments.items():
             var = invars[index]
-            new, pinned[var] = jx.constrained(var, self._sharding(forward), self._sharding(backward), (), None)
+            new, pinned[var] = jx.constrained(var, self._sharding(forward), self._sharding(backward), None)
             eqns += new
-        new_program, actions = self._program(program, Place(), pinned, eqns)
-        if actions:
-            new_program = jx.checkpointed(new_program, _region(actions), in_scan=False)
+        new_program, saves = self._program(program, Place(), pinned, eqns)
+        if saves:
+            new_program = jx.checkpointed(new_program, _region(saves), in_scan=False)
         return new_program
 
     def _program(
         self, program: Program, around: Place, pinned: dict[Var, Var] | None = None, eqns: list[Equation] | None = None
-    ) -> tuple[Program, dict[str, Action]]:
-        """The rewritten program, and the save actions inside it that no checkpoint region has taken yet."""
+    ) -> tuple[Program, dict[str, SaveRule]]:
+        """The rewritten program, and the save rules inside it that no checkpoint region has taken yet."""
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
-        actions: dict[str, Action] = {}
+        saves: dict[str, SaveRule] = {}
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
             self.matcher.see(place.path)
-            rewritten, inner_actions = self._equation(equation, place, renamed)
+            rewritten, inner_saves = self._equation(equation, place, renamed)
             new_eqns.append(rewritten)
-            actions |= inner_actions | self._save_action(equation, place)
+            self._add_saves(saves, inner_saves)
+            self._add_saves(saves, self._save_of(equation, place))
             for var in equation.outvars:
                 extra, new = self._pin(equation, var, place, consumers.get(var, ()))
                 if extra:
@@ -95,34 +96,43 @@ class Rewriter:
                     renamed[var] = new
         old = jx.body(program)
         if len(new_eqns) == len(old.eqns) and all(a is b for a, b in zip(new_eqns, old.eqns, strict=True)):
-            return program, actions
+            return program, saves
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
-        return jx.with_body(program, eqns=new_eqns, outvars=outvars), actions
+        return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
 
-    def _equation(self, equation: Equation, place: Place, renamed: Mapping[Var, Var]) -> tuple[Equation, dict[str, Action]]:
-        actions: dict[str, Action] = {}
+    def _equation(self, equation: Equation, place: Place, renamed: Mapping[Var, Var]) -> tuple[Equation, dict[str, SaveRule]]:
+        saves: dict[str, SaveRule] = {}
 
         def change(inner: Program) -> Program:
             new, found = self._program(inner, place)
             if found and jx.is_scan(equation):
                 return jx.checkpointed(new, _region(found), in_scan=True)
-            actions.update(found)
+            self._add_saves(saves, found)
             return new
 
         params = jx.map_subprograms(equation, change)
-        if actions and jx.is_remat(equation):
+        if saves and jx.is_remat(equation):
             params = params or dict(equation.params)
-            params["policy"] = SavePolicy(tuple(sorted(actions.items())), around=params["policy"])
-            actions = {}
+            params["policy"] = SavePolicy(_actions(saves), around=params["policy"])
+            saves = {}
         invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
         if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):
             equation = equation.replace(invars=invars)
-        return (equation if params is None else equation.replace(params=params)), actions
+        return (equation if params is None else equation.replace(params=params)), saves
 
-    def _save_action(self, equation: Equation, place: Place) -> dict[str, Action]:
+    def _save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
         name = jx.tensor_name(equation)
         rule = None if name is None else self.matcher.save(name, place.path)
-        return {} if rule is None or name is None else {name: rule.action}
+        return {} if rule is None or name is None else {name: rule}
+
+    def _add_saves(self, saves: dict[str, SaveRule], more: Mapping[str, SaveRule]) -> None:
+        for name, rule in more.items():
+            other = saves.setdefault(name, rule)
+            if other.action != rule.action:
+                self.problems.append(
+                    f"{rule.where}: save: {name}: {rule.action} here, but {other.action} at {other.where}, in one region that is recomputed. "
+                    "A region tells values apart by name only: give the two tensors different names"
+                )
 
     def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
         shape = getattr(var.aval, "shape", None)
@@ -143,7 +153,7 @@ class Rewriter:
             return [], var
         free = place.num_vmaps
         shardings = [self._sharding(d, manual, free) for d in (dims, cotangent)]
-        return jx.constrained(var, shardings[0], shardings[1], place.signals, equation)
+        return jx.constrained(var, shardings[0], shardings[1], equation)
 
     def _rules_of(
         self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
@@ -181,8 +191,12 @@ class Rewriter:
         return NamedSharding(self.mesh if manual is None else manual, partition_spec(dims, free=free))
 
 
-def _region(actions: Mapping[str, Action]) -> SavePolicy:
-    return SavePolicy(tuple(sorted(actions.items())), named=True)
+def _region(saves: Mapping[str, SaveRule]) -> SavePolicy:
+    return SavePolicy(_actions(saves), named=True)
+
+
+def _actions(saves: Mapping[str, SaveRule]) -> tuple[tuple[str, Action], ...]:
+    return tuple(sorted((name, rule.action) for name, rule in saves.items()))
 
 
 def _consumers(program: Program, around: Place) -> dict[Var, list[Place]]:

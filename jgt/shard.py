@@ -37,7 +37,7 @@ def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, parti
         outputs = jx.evaluate(traced.program, [x for d, (_, x) in zip(dynamic, leaves, strict=True) if d])
         return jax.tree.unflatten(traced.out_tree, outputs)
 
-    sharded.__jgt_function__ = fn  # pyright: ignore[reportFunctionMemberAccess]
+    sharded.__jgt_function__ = fn  # pyright: ignore[reportAttributeAccessIssue]
     return sharded  # pyright: ignore[reportReturnType]
 
 

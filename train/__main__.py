@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jgt import document
 from jgt.document import InputError
+from train.cluster import find_cluster, flag_problems
 from train.config import Run, load
 from train.folder import check_folder
 
@@ -40,14 +41,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Run:
-    return load(arguments.config, arguments.overrides, num_processes=arguments.processes or 1)
+    flags = (arguments.coordinator, arguments.processes, arguments.process)
+    cluster = find_cluster(*flags)
+    return load(
+        arguments.config,
+        arguments.overrides,
+        num_processes=1 if cluster is None else cluster.num_processes,
+        problems=tuple(flag_problems(*flags)),
+    )
 
 
 def _start(run: Run, arguments: argparse.Namespace) -> int:
-    from train.processes import find_cluster, start
+    from train.processes import start
 
-    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    start(cluster, run.config.devices.virtual_cpu)
+    start(find_cluster(arguments.coordinator, arguments.processes, arguments.process), run.config.devices.virtual_cpu)
     if arguments.dry_run:
         from train.dry_run import dry_run
 

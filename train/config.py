@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgt import document
-from jgt.document import Bound, InputError, Node, bind
+from jgt.document import Bound, InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
-from jgt.problems import misfit_problems
-from jgt.rules import Matcher, Rules, load_rules, rules_from_node
-from jgt.rules.spec import expand
+from jgt.problems import misfit_problem
+from jgt.rules import Matcher, Rules, expand, misfits, rules_from_node
 from train.data.config import DataConfig, path_problems
 from train.models.config import ModelConfig
 
@@ -129,28 +127,22 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A checked run: its config, mesh sizes and rules, and the document they were read from."""
+    """A checked run: its config, mesh sizes and rules, and the documents they were read from."""
 
     config: Config
     mesh: dict[str, int]
     rules: Rules | None
     root: Node
+    rules_root: Node | None
 
     def where(self, key: str) -> str:
         """The file:line of a key, or of what stands around it."""
         return self.root.find(key).where
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with its value, defaults included, as the run directory keeps it."""
-        sections = {k: v for k, v in asdict_plain(self.config).items() if k not in ("mesh", "rules")}
-        rules = self.root.value.get("rules")
-        return {**sections, "mesh": self.mesh, "rules": None if rules is None else rules.plain()}
-
-
-def asdict_plain(config: Config) -> dict[str, Any]:
-    """A config as ordinary Python objects."""
-    values = {k: asdict(getattr(config, k)) for k in Config.__dataclass_fields__ if k not in ("mesh", "rules")}
-    return {k: _lists(v) for k, v in values.items()}
+        """Every key with its value, defaults included and the rules inline, as the run directory keeps it."""
+        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in ("mesh", "rules")}
+        return {**sections, "mesh": self.mesh, "rules": None if self.rules_root is None else self.rules_root.plain()}
 
 
 def _lists(value: Any) -> Any:
@@ -159,25 +151,46 @@ def _lists(value: Any) -> Any:
     return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int | None = 1) -> Run:
+def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int | None = 1, problems: Sequence[str] = ()) -> Run:
     """Reads and checks a run's file with `key.sub=value` overrides. Raises InputError with every problem.
 
-    num_processes: how many share the mesh; None when a cluster will tell.
+    num_processes: how many share the mesh; None when a cluster will tell. `problems` found before are reported with the
+    file's. Whether mesh and rules divide the batch is left to `batch_problems`, to be reported with the parameters.
     """
-    root = document.read(path)
-    found: list[str] = []
+    found = list(problems)
+    root = Node({}, str(path))
+    with collect(found):
+        root = document.read(path)
+    readable = len(found) == len(problems)
     for assignment in overrides:
-        try:
+        with collect(found):
             root = document.override(root, assignment)
-        except InputError as error:
-            found += error.problems
+    if not readable:
+        raise InputError(found)
     return _check(root, Path(path).parent, found, num_processes)
+
+
+def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
+    """Batch and sequence against the axes that the rules give the inputs, on a mesh of these sizes."""
+    rule = None if run.rules is None else Matcher(run.rules).input("inputs", 2)
+    if rule is None:
+        return
+    train = run.config.train
+    shape = (train.batch // train.accumulate, run.config.model.seq)
+    what = f"batch / accumulate {train.accumulate}" if train.accumulate > 1 else "batch"
+    for misfit in misfits(expand(rule.spec, 2), shape, mesh):
+        key = ("train.batch", "model.seq")[misfit.dim]
+        yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what)}"
 
 
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:
     config = bind(root, Config, problems) or _partly(root)
     mesh = {} if config.mesh is None else read_sizes(config.mesh, problems)
-    rules = _rules(config.rules, folder, problems)
+    rules_root = _rules_root(config.rules, folder, problems)
+    rules = None
+    if rules_root is not None:
+        with collect(problems):
+            rules = rules_from_node(rules_root)
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
     if mesh and config.mesh is not None:
@@ -186,10 +199,11 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
     if rules is not None and mesh:
         problems += rules.axis_problems(mesh)
-        problems += _batch_problems(root, config, rules, mesh)
+    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, root=root, rules_root=rules_root)
     if problems:
-        raise InputError(problems)
-    return Run(config=config, mesh=mesh or {"data": -1}, rules=rules, root=root)
+        sizes = {axis: size for axis, size in mesh.items() if size != -1}
+        raise InputError([*problems, *batch_problems(run, sizes)])
+    return run
 
 
 def _partly(root: Node) -> Config:
@@ -205,22 +219,22 @@ def _partly(root: Node) -> Config:
     return Config(**values)
 
 
-def _rules(node: Node | None, folder: Path, problems: list[str]) -> Rules | None:
+def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | None:
+    """The mapping that holds the rules: inline, or that of a file."""
     if node is None or node.value is None:
         return None
-    try:
-        if isinstance(node.value, dict):
-            return rules_from_node(node)
-        if isinstance(node.value, str):
-            path = folder / node.value
-            if path.is_file():
-                return load_rules(path)
-            problems.append(node.problem(f"no such rules file: {path}"))
-        else:
-            problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
-    except InputError as error:
-        problems += error.problems
-    return None
+    if isinstance(node.value, dict):
+        return node
+    if not isinstance(node.value, str):
+        problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
+        return None
+    path = folder / node.value
+    if not path.is_file():
+        beside = sorted(file.name for file in path.parent.glob("*.yaml"))
+        problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, beside)}"))
+        return None
+    with collect(problems):
+        return document.read(path)
 
 
 def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_processes: int | None) -> Iterator[str]:
@@ -229,19 +243,3 @@ def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_process
     problem = size_problem(mesh, config.devices.virtual_cpu * num_processes)
     if problem:
         yield node.problem(problem)
-
-
-def _batch_problems(root: Node, config: Config, rules: Rules, mesh: dict[str, int]) -> Iterator[str]:
-    """Batch and sequence against the axes that the rules give the inputs."""
-    if config.devices.virtual_cpu is None and -1 in mesh.values():
-        return
-    sizes = dict(mesh)
-    if -1 in sizes.values() and config.devices.virtual_cpu is not None:
-        known = math.prod(n for n in sizes.values() if n != -1)
-        sizes = {axis: config.devices.virtual_cpu // known if n == -1 else n for axis, n in sizes.items()}
-    rule = Matcher(rules).input("inputs", 2)
-    if rule is None or 0 in sizes.values():
-        return
-    shape = (config.train.batch // config.train.accumulate, config.model.seq)
-    for problem in misfit_problems(rule, expand(rule.spec, 2), shape, sizes, "tokens [train.batch / train.accumulate, model.seq]"):
-        yield f"{root.find('train.batch').where}: train.batch or model.seq: {problem}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from jgt.document import InputError, collect
 from train.checkpoint import Checkpoints
 from train.clock import StepClock
 from train.config import Run
@@ -28,12 +29,8 @@ def train(run: Run) -> None:
     config = run.config
     first = jax.process_index() == 0
     screen = Screen(enabled=first)
-    setup = prepare(run)
+    setup, data = _open(run)
     screen.setup(setup)
-    data = open_data(
-        config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=config.run.path / "data"
-    )
-    check_data(run, data.fingerprint)
     if first:
         write_folder(run, data.fingerprint)
     screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
@@ -47,6 +44,26 @@ def train(run: Run) -> None:
         checkpoints.close()
 
 
+def _open(run: Run) -> tuple[Setup, Data]:
+    """The program and the data. Raises InputError with what is wrong with either."""
+    config = run.config
+    problems: list[str] = []
+    setup = data = None
+    with collect(problems):
+        setup = prepare(run)
+    in_data: list[str] = []
+    with collect(in_data):
+        cache = config.run.path / "data"
+        data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
+    problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+    if data is not None:
+        with collect(problems):
+            check_data(run, data.fingerprint)
+    if setup is None or data is None or problems:
+        raise InputError(problems)
+    return setup, data
+
+
 class Loop:
     """One run over an open directory; owns the state while it is trained."""
 
@@ -55,7 +72,7 @@ class Loop:
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
-        self._schedule = build_schedule(self._config.optimizer, self._config.train.steps)
+        self._schedule: Callable[[int], Any] = build_schedule(self._config.optimizer, self._config.train.steps)
         self._eval_step: Any = None
 
     def run(self) -> None:
@@ -126,10 +143,9 @@ class Loop:
         if seconds is None:
             return {"tokens_per_s": None, "mfu": None}
         tokens = self._config.train.batch * self._config.model.seq / seconds
-        devices = self._setup.mesh.devices.flat  # pyright: ignore[reportAttributeAccessIssue]
-        peak = peak_flops(devices[0].device_kind)
+        peak = peak_flops(jax.devices()[0].device_kind)
         flops = tokens * flops_per_token(self._config.model, self._setup.num_parameters)
-        return {"tokens_per_s": tokens, "mfu": flops / (peak * devices.__len__()) if peak else None}
+        return {"tokens_per_s": tokens, "mfu": flops / (peak * self._setup.mesh.size) if peak else None}
 
     def _evaluate(self, state: State, step: int) -> None:
         """Token-weighted mean over the held-out split, nats per token."""

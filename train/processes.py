@@ -1,44 +1,11 @@
-"""One run on several processes: started by a cluster that JAX recognises, or by --coordinator and its kin."""
+"""One run on several processes: JAX's devices, and its link to the other processes."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
 import jax
 
-from jgt.document import InputError
 from jgt.mesh.devices import use_virtual_cpu
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """How this process joins the others: by address, or (coordinator None) by JAX's own cluster detection."""
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process: int | None = None
-
-
-def find_cluster(coordinator: str | None, num_processes: int | None, process: int | None) -> Cluster | None:
-    """The cluster that flags or the environment name; None for a single process. Raises InputError for half a set."""
-    flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
-    given = [name for name, value in flags.items() if value is not None]
-    if given:
-        missing = [name for name in flags if name not in given]
-        if missing:
-            raise InputError([f"command line: {', '.join(missing)}: missing. {', '.join(flags)} belong together"])
-        assert num_processes is not None and process is not None
-        if not 0 <= process < num_processes:
-            raise InputError([f"command line: --process {process}: must be between 0 and {num_processes - 1} (--processes {num_processes})"])
-        return Cluster(coordinator=coordinator, num_processes=num_processes, process=process)
-    for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        size = os.environ.get(variable, "1")
-        if size.isdigit() and int(size) > 1:
-            return Cluster(num_processes=int(size))
-    if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
-        return Cluster()
-    return None
+from train.cluster import Cluster
 
 
 def start(cluster: Cluster | None, virtual_cpu: int | None) -> None:

@@ -11,10 +11,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
-from jgt.mesh.sizes import resolve_sizes
 from jgt.placement import Placement
 from jgt.rules import Rules
-from train.config import Run
+from train.config import Run, batch_problems
 from train.loss import Batch, Loss, make_loss
 from train.models.build import Model, build
 from train.optimizer import build_optimizer
@@ -90,7 +89,7 @@ def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
     shapes = jax.eval_shape(_init(model, optimizer), jax.random.key(config.run.seed))
     plain = make_loss(model.apply)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
-    placement = jgt.place(plain, rules, mesh, shapes.params, part)
+    placement = jgt.place(plain, rules, mesh, shapes.params, part, problems=tuple(batch_problems(run, mesh.shape)))
     return Setup(
         run=run,
         mesh=mesh,
@@ -118,7 +117,7 @@ def _init(model: Model, optimizer: optax.GradientTransformation) -> Any:
 
 
 def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractMesh, Rules]:
-    where = run.where("mesh")
+    where = f"{run.where('mesh')}: mesh"
     if run.rules is None:
         # Without rules the model runs as it is, on one device.
         alone = {"data": 1}
@@ -126,5 +125,4 @@ def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractM
         return mesh, Rules(default="replicate")
     if num_devices is not None:
         return jgt.abstract_mesh(run.mesh, num_devices=num_devices, where=where), run.rules
-    resolve_sizes(run.mesh, jax.device_count(), where)
     return jgt.make_mesh(run.mesh, where=where), run.rules

@@ -13,9 +13,9 @@ from train.loss import Batch, Loss
 
 
 class State(NamedTuple):
-    """What a checkpoint holds: updates done, parameters, optimizer state."""
+    """What a checkpoint holds: updates done, parameters, optimizer state; also their shapes or shardings."""
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
 

@@ -8,20 +8,21 @@ from flax import nnx
 
 from jgt import signal
 from train.models.config import ModelConfig
+from train.models.weights import INTO, out_of
 
 
 class Attention(nnx.Module):
     """Grouped-query attention [b, s, d] → [b, s, d], with rotary positions if asked (RoFormer, arXiv 2104.09864)."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, use_bias: bool, rope: bool, rngs: nnx.Rngs):
-        def linear(features_in: int, features_out: int) -> nnx.Linear:
-            return nnx.Linear(features_in, features_out, use_bias=use_bias, dtype=dtype, kernel_init=INIT, rngs=rngs)
+        def linear(features_in: int, features_out: int, init: nnx.Initializer = INTO) -> nnx.Linear:
+            return nnx.Linear(features_in, features_out, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
 
         queries, keys = config.heads * config.head_size, config.num_kv_heads * config.head_size
         self.q_proj = linear(config.embed, queries)
         self.k_proj = linear(config.embed, keys)
         self.v_proj = linear(config.embed, keys)
-        self.out = linear(queries, config.embed)
+        self.out = linear(queries, config.embed, out_of(config.layers))
         self.head_size = config.head_size
         self.rope_theta = config.rope_theta if rope else None
 
@@ -36,9 +37,6 @@ class Attention(nnx.Module):
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.head_size)  # [b, s, n, h]
-
-
-INIT = nnx.initializers.normal(0.02)
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import INIT
+from train.models.weights import TABLE
 
 
 class Embedding(nnx.Module):
     """A table [v, d] that embeds tokens [b, s] → [b, s, d] or turns activations into logits [b, s, v]."""
 
     def __init__(self, vocab: int, embed: int, dtype: jnp.dtype, *, name: str, rngs: nnx.Rngs):
-        setattr(self, name, nnx.Param(INIT(rngs.params(), (vocab, embed), jnp.float32)))
+        setattr(self, name, nnx.Param(TABLE(rngs.params(), (vocab, embed), jnp.float32)))
         self.name = name
         self.dtype = dtype
 

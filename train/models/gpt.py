@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import INIT, Attention
+from train.models.attention import Attention
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
 from train.models.stack import Remat, scan_layers, stacked
+from train.models.weights import INTO, TABLE, out_of
 
 
 class GPT(nnx.Module):
@@ -19,7 +20,7 @@ class GPT(nnx.Module):
     def __init__(self, config: ModelConfig, remat: Remat = "none", *, rngs: nnx.Rngs):
         dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
-        self.positions = nnx.Param(INIT(rngs.params(), (config.seq, config.embed), jnp.float32))
+        self.positions = nnx.Param(TABLE(rngs.params(), (config.seq, config.embed), jnp.float32))
         self.layers = stacked(lambda rngs: Layer(config, dtype, rngs=rngs), config.layers, rngs)
         self.norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.remat = remat
@@ -41,7 +42,7 @@ class Layer(nnx.Module):
         self.attn_norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.attn = Attention(config, dtype, use_bias=True, rope=False, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config.embed, config.ffn_size, dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with signal.context("attn"):
@@ -53,9 +54,10 @@ class Layer(nnx.Module):
 class MLP(nnx.Module):
     """Up, GELU, down."""
 
-    def __init__(self, embed: int, ffn: int, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.up_proj = nnx.Linear(embed, ffn, dtype=dtype, kernel_init=INIT, rngs=rngs)
-        self.down = nnx.Linear(ffn, embed, dtype=dtype, kernel_init=INIT, rngs=rngs)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        embed, ffn = config.embed, config.ffn_size
+        self.up_proj = nnx.Linear(embed, ffn, dtype=dtype, kernel_init=INTO, rngs=rngs)
+        self.down = nnx.Linear(ffn, embed, dtype=dtype, kernel_init=out_of(config.layers), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(signal.tensor(jax.nn.gelu(self.up_proj(x)), "hidden"))

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import INIT, Attention
+from train.models.attention import Attention
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
 from train.models.stack import Remat, scan_layers, stacked
+from train.models.weights import INTO, out_of
 
 
 class Llama(nnx.Module):
@@ -40,7 +41,7 @@ class Layer(nnx.Module):
         self.attn_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.attn = Attention(config, dtype, use_bias=False, rope=True, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(config.embed, config.ffn_size, dtype, rngs=rngs)
+        self.mlp = GatedMLP(config, dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with signal.context("attn"):
@@ -52,10 +53,11 @@ class Layer(nnx.Module):
 class GatedMLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, embed: int, ffn: int, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.gate_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
-        self.up_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
-        self.down = nnx.Linear(ffn, embed, use_bias=False, dtype=dtype, kernel_init=INIT, rngs=rngs)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        embed, ffn = config.embed, config.ffn_size
+        self.gate_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INTO, rngs=rngs)
+        self.up_proj = nnx.Linear(embed, ffn, use_bias=False, dtype=dtype, kernel_init=INTO, rngs=rngs)
+        self.down = nnx.Linear(ffn, embed, use_bias=False, dtype=dtype, kernel_init=out_of(config.layers), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(signal.tensor(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "hidden"))

@@ -1,0 +1,280 @@
+"""Wrong input: exit code 2, every problem in one message, with its line, before JAX is imported where JAX isn't needed."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from train.__main__ import main
+
+WITHOUT_JAX = """
+import sys, time
+from train.__main__ import main
+for argv in {cases!r}:
+    started = time.perf_counter()
+    print("exit", main(argv), file=sys.stderr)
+    assert time.perf_counter() - started < 1, argv
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes an indented YAML text to a file of tmp_path."""
+
+    def _write(name, text):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text).lstrip("\n"))
+        return path
+
+    return _write
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command, which must refuse its input; the problems."""
+
+    def _refused(path, *arguments):
+        assert main(["--config", str(path), *arguments]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        return shown.err.splitlines()
+
+    return _refused
+
+
+def assert_found(problems, *expected):
+    """Each expected text is in one problem, and there is no other problem."""
+    assert len(problems) == len(expected), problems
+    for text in expected:
+        assert sum(text in problem for problem in problems) == 1, (text, problems)
+
+
+def python(code, root, timeout=60):
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=timeout)
+
+
+# -- without JAX -------------------------------------------------------------------------------------------------
+
+
+def test_config_problems_need_no_jax(write, root, tmp_path):
+    cases = [
+        write("keys.yaml", "model: {layer: 2}"),
+        write("rules.yaml", "mesh: {data: 2}\nrules: {axes: {batch: [dat]}, default: replicate}"),
+        write("mesh.yaml", "devices: {virtual_cpu: 8}\nmesh: {data: 3}"),
+        write("data.yaml", "data: {source: text, path: nowhere.txt}"),
+        write("tag.yaml", "train: {steps: !!int 3}"),
+        write("good.yaml", "train: {steps: 3}"),
+        tmp_path / "missing.yaml",
+    ]
+    argvs = [["--config", str(path)] for path in cases if path.name != "good.yaml"]
+    argvs += [["--config", str(tmp_path / "good.yaml"), *more] for more in (["train.step=3"], ["train.steps"], ["--processes", "2"])]
+    done = python(WITHOUT_JAX.format(cases=argvs), root)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"exit (\d)", done.stderr) == ["2"] * len(argvs)
+
+
+def test_help_and_the_resolved_config_need_no_jax(write, root):
+    path = str(write("good.yaml", "mesh: {data: -1}\nrules: {axes: {batch: [data]}, default: replicate}"))
+    code = f"""
+import sys
+from train.__main__ import main
+assert main(["--config", {path!r}, "--print-config"]) == 0
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+assert "jax" not in sys.modules
+"""
+    done = python(code, root)
+    assert done.returncode == 0, done.stderr
+    assert "virtual_cpu: null" in done.stdout
+    assert "usage: train" in done.stdout
+
+
+def test_the_problems_of_a_config_come_at_once(write, refused):
+    path = write(
+        "run.yaml",
+        """
+        run: {name: a/b}
+        devices: {virtual_cpu: 8}
+        model: {layer: 2, heads: four}
+        mesh:
+          data: 3
+        rules: rules.yaml
+        data: {source: text, path: nowhere.txt}
+        optimizer: {lr: 0}
+        train: {batch: 10, accumulate: 4, remat: ful}
+        """,
+    )
+    write(
+        "rules.yaml",
+        """
+        axes: {batch: [data]}
+        signals:
+          embed: {out: [batch, tensro, tensro]}
+          layers: {outs: [batch]}
+        """,
+    )
+    folder = path.parent
+    problems = refused(path, "train.step=3", "seed", "--processes", "2", "--process", "5")
+    assert_found(
+        problems,
+        "command line: --coordinator: missing. --coordinator, --processes, --process belong together",
+        "command line: --process: must be between 0 and 1 (--processes 2), not 5",
+        "command line: seed: an override is written key.sub=value, for example train.steps=300",
+        "command line: train.step=3: train.step: unknown key. Did you mean 'steps'?",
+        f"{path}:1: run.name: 'a/b' cannot name a folder. Use letters, digits, dots and dashes",
+        f"{path}:3: model.layer: unknown key. Did you mean 'layers'?",
+        f"{path}:3: model.heads: must be a whole number, not the text 'four'",
+        f"{path}:7: data.path: no such file or folder: nowhere.txt",
+        f"{path}:8: optimizer.lr: 0.0 is too small; it must be greater than 0",
+        f"{path}:9: train.remat: 'ful' is not one of none, full. Did you mean 'full'?",
+        f"{folder}/rules.yaml:3: signals.embed.out: the axis 'tensro' stands twice in one spec",
+        f"{folder}/rules.yaml:4: signals.layers.outs: unknown key. Did you mean 'out'?",
+        f"{path}:4: mesh: data=3 = 3 devices, but there are 16. Make the product 16, or one size -1",
+    )
+
+
+def test_rules_against_the_mesh(write, refused):
+    rules = "rules: {axes: {batch: [data]}, signals: {embed: {out: [batch, tensro]}}, default: replicate}"
+    path = write("run.yaml", f"mesh: {{data: 4, tensor: 2}}\ntrain: {{batch: 6}}\n{rules}\n")
+    assert_found(
+        refused(path),
+        f"{path}:3: embed: the mesh has no axis 'tensro'. Did you mean 'tensor'? To turn the axis off, give it the size 1",
+        f"{path}:2: train.batch: {path}:3: inputs: dim 0 of the batch [6, 128] has size 6, which data=4 does not divide. A size of 4 or 8 would fit",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rules: {default: replicate}", ":1: rules: rules need a mesh: section with the axes that they name"),
+        ("mesh: {data: 2}\nrules: ruled.yaml", "ruled.yaml. Did you mean 'rules.yaml'?"),
+        ("mesh: {data: 2}\nrules: 3", ":2: rules: rules are the path of a file or a mapping, not the whole number 3"),
+        ("mesh: {data: -1, fsdp: -1}", ":1: mesh: only one size may be -1; data and fsdp are"),
+        ("mesh: {data: 0}", ":1: mesh.data: an axis size is a whole number of at least 1, or -1 for what is left"),
+        ("train: {batch: 10, accumulate: 4}", ":1: train.accumulate: batch 10 is not divisible by accumulate 4. These divide it: 1, 2, 5, 10"),
+        ("model: {embed: 10, heads: 4}", ":1: model.heads: embed 10 is not divisible by heads 4"),
+        ("model: {heads: 4, kv_heads: 3}", ":1: model.kv_heads: heads 4 is not divisible by kv_heads 3. Use a divisor of 4"),
+        ("model: {embed: 12, heads: 4}", ":1: model.head_dim: RoPE rotates pairs, but heads have the odd size 3"),
+        ("model: {kind: gpt, kv_heads: 2}", ":1: model.kv_heads: gpt has as many key/value heads as heads (4)"),
+        ("train:\n  steps: 1\n  steps: 2", ":3: train.steps: this key is given twice; the first is at"),
+        ("train: &a {}\nmodel: 3", ":1: train: the anchor &a is not allowed"),
+        ("train: [1]", ":1: train: must be a mapping of keys to values, not a list"),
+        ("# " + "x" * 1_000_000, "the file is larger than 1,000,000 bytes"),
+    ],
+)
+def test_one_problem(write, refused, text, expected):
+    write("rules.yaml", "default: replicate")
+    (problem,) = refused(write("run.yaml", text))
+    assert expected in problem
+
+
+def test_not_utf8(tmp_path, refused):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"run:\n  name: \xff\n")
+    assert_found(refused(path), f"{path}:2: not UTF-8: byte 0xff at offset 13. Save the file as UTF-8")
+
+
+# -- with JAX ----------------------------------------------------------------------------------------------------
+
+
+def test_all_that_does_not_divide_comes_at_once_with_what_is_wrong_in_the_data(write, refused, tmp_path):
+    np.arange(300, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    path = write(
+        "run.yaml",
+        f"""
+        run: {{dir: {tmp_path}/run}}
+        model: {{layers: 2, embed: 30, heads: 3, ffn: 62, vocab: 255, seq: 33}}
+        mesh: {{data: 2, tensor: 4}}
+        rules: rules.yaml
+        data: {{source: tokens, path: {tmp_path}/tokens.bin, eval_tokens: 20}}
+        train: {{batch: 7}}
+        """,
+    )
+    rules = write(
+        "rules.yaml",
+        """
+        inputs: [data, tensor]
+        signals:
+          layers/mlp:
+            params: {up_proj/kernel: [null, tensor]}
+            tensors: {hidden: [null, null, tensor]}
+          layers:
+            out: [data, null, null]
+        default: replicate
+        """,
+    )
+    problems = refused(path)
+    for expected in (
+        f"{path}:6: train.batch: {rules}:1: inputs: dim 0 of the batch [7, 33] has size 7, which data=2 does not divide. A size of 6 or 8 would fit, or data of 1",
+        f"{path}:2: model.seq: {rules}:1: inputs: dim 1 of the batch [7, 33] has size 33, which tensor=4 does not divide. A size of 32 or 36",
+        f"{rules}:4: up_proj/kernel: dim 2 of the parameter layers/mlp/up_proj/kernel [2, 30, 62] has size 62, "
+        "which tensor=4 does not divide. A size of 60 or 64 would fit, or tensor of 1, 2",
+        f"{rules}:5: hidden: dim 2 of the tensor hidden at layers/mlp [7, 33, 62] has size 62, which tensor=4 does not divide",
+        f"{rules}:7: layers: dim 0 of the value that leaves layers [7, 33, 30] has size 7, which data=2 does not divide",
+        f"{path}:5: {tmp_path}/tokens.bin: token 255 is 255, but the vocabulary has 255 ids (0 to 254)",
+    ):
+        assert sum(expected in problem for problem in problems) == 1, (expected, problems)
+    assert not (tmp_path / "run").exists()
+
+
+def test_accumulation_divides_the_batch_before_the_mesh_does(tiny_file, refused, tmp_path):
+    mesh = ("mesh={data: 8}", "rules={axes: {batch: [data]}, default: replicate}")
+    problems = refused(tiny_file, f"run.dir={tmp_path}/run", *mesh, "train.batch=16", "train.accumulate=4")
+    assert "train.batch: " in problems[0]
+    assert "dim 0 of the batch / accumulate 4 [4, 32] has size 4, which data=8 does not divide" in problems[0]
+
+
+def test_rules_that_decide_nothing(write, refused, tiny_file, tmp_path):
+    rules = write(
+        "rules.yaml",
+        """
+        signals:
+          embd: {out: [data, null, null]}
+          head:
+            params: {bias: [data]}
+            tensors: {logit: [data, null, null]}
+            out: [data, null]
+          layers/*: {out: [data, null, null]}
+          layers/attn: {out: [null, null, null]}
+          layers/mlp: {params: {"*/kernel": [null, null, data]}}
+        """,
+    )
+    problems = refused(tiny_file, f"run.dir={tmp_path}/run", "mesh={data: 8}", f"rules={rules}")
+    unmatched = [problem for problem in problems if "no rule matches this parameter" in problem]
+    assert len(unmatched) == 9
+    assert f"{rules}:1: embed/embedding: no rule matches this parameter of shape [256, 32], used under embed. Add a pattern" in unmatched[0]
+    longer = [problem for problem in problems if "the spec has 3 dims" in problem]
+    assert len(longer) == 3
+    assert f"{rules}:9: */kernel: the spec has 3 dims, but the parameter layers/mlp/down/kernel has 2" in longer[0]
+    assert_found(
+        [problem for problem in problems if problem not in (*unmatched, *longer)],
+        f"{rules}:2: embd: no signal of the program matches. Did you mean 'embed'?",
+        f"{rules}:4: head: params: bias: no parameter used below this signal matches",
+        f"{rules}:5: head: tensors: logit: no tensor of that name below this signal",
+        f"{rules}:6: head: out: the floating values that leave this signal have rank 3, none has the 2 dims of this spec",
+        f"{rules}:8: layers/attn: out: shadowed: all that it matches is taken by the rule at {rules}:7",
+    )
+
+
+def test_a_mesh_that_does_not_use_all_devices(tiny_file, refused, tmp_path):
+    overrides = ("mesh={data: 3}", "rules={axes: {batch: [data]}, default: replicate}")
+    assert_found(
+        refused(tiny_file, f"run.dir={tmp_path}/run", *overrides),
+        "mesh={data: 3}: mesh: data=3 = 3 devices, but there are 8. Make the product 8, or one size -1",
+    )
+
+
+def test_a_split_without_a_window(tiny_file, refused, tmp_path):
+    assert_found(
+        refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=20"),
+        "data: the eval split of",
+    )
+    (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=1000000")
+    assert "data: the train split of" in problem
+    assert "has 0 tokens, but one window of seq 32 needs 33. Give more data, lower data.eval_tokens (1000000), or lower seq" in problem

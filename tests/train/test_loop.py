@@ -1,0 +1,156 @@
+"""Whole runs on one device: what they write, and that stopping and starting again changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from train.config import load
+from train.console import Screen
+from train.loop import train
+
+RULES = "rules={axes: {batch: [data]}, default: replicate}"
+
+
+class StoppedError(Exception):
+    """What a test stops a run with."""
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_file, tmp_path_factory):
+    """The directory of six steps in one go, with evaluations, checkpoints and a sample."""
+    folder = tmp_path_factory.mktemp("straight")
+    run = ["train.steps=6", "train.eval_every=3", "checkpoint.every=2", "checkpoint.keep=2", "sample={tokens: 4, prompt: '1 4'}"]
+    train(load(tiny_file, [f"run.dir={folder}", *run]))
+    return folder
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Makes runs end with an error when they log this step."""
+
+    def _stop_at(stop):
+        def step(self, step, total, metrics):
+            if step == stop:
+                raise StoppedError
+
+        monkeypatch.setattr(Screen, "step", step)
+
+    return _stop_at
+
+
+@pytest.fixture
+def losses(read_rows):
+    """Step → loss of a run directory."""
+    return lambda folder: {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
+
+
+@pytest.fixture
+def last_params(monkeypatch):
+    """Collects the parameters of every checkpoint that is asked to be saved, by step."""
+    from train.checkpoint import Checkpoints
+
+    saved, save = {}, Checkpoints.save
+
+    def _save(self, state, step, samples):
+        saved[step] = jax.device_get(state.params)
+        save(self, state, step, samples)
+
+    monkeypatch.setattr(Checkpoints, "save", _save)
+    return saved
+
+
+# -- what a run writes -------------------------------------------------------------------------------------------
+
+
+def test_a_logged_step(straight, read_rows):
+    rows = [row for row in read_rows(straight / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row.keys() == {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "mfu"} for row in rows)
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3, 3e-3, 3e-3])
+    assert [row["step_time_s"] is None for row in rows] == [True, True, False, False, False, False]
+    assert all(row["tokens_per_s"] == pytest.approx(16 * 32 / row["step_time_s"]) for row in rows[2:])
+    assert all(row["mfu"] is None for row in rows)  # no peak is known for a CPU
+    assert np.log(256) == pytest.approx(rows[0]["loss"], abs=0.1)
+
+
+def test_an_evaluation_adds_its_loss(straight, read_rows):
+    rows = [row for row in read_rows(straight / "metrics.jsonl") if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [3, 6]
+    assert rows[1]["eval_loss"] < rows[0]["eval_loss"] < np.log(256)
+
+
+def test_phases(straight, read_rows):
+    events = read_rows(straight / "events.jsonl")
+    assert {event["phase"] for event in events} == {"init", "compile", "step", "eval", "save"}
+    assert all(event["seconds"] >= 0 and event["time"] > 1e9 for event in events)
+    assert [event["step"] for event in events if event["phase"] == "eval"] == [3, 6]
+    assert [event["steps"] for event in events if event["phase"] == "step"] == [6]
+
+
+def test_only_the_last_checkpoints_are_kept(straight):
+    assert sorted(p.name for p in (straight / "checkpoints").iterdir() if p.name.isdigit()) == ["4", "6"]
+
+
+def test_the_directory_keeps_the_resolved_config(straight):
+    run = load(straight / "config.yaml")
+    assert run.config.train.steps == 6
+    assert json.loads((straight / "data.json").read_text())["eval_tokens"] == 1000
+
+
+# -- stopping and starting again ---------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(straight, tiny, tmp_path, losses, read_rows, stop_at, last_params, monkeypatch):
+    overrides = ("train.steps=6", "train.eval_every=3", "checkpoint.every=2", "checkpoint.keep=2")
+    stop_at(4)
+    with pytest.raises(StoppedError):
+        train(tiny(*overrides))
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    monkeypatch.undo()
+    train(tiny(*overrides))
+    rows = [(row["step"], "loss" in row) for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert rows == [(1, True), (2, True), (3, True), (3, False), (4, True), (5, True), (6, True), (6, False)]
+    assert losses(tmp_path / "run") == losses(straight)
+    assert "restore" in {event["phase"] for event in read_rows(tmp_path / "run" / "events.jsonl")}
+
+
+def test_a_run_goes_on_when_steps_are_raised_also_on_another_mesh(straight, tiny, tmp_path, losses, capsys):
+    train(tiny("train.steps=3"))
+    capsys.readouterr()
+    train(tiny("train.steps=3"))
+    assert "Already at step 3 of 3; to go on, raise it: train.steps=6" in capsys.readouterr().out
+    train(tiny("train.steps=6", "mesh={data: 8}", RULES))
+    assert f"Resumed from step 3 in {tmp_path / 'run'}" in capsys.readouterr().out
+    expected = losses(straight)
+    for step, loss in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(expected[step], abs=1e-5)
+
+
+def test_the_last_parameters_are_those_of_an_unstopped_run(tiny, tmp_path, last_params):
+    train(tiny("train.steps=4", "checkpoint.every=2"))
+    unstopped = dict(last_params)
+    other = f"run.dir={tmp_path / 'other'}"
+    train(tiny(other, "train.steps=2"))
+    train(tiny(other, "train.steps=4"))
+    for step in (2, 4):
+        jax.tree.map(np.testing.assert_array_equal, last_params[step], unstopped[step])
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_trains_on_virtual_devices(tiny_file, tmp_path, root):
+    overrides = [f"run.dir={tmp_path}/run", "devices.virtual_cpu=2", "mesh={data: 2}", RULES, "train.steps=1", "checkpoint.every=0"]
+    command = [sys.executable, "-W", "error", "-m", "train", "--config", str(tiny_file), *overrides]
+    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Mesh: data 2 = 2 x cpu"
+    assert lines[-2].startswith("step 1/1  loss 5.5")
+    assert lines[-1] == f"Checkpoint of step 1 in {tmp_path}/run/checkpoints"

@@ -1,0 +1,113 @@
+"""The same losses, gradients and first parameters on every mesh: the proof that sharding changes nothing."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from train.config import load
+from train.data.batches import open_data
+from train.feed import Feed
+from train.setup import prepare
+
+MESHES = {
+    "replicated": "{data: 8}",
+    "zero1": "{data: 8}",
+    "fsdp": "{fsdp: 8}",
+    "hybrid": "{replica: 2, fsdp: 4}",
+    "tensor": "{data: 2, tensor: 4}",
+    "sequence": "{data: 2, tensor: 4}",
+    "fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}",
+}
+RULES = Path(__file__).parents[2] / "configs" / "rules"
+STEPS = 20
+B1 = 0.9
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run looks like: parameters and gradients before the first update, and the loss of every step."""
+
+    params: Any
+    gradients: Any
+    losses: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def measure(tiny_file):
+    """A run's curve; what was measured once is not measured again."""
+    known = {}
+
+    def _measure(*overrides, steps=STEPS):
+        key = (overrides, steps)
+        if key not in known:
+            # Without the clip, Adam's first moment after one step is the gradient times 1 - b1.
+            known[key] = _curve(load(tiny_file, ["optimizer.clip=null", f"optimizer.b1={B1}", *overrides]), steps)
+        return known[key]
+
+    return _measure
+
+
+def _curve(run, steps):
+    setup = prepare(run)
+    config = run.config
+    data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
+    feed = Feed(data, setup.batch_shardings, config.train.batch, config.model.seq)
+    state = setup.init()
+    params, gradients, losses = jax.device_get(state.params), None, []
+    step = setup.compile_train_step()
+    for batch in islice(feed.train(0), steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if gradients is None:
+            moment = jax.device_get(optax.tree.get(state.opt_state, "mu"))
+            gradients = jax.tree.map(lambda m: m / (1 - B1), moment)
+    return Curve(params, gradients, np.array(losses))
+
+
+def sharded(name, mesh=None):
+    return f"rules={RULES / name}.yaml", f"mesh={mesh or MESHES[name]}"
+
+
+def assert_same(curve, reference, tolerance=1e-5):
+    jax.tree.map(np.testing.assert_array_equal, curve.params, reference.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), curve.gradients, reference.gradients)
+    np.testing.assert_allclose(curve.losses, reference.losses[: len(curve.losses)], rtol=0, atol=tolerance)
+
+
+def test_every_rules_file_has_a_mesh_here():
+    assert {path.stem for path in RULES.glob("*.yaml")} == MESHES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RULES.glob("*.yaml")))
+def test_sharded_runs_have_the_curve_of_one_device(measure, name):
+    curve, reference = measure(*sharded(name)), measure()
+    assert_same(curve, reference)
+    assert reference.losses[-1] < reference.losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        (("model.kind=gpt",), "full"),
+        (("model.tied=true", "model.kv_heads=2"), "[heads, hidden]"),
+    ],
+    ids=["gpt", "tied-grouped"],
+)
+def test_other_models_also_when_layers_are_recomputed(measure, model, remat):
+    assert_same(measure(*sharded("fsdp_tensor"), *model, f"train.remat={remat}", steps=4), measure(*model, steps=4))
+
+
+def test_bf16_is_near_f32(measure):
+    curve = measure(*sharded("fsdp_tensor"), "model.dtype=bf16", steps=4)
+    assert_same(curve, measure(), tolerance=2e-2)
+    assert not np.allclose(curve.losses, measure().losses[:4], rtol=0, atol=1e-5)
+
+
+def test_accumulated_parts_have_the_curve_of_the_whole_batch(measure):
+    assert_same(measure(*sharded("hybrid"), "train.accumulate=2", steps=4), measure())
