@@ -167,9 +167,9 @@ def _traces(bench: Bench) -> dict[str, list[float]]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in make}
     for index in range(8):
-        for name in make:
+        for name, make_one in make.items():
             jax.clear_caches()
-            loss = make[name]()
+            loss = make_one()
             started = time.perf_counter()
             jax.jit(jax.value_and_grad(loss)).trace(setup.shapes.params, setup.batch_shapes)
             if index:

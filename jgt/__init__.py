@@ -35,7 +35,19 @@ _OWNERS = {
     "shard": "jgt.shard",
 }
 
-__all__ = [*_OWNERS, "signal"]
+__all__ = [
+    "InputError",
+    "Placement",
+    "Rules",
+    "abstract_mesh",
+    "init",
+    "load_rules",
+    "make_mesh",
+    "make_rules",
+    "place",
+    "shard",
+    "signal",
+]
 
 
 class _Package(types.ModuleType):

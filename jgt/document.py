@@ -235,6 +235,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: str, 
     if isinstance(event, yaml.AliasEvent):
         problems.append(node.problem(f"the alias *{event.anchor} is not allowed; write the value out, or use extends:"))
         return node
+    assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
     if event.anchor is not None:
         problems.append(node.problem(f"the anchor &{event.anchor} is not allowed; write the value out, or use extends:"))
     if event.tag is not None:
@@ -424,7 +425,7 @@ def _bind_value(node: Node, hint: Any, problems: list[str]) -> Any:
         if type(value) is not hint:
             hinted = " (write true or false)" if hint is bool and value in ("yes", "no", "on", "off") else ""
             problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {describe(value)}{hinted}"))
-        elif hint is float and not math.isfinite(value):
+        elif isinstance(value, float) and not math.isfinite(value):
             problems.append(node.problem(f"must be a finite number, not {value}"))
         return value
     raise AssertionError(f"no binding for {hint}")

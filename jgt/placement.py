@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -211,7 +212,7 @@ def _place_inputs(
 def input_rule(matcher: Matcher, path: str, x: Any) -> tuple[SpecRule | None, Dims]:
     """The rule and dims of one argument that is not a parameter; random keys are left alone."""
     rank = len(x.shape)
-    rule = None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else matcher.input(path, rank)
+    rule = None if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else matcher.input(path, rank)
     return rule, () if rule is None else expand(rule.spec, rank)
 
 

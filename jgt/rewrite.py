@@ -37,9 +37,11 @@ class SavePolicy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if jx.is_name(primitive, params):
-            action: Action | None = dict(self.actions).get(params["name"], "keep" if self.named else None)
-            if action is not None:
-                return _decide(action, params["name"])(primitive, *avals, **params)
+            for name, action in self.actions:
+                if name == params["name"]:
+                    return _decide(action, name)(primitive, *avals, **params)
+            if self.named:
+                return _decide("keep", params["name"])(primitive, *avals, **params)
         return self.around(primitive, *avals, **params) if self.around is not None else False
 
 

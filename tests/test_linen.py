@@ -37,12 +37,17 @@ def train(loss, params, shardings=None):
 
 def linen(scan):
     model = Transformer(scan=scan)
-    params = model.init(jax.random.key(0), TOKENS)
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)
     return params, lambda params, tokens: cross_entropy(model.apply(params, tokens), tokens)
 
 
+@nnx.jit
+def nnx_model():
+    return NnxTransformer(nnx.Rngs(0))
+
+
 def nnx_split():
-    graph, params = nnx.split(NnxTransformer(nnx.Rngs(0)))
+    graph, params = nnx.split(nnx_model())
     return params, lambda params, tokens: cross_entropy(nnx.merge(graph, params)(tokens), tokens)
 
 
@@ -65,7 +70,7 @@ def test_a_model_trains_as_it_does_unsharded(kind):
 
 
 def test_an_nnx_module_itself_may_be_the_first_argument():
-    model = NnxTransformer(nnx.Rngs(0))
+    model = nnx_model()
     loss = lambda model, tokens: cross_entropy(model(tokens), tokens)  # noqa: E731
     rules = jgt.make_rules(RULES)
     expected, expected_gradients = nnx.jit(nnx.value_and_grad(loss))(model, TOKENS)

@@ -73,8 +73,8 @@ class OptimizerConfig:
 class TrainConfig:
     """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
 
-    remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_batches bounds an
-    evaluation; null goes over the whole held-out split.
+    remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_every: 0 evaluates at
+    the end only. eval_batches bounds an evaluation; null goes over the whole held-out split.
     """
 
     steps: Count = 100

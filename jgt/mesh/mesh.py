@@ -14,7 +14,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jgt.document import InputError
 from jgt.mesh.sizes import resolve_sizes
 
 
@@ -68,7 +67,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
 def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
     """How many parts of each axis lie on different hosts, filling a host of `per_host` devices from the innermost axis."""
     left, over = per_host, []
-    for size in reversed(sizes.values()):
+    for size in reversed(list(sizes.values())):
         inside = math.gcd(size, left)
         left //= inside
         over.append(size // inside)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jgt.document import nearest
 from jgt.rules.match import matches, prefixes
-from jgt.rules.spec import Spec, SpecRule, axes_in
+from jgt.rules.spec import SpecRule, axes_in
 
 Action = Literal["keep", "recompute", "offload"]
 

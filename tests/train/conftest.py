@@ -27,7 +27,7 @@ def _compiled_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def text_file(tmp_path_factory) -> Path:
-    """28,890 bytes."""
+    """Some 30 kB of digits and spaces."""
     path = tmp_path_factory.mktemp("text") / "squares.txt"
     path.write_text(" ".join(str(i * i) for i in range(4000)))
     return path
@@ -37,7 +37,7 @@ def text_file(tmp_path_factory) -> Path:
 def tiny_file(tmp_path_factory, text_file) -> Path:
     """The YAML file of a run on one device, without rules."""
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(document.dump({**TINY, "data": {"source": "text", "path": str(text_file), "eval_tokens": 1000}}))
+    path.write_text(document.dump({**TINY, "data": {"source": "text", "path": str(text_file), "eval_tokens": 0}}))
     return path
 
 

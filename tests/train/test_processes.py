@@ -1,0 +1,157 @@
+"""Two real processes of four devices each: the numbers of one process with eight, and checkpoints that either reads."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train.cluster import Cluster, find_cluster, flag_problems
+from train.config import load
+from train.feed import local_rows
+from train.loop import train
+
+SECONDS = 100
+OVERRIDES = ("mesh={data: 2, fsdp: 4}", "train.steps=8", "checkpoint.every=8")
+RULES = {
+    "axes": {"batch": ["data", "fsdp"]},
+    "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
+    "default": "replicate",
+}
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory):
+    """The override that names these rules."""
+    from jgt import document
+
+    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    path.write_text(document.dump(RULES))
+    return f"rules={path}"
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
+    """The directory of eight steps on two processes, and what each of them printed."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES]
+    command += ["devices.virtual_cpu=4", "--coordinator", f"localhost:{port}", "--processes", "2"]
+    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    processes = [subprocess.Popen([*command, "--process", str(i)], cwd=pytestconfig.rootpath, env=env, **pipes) for i in range(2)]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return folder, outputs
+
+
+def losses(rows):
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_two_processes_have_the_curve_of_one(two_processes, tiny, rules, tmp_path, read_rows):
+    train(tiny(rules, *OVERRIDES))
+    alone, both = (losses(read_rows(folder / "metrics.jsonl")) for folder in (tmp_path / "run", two_processes[0]))
+    assert len(both) == 8
+    np.testing.assert_allclose(both, alone, rtol=0, atol=1e-5)
+
+
+def test_only_the_first_process_speaks(two_processes):
+    first, second = two_processes[1]
+    assert "Mesh: data 2 x fsdp 4 = 8 x cpu on 2 processes" in first
+    assert "step 8/8" in first
+    assert "step" not in second
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(two_processes, tiny_file, capsys):
+    folder, _ = two_processes
+    train(load(tiny_file, [f"run.dir={folder}", "train.steps=8"]))
+    assert "Already at step 8 of 8" in capsys.readouterr().out
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+class Sharding:
+    """Stands for the sharding of an array of which this process's devices hold some parts."""
+
+    def __init__(self, *indices):
+        self._indices = dict(enumerate(indices))
+
+    def addressable_devices_indices_map(self, shape):
+        return self._indices
+
+
+def test_a_process_reads_the_rows_that_its_devices_hold_and_no_other():
+    every = slice(None)
+    assert local_rows(Sharding((slice(4, 6), every), (slice(6, 8), every)), (8, 32)) == [4, 5, 6, 7]
+    assert local_rows(Sharding((slice(0, 2), every), (slice(4, 6), every)), (8, 32)) == [0, 1, 4, 5]
+
+
+def test_rows_that_several_devices_hold_are_read_once():
+    assert local_rows(Sharding((slice(2, 4), slice(0, 16)), (slice(2, 4), slice(16, 32)), None), (8, 32)) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [(PartitionSpec("data"), [0, 1, 2, 3, 4, 5, 6, 7]), (PartitionSpec(), [0, 1, 2, 3, 4, 5, 6, 7]), (PartitionSpec(None, "data"), list(range(8)))],
+)
+def test_one_process_reads_all_rows(spec, expected):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    assert local_rows(NamedSharding(mesh, spec), (8, 32)) == expected
+
+
+# -- who joins whom ----------------------------------------------------------------------------------------------
+
+
+def test_flags_name_a_cluster():
+    assert find_cluster("host:1", 2, 1) == Cluster(coordinator="host:1", num_processes=2, process=1)
+    assert list(flag_problems("host:1", 2, 1)) == []
+    assert list(flag_problems(None, None, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("host:1", None, None), "command line: --processes, --process: missing"),
+        ((None, None, 0), "command line: --coordinator, --processes: missing"),
+        (("host:1", 2, 2), "command line: --process: must be between 0 and 1 (--processes 2), not 2"),
+        (("host:1", 0, 0), "command line: --processes: must be at least 1, not 0"),
+        (("host", 2, 0), "command line: --coordinator: 'host' has no port. Write HOST:PORT, for example localhost:8476"),
+    ],
+)
+def test_flags_that_name_none(flags, expected):
+    (problem,) = flag_problems(*flags)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_NTASKS": "16"}, Cluster(num_processes=16)),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, Cluster(num_processes=4)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Cluster()),
+    ],
+)
+def test_the_environment_names_a_cluster(monkeypatch, environment, expected):
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_cluster(None, None, None) == expected
