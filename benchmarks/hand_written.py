@@ -83,7 +83,7 @@ def make_step(mesh: Mesh, optimizer: optax.GradientTransformation, *, heads: int
         batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, optax.global_norm(gradients)
+        return optax.apply_updates(params, updates), opt_state, value, optax.tree.norm(gradients)
 
     return step
 

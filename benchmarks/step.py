@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,11 @@ def run_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 class Bench:
     """A run's parts, ready to step on real data."""
 
-    def __init__(self, config: str):
+    def __init__(self, config: str, overrides: Sequence[str] = ()):
         from train.config import load
         from train.processes import start
 
-        run = load(config)
+        run = load(config, overrides)
         start(None, run.config.devices.virtual_cpu)
         from train.data.batches import open_data
         from train.feed import Feed

@@ -35,8 +35,8 @@ def train(loss, params, shardings=None):
     return losses, params
 
 
-def linen(scan):
-    model = Transformer(scan=scan)
+def linen():
+    model = Transformer()
     params = jax.jit(model.init)(jax.random.key(0), TOKENS)
     return params, lambda params, tokens: cross_entropy(model.apply(params, tokens), tokens)
 
@@ -51,7 +51,7 @@ def nnx_split():
     return params, lambda params, tokens: cross_entropy(nnx.merge(graph, params)(tokens), tokens)
 
 
-MODELS = {"linen with nn.scan": lambda: linen(True), "linen with a loop": lambda: linen(False), "nnx": nnx_split}
+MODELS = {"linen": linen, "nnx": nnx_split}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from train.checkpoint import Checkpoints
 from train.config import load
 from train.console import Screen
 from train.loop import train
+from train.models.build import build
 from train.setup import prepare
 
 RULES = "rules={axes: {batch: [data]}, default: replicate}"
@@ -85,6 +87,21 @@ def test_an_evaluation_adds_its_loss(straight, read_rows):
     assert rows[1]["eval_loss"] < rows[0]["eval_loss"] < np.log(256)
 
 
+def test_an_evaluation_is_the_mean_over_all_held_out_tokens(straight, tiny, tmp_path, last_params, read_rows):
+    run = tiny(*SIX_STEPS, f"run.dir={straight}")
+    held_out = Path(run.config.data.path).read_bytes()[-1000:]
+    params, apply = last_params(run), jax.jit(build(run.config.model).apply)
+    nats = []
+    for start in range(0, len(held_out) - 32, 32):  # 31 windows: the second batch of 16 lacks a row
+        window = np.frombuffer(held_out[start : start + 33], np.uint8).astype(np.int32)
+        logits = np.asarray(apply(params, window[None, :-1])[0], np.float64)
+        for position, target in enumerate(window[1:]):
+            nats.append(np.log(np.exp(logits[position]).sum()) - logits[position, target])
+    assert len(nats) == 31 * 32
+    last = [row["eval_loss"] for row in read_rows(straight / "metrics.jsonl") if "eval_loss" in row][-1]
+    assert last == pytest.approx(np.mean(nats), abs=1e-5)
+
+
 def test_phases(straight, read_rows):
     events = read_rows(straight / "events.jsonl")
     assert {event["phase"] for event in events} == {"init", "compile", "step", "eval", "save"}
@@ -123,12 +140,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tiny, tmp_path, losses, rea
 
 
 def test_a_run_goes_on_when_steps_are_raised_also_on_another_mesh(straight, tiny, tmp_path, losses, capsys):
-    three = tiny("train.steps=3")
+    three = tiny("train.steps=3", "data.eval_tokens=1000")
     train(three)
     capsys.readouterr()
     train(three)
     assert "Already at step 3 of 3; to go on, raise it: train.steps=6" in capsys.readouterr().out
-    train(tiny("train.steps=6", "mesh={data: 8}", RULES))
+    train(tiny("train.steps=6", "data.eval_tokens=1000", "mesh={data: 8}", RULES))
     assert f"Resumed from step 3 in {tmp_path / 'run'}" in capsys.readouterr().out
     expected = losses(straight)
     for step, loss in losses(tmp_path / "run").items():

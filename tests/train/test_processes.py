@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from train.checkpoint import Checkpoints
 from train.cluster import Cluster, find_cluster, flag_problems
 from train.config import load
 from train.feed import local_rows
 from train.loop import train
+from train.setup import prepare
 
 SECONDS = 100
 OVERRIDES = ("mesh={data: 2, fsdp: 4}", "train.steps=8", "checkpoint.every=8")
@@ -62,9 +64,16 @@ def losses(rows):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_two_processes_have_the_curve_of_one(two_processes, tiny, rules, tmp_path, read_rows):
-    train(tiny(rules, *OVERRIDES))
-    alone, both = (losses(read_rows(folder / "metrics.jsonl")) for folder in (tmp_path / "run", two_processes[0]))
+@pytest.fixture(scope="module")
+def one_process(tiny_file, rules, tmp_path_factory):
+    """The directory of the same steps on this process alone, with all eight devices."""
+    folder = tmp_path_factory.mktemp("one")
+    train(load(tiny_file, [f"run.dir={folder}", rules, *OVERRIDES]))
+    return folder
+
+
+def test_two_processes_have_the_curve_of_one(two_processes, one_process, read_rows):
+    alone, both = (losses(read_rows(folder / "metrics.jsonl")) for folder in (one_process, two_processes[0]))
     assert len(both) == 8
     np.testing.assert_allclose(both, alone, rtol=0, atol=1e-5)
 
@@ -76,10 +85,18 @@ def test_only_the_first_process_speaks(two_processes):
     assert "step" not in second
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(two_processes, tiny_file, capsys):
-    folder, _ = two_processes
-    train(load(tiny_file, [f"run.dir={folder}", "train.steps=8"]))
-    assert "Already at step 8 of 8" in capsys.readouterr().out
+def test_one_device_reads_the_checkpoint_of_two_processes(two_processes, one_process, tiny_file):
+    (params, samples), (expected, _) = (restored(load(tiny_file, [f"run.dir={folder}"])) for folder in (two_processes[0], one_process))
+    assert samples == 8 * 16
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), params, expected)
+
+
+def restored(run):
+    setup = prepare(run)
+    checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
+    state, samples = checkpoints.restore(8, setup.shapes, setup.shardings)
+    checkpoints.close()
+    return jax.device_get(state.params), samples
 
 
 # -- rows --------------------------------------------------------------------------------------------------------

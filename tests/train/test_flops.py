@@ -1,0 +1,48 @@
+"""FLOPs of a token against a count by hand, matmul by matmul."""
+
+import jax
+import pytest
+
+from train.flops import flops_per_token, peak_flops
+from train.models.build import build
+from train.models.config import ModelConfig
+
+LAYERS, EMBED, HEADS, KV, FFN, VOCAB, SEQ = 3, 8, 4, 2, 12, 40, 16
+SIZE = EMBED // HEADS
+# Multiply and add, forward once and backward twice.
+MATMUL = 2 * 3
+
+
+def num_parameters(config):
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(build(config).init, jax.random.key(0))))
+
+
+def attention():
+    """Scores and their sum over the values, of the half of the positions that a token sees."""
+    return MATMUL * LAYERS * 2 * HEADS * SIZE * SEQ / 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama(tied):
+    config = ModelConfig(layers=LAYERS, embed=EMBED, heads=HEADS, kv_heads=KV, ffn=FFN, vocab=VOCAB, seq=SEQ, tied=tied)
+    projections = 2 * EMBED * HEADS * SIZE + 2 * EMBED * KV * SIZE
+    norms = LAYERS * 2 * EMBED + EMBED
+    expected = MATMUL * (LAYERS * (projections + 3 * EMBED * FFN) + norms + VOCAB * EMBED) + attention()
+    assert flops_per_token(config, num_parameters(config)) == expected
+
+
+def test_gpt_looks_positions_up():
+    config = ModelConfig(kind="gpt", layers=LAYERS, embed=EMBED, heads=HEADS, ffn=FFN, vocab=VOCAB, seq=SEQ)
+    projections = 4 * EMBED * EMBED + 4 * EMBED
+    mlp = 2 * EMBED * FFN + FFN + EMBED
+    norms = LAYERS * 2 * 2 * EMBED + 2 * EMBED
+    expected = MATMUL * (LAYERS * (projections + mlp) + norms + VOCAB * EMBED) + attention()
+    assert flops_per_token(config, num_parameters(config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA GB200", 2250e12), ("cpu", None)],
+)
+def test_peak_of_a_device(kind, peak):
+    assert peak_flops(kind) == peak

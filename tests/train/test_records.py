@@ -1,0 +1,63 @@
+"""What a run writes about itself."""
+
+import json
+import sys
+
+import pytest
+
+from train.records import Records
+
+
+def test_metrics_and_events(tmp_path, read_rows):
+    records = Records(tmp_path, enabled=True)
+    records.metrics(1, {"loss": 2.5, "mfu": None})
+    with records.phase("save", step=1):
+        pass
+    records.event("step", 12.3456, 1.00004, steps=3)
+    records.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "mfu": None}]
+    save, step = read_rows(tmp_path / "events.jsonl")
+    assert save.keys() == {"phase", "time", "seconds", "step"}
+    assert step == {"phase": "step", "time": 12.346, "seconds": 1.0, "steps": 3}
+
+
+def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows):
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)] + ['{"step": 5, "lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    records = Records(tmp_path, enabled=True)
+    records.forget_after(2)
+    records.metrics(3, {"loss": 0.5})
+    records.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 0.5}]
+
+
+def test_nothing_to_forget(tmp_path):
+    Records(tmp_path, enabled=True).forget_after(2)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_other_processes_write_nothing(tmp_path):
+    records = Records(tmp_path / "run", enabled=False)
+    records.metrics(1, {"loss": 2.5})
+    with records.phase("init"):
+        pass
+    records.forget_after(0)
+    records.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboardX")
+    records = Records(tmp_path, enabled=True)
+    records.metrics(1, {"loss": 2.5, "mfu": None})
+    records.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in path.read_bytes()
+    assert b"mfu" not in path.read_bytes()
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    Records(tmp_path, enabled=True).metrics(1, {"loss": 2.5})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
