@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 BATCH = ("data", "fsdp")
 COLUMN, ROW = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+TABLE = P(("tensor", "fsdp"), None)
 
 PARAM_SPECS = {
-    "embed": {"embedding": P("tensor", "fsdp")},
-    "head": {"unembedding": P("tensor", "fsdp")},
+    "embed": {"embedding": TABLE},
+    "head": {"unembedding": TABLE},
     "layers": {
         "attn": {
             "q_proj": {"kernel": COLUMN},
@@ -40,6 +41,13 @@ def make_loss(mesh: Mesh, *, heads: int, kv_heads: int, remat: bool) -> Callable
 
     def pin(x: jax.Array, *spec: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    @jax.custom_vjp
+    def gathered(table: jax.Array) -> jax.Array:
+        return pin(table, "tensor", None)
+
+    # The gradient goes straight to the parameter's layout: a reduce-scatter where an all-reduce would stand.
+    gathered.defvjp(lambda table: (gathered(table), None), lambda _, ct: (pin(ct, *TABLE),))
 
     def attention(p: Any, x: jax.Array) -> jax.Array:
         b, s, _ = x.shape
@@ -62,11 +70,11 @@ def make_loss(mesh: Mesh, *, heads: int, kv_heads: int, remat: bool) -> Callable
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         params = jax.tree.map(lambda x, spec: pin(x, *spec), params, PARAM_SPECS)
         tokens, targets, weights = (pin(batch[k], BATCH) for k in ("inputs", "targets", "weights"))
-        x = pin(pin(params["embed"]["embedding"], "tensor", None)[tokens], BATCH, None, None)
+        x = pin(gathered(params["embed"]["embedding"])[tokens], BATCH, None, None)
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
         x, _ = jax.lax.scan(body, x, params["layers"])
-        table = pin(params["head"]["unembedding"], "tensor", None)
-        logits = jnp.einsum("bsd,vd->bsv", rms_norm(x, params["norm"]["scale"]), table)
+        normed = rms_norm(x, params["norm"]["scale"])
+        logits = jnp.einsum("bsd,vd->bsv", normed, gathered(params["head"]["unembedding"]))
         logits = pin(logits, BATCH, None, "tensor")
         is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
         picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)

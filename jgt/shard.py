@@ -53,7 +53,7 @@ def init(
     """Parameters from `init_fn(*args)`, born sharded: no device ever holds more than its part.
 
     `loss(params, batch)` tells where parameters are used; `batch` may be arrays or ShapeDtypeStructs. With an optax
-    `optimizer` the result is (params, optimizer state). The values are the same on every mesh. Raises InputError.
+    `optimizer` the result is (params, optimizer state). The random bits are the same on every mesh. Raises InputError.
     """
     batches = batch if isinstance(batch, tuple) else (batch,)
     placement = place(unwrapped(loss), rules, mesh, jax.eval_shape(init_fn, *args), *batches)

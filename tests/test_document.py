@@ -402,7 +402,7 @@ def test_any_text_is_read_or_refused(text):
     try:
         parse(text, "f.yaml")
     except InputError as error:
-        assert error.problems  # noqa: PT017
+        assert error.problems
         assert all(p.startswith("f.yaml:") for p in error.problems)
 
 
@@ -413,7 +413,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
     try:
         read(path)
     except InputError as error:
-        assert error.problems  # noqa: PT017
+        assert error.problems
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_model_trains_as_it_does_unsharded(kind):
 
 
 def test_an_nnx_module_itself_may_be_the_first_argument():
-    model = nnx_model()
+    model = nnx.jit(lambda: NnxTransformer(nnx.Rngs(0), layers=1))()
     loss = lambda model, tokens: cross_entropy(model(tokens), tokens)  # noqa: E731
     rules = jgt.make_rules(RULES)
     expected, expected_gradients = nnx.jit(nnx.value_and_grad(loss))(model, TOKENS)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from transformers import RULES, SEQ, VOCAB, NnxTransformer, Transformer, cross_entropy
+from transformers import RULES, SEQ, NnxTransformer, Transformer, cross_entropy
 
 import jgt
 from jgt.signal import context, tensor
@@ -356,7 +356,7 @@ def test_place_takes_the_sharded_function_too():
 
 def init_fn(key):
     params = jax.tree.map(lambda s: jnp.zeros(s.shape), MLP)
-    params["layers"]["up"] = jax.random.normal(key, MLP["layers"]["up"].shape)
+    params["layers"]["up"] = jax.random.uniform(key, MLP["layers"]["up"].shape)
     return params
 
 

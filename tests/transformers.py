@@ -89,9 +89,9 @@ class NnxBlock(nnx.Module):
 
 
 class NnxTransformer(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, layers=LAYERS):
         self.embed = nnx.Embed(VOCAB, EMBED, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(layers)])
         self.unembed = nnx.Linear(EMBED, VOCAB, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):

@@ -17,9 +17,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def _level(level: str) -> str:
     if level == "**":
         return "(?:[^/]+/)*"
-    if level == "*":
-        return "[^/]+/"
-    text = ""
+    text = "(?=[^/])"  # a level is never empty
     for token in _TOKEN.findall(level):
         if token == "*":
             text += "[^/]*"

@@ -24,6 +24,7 @@ def slow(pattern, path):
     """All levels: `**` takes every number of them."""
     if not pattern:
         return not path
+    assert "" not in path
     if pattern[0] == "**":
         return any(slow(pattern[1:], path[n:]) for n in range(len(path) + 1))
     return bool(path) and slow_level(pattern[0], path[0]) and slow(pattern[1:], path[1:])
@@ -53,6 +54,9 @@ def test_an_end_matches_any_last_levels(pattern, path):
         ("*", "a", True),
         ("*", "a/b", False),
         ("*", "", False),
+        ("***", "", False),
+        ("{a,}", "", False),
+        ("", "", False),
         ("**", "", True),
         ("**", "a/b/c", True),
         ("a/**", "a", True),

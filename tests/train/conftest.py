@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jgt import document
 from train.config import Run, load
@@ -19,10 +20,18 @@ TINY = {
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _compiled_quickly() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
+def _compiled_quickly(tmp_path_factory) -> Iterator[None]:
+    """The same program is compiled once: a run that is started again is a program that was compiled before."""
+    _configure(quick=True, folder=str(tmp_path_factory.mktemp("compiled")), min_seconds=0.0)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    _configure(quick=False, folder=None, min_seconds=1.0)
+
+
+def _configure(*, quick: bool, folder: str | None, min_seconds: float) -> None:
+    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="package")

@@ -37,4 +37,4 @@ def test_parts_on_eight_devices(dry_run, rules_dir):
     norms = 5 * 32
     assert re.search(r"layers/mlp/up_proj/kernel +layers/mlp +2x32x64 +\[null, fsdp, null\] +2.0 KB", shown)
     assert rows["parameters"] == f"{((NUM_PARAMETERS - norms) / 8 + norms) * 4 / 1000:.1f} KB"
-    assert rows["batch"] == f"{3 * 2 * 32 * 4 / 1000:.1f} KB"
+    assert rows["batch"] == f"{3 * 2 * 32 * 4} B"

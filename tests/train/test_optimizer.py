@@ -51,8 +51,8 @@ def test_adamw_with_clipping():
         updates, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, ours)
         ours = jax.tree.map(jnp.add, ours, updates)
         norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
-        for k, g in gradient.items():
-            g = g / max(norm, 1)
+        for k, unclipped in gradient.items():
+            g = unclipped / max(norm, 1)
             m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g**2
             update = (m[k] / (1 - 0.8**t)) / (np.sqrt(v[k] / (1 - 0.9**t)) + 1e-6)
             params[k] = params[k] - 0.1 * (update + (0.3 * params[k] if k == "kernel" else 0))
