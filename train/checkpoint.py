@@ -33,6 +33,12 @@ class Checkpoints:
         """The newest finished step; None in a new run."""
         return self._manager.latest_step()
 
+    def describe(self) -> str:
+        """What there is to go on from, for a person."""
+        if self.latest is None:
+            return "no checkpoint was saved"
+        return f"the newest checkpoint is that of step {self.latest} in {self._manager.directory}; the same command goes on from it"
+
     def save(self, state: State, step: int, samples: int) -> None:
         """Starts saving `state` after `step` updates and `samples` sequences of training data; returns early."""
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), data=ocp.args.JsonSave({"samples": samples}))

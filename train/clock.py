@@ -10,12 +10,11 @@ WARMUP_STEPS = 2
 
 
 class StepClock:
-    """Seconds a step between laps, pauses left out; none for the first steps, which also warm up."""
+    """Seconds a step between laps, pauses left out, from step `done` on; none for the first steps, which also warm up."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: int = 0) -> None:
         self._last = time.perf_counter()
-        self._last_step: int | None = None
-        self._laps = 0
+        self._last_step = self._start = done
         self._paused = 0.0
         self.total = 0.0
         """Seconds in steps so far, warm-up included, pauses left out."""
@@ -24,11 +23,10 @@ class StepClock:
         """Seconds a step since the last lap; None while warming up. Call it when `step`'s results have arrived."""
         now = time.perf_counter()
         elapsed = now - self._last - self._paused
-        steps = 1 if self._last_step is None else step - self._last_step
+        steps, warm = step - self._last_step, self._last_step - self._start >= WARMUP_STEPS
         self._last, self._last_step, self._paused = now, step, 0.0
-        self._laps += 1
         self.total += elapsed
-        return None if self._laps <= WARMUP_STEPS else elapsed / steps
+        return elapsed / steps if warm else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

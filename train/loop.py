@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,9 @@ def train(run: Run) -> None:
     checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint)
     try:
         Loop(setup, data, screen, records, checkpoints).run()
+    except Exception:
+        print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+        raise
     finally:
         screen.stop_steps()
         records.close()
@@ -84,7 +88,8 @@ class Loop:
             state = self._steps(state, step, samples)
         if self._config.sample.tokens:
             text = sample_text(self._setup, state, self._data)
-            self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{text}")
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+            self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{shown}")
 
     def _start(self) -> tuple[State, int, int]:
         """The state to begin with, the steps done and the sequences of training data consumed."""
@@ -104,7 +109,7 @@ class Loop:
         with self._records.phase("compile"):
             train_step = self._setup.compile_train_step()
         self._screen.start_steps(done, config.steps)
-        clock = StepClock()
+        clock = StepClock(done)
         begun = time.time()
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             state, metrics = train_step(state, batch)

@@ -1,0 +1,201 @@
+"""The documentation is true: examples run, messages are those of the code, keys, defaults and files are those that exist."""
+
+import dataclasses
+import re
+import shlex
+import typing
+from pathlib import Path
+
+import pytest
+
+import jgt
+from jgt import document
+from jgt.__main__ import main as jgt_main
+from jgt.rules import load
+from train.__main__ import _parser as train_parser
+from train.config import Config
+from train.data.config import MixturePart
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README, RULES, TRAINING, PYTHON = (ROOT / name for name in ("README.md", "docs/rules.md", "docs/training.md", "docs/python.md"))
+SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
+SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path, language, text=None):
+    """The fenced blocks of a language."""
+    return [body for kind, body in FENCE.findall(path.read_text() if text is None else text) if kind == language]
+
+
+def section(path, heading):
+    """The text below a heading, up to the next of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    text = f"\n{path.read_text()}".split(f"\n{heading}\n", 1)[1]
+    return re.split(rf"\n#{{1,{level}}} ", text)[0]
+
+
+def rows(text):
+    """The cells of each row of the tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not set(line) <= set("|-")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def keys_and_defaults(text):
+    """Key → default of the tables whose first column is a key in backticks and whose third is its default."""
+    return {row[0].strip("`"): row[2] for row in rows(text) if len(row) == 4 and row[0].startswith("`")}
+
+
+# -- examples ----------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_example_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rules.yaml").write_text(blocks(README, "yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(README, "python")
+    exec(compile(example, "README.md", "exec"), {})
+    loss, spec = capsys.readouterr().out.split(maxsplit=1)
+    assert 0 < float(loss) < 1
+    assert f"`{spec.strip()}`" in README.read_text()
+
+
+def test_the_examples_of_the_python_page_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    for example in blocks(PYTHON, "python"):
+        exec(compile(example, "docs/python.md", "exec"), names)
+
+
+def test_the_python_page_has_every_public_name():
+    headings = " ".join(re.findall(r"^## (.*)", PYTHON.read_text(), re.MULTILINE))
+    assert set(re.findall(r"jgt\.(\w+)", headings)) == set(jgt.__all__)
+
+
+def test_no_python_stands_elsewhere():
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON}
+
+
+def test_the_rules_in_the_text_load(tmp_path):
+    (tmp_path / "base.yaml").write_text("default: replicate")
+    (tmp_path / "tensor.yaml").write_text((ROOT / "configs/rules/tensor.yaml").read_text())
+    before_mistakes = RULES.read_text().split("## What a mistake looks like")[0]
+    examples = blocks(RULES, "yaml", before_mistakes)
+    assert len(examples) == 2
+    for text in examples:
+        (tmp_path / "rules.yaml").write_text(text)
+        rules = jgt.load_rules(tmp_path / "rules.yaml")
+        assert rules.default == "replicate"
+    assert "head" not in [rule.pattern for rule in rules.signals]
+
+
+def test_the_readme_shows_the_quickstart():
+    shown = document.parse(blocks(README, "yaml")[1], "README.md").plain()
+    assert shown == document.read(ROOT / "configs/quickstart.yaml").plain()
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def mistakes():
+    """(title, rules.yaml, command, messages) of each mistake that is shown."""
+    for part in section(RULES, "## What a mistake looks like").split("\n### ")[1:]:
+        (rules,), (shown,) = blocks(RULES, "yaml", part), blocks(RULES, "text", part)
+        command, messages = shown.split("\n", 1)
+        yield pytest.param(rules, command.removeprefix("$ jgt "), messages, id=part.splitlines()[0])
+
+
+@pytest.mark.parametrize(("rules", "command", "messages"), list(mistakes()))
+def test_a_mistake_looks_as_shown(rules, command, messages, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(blocks(RULES, "yaml", section(RULES, "## What a mistake looks like").split("\n### ")[0])[0])
+    Path("rules.yaml").write_text(rules)
+    assert jgt_main(shlex.split(command)) == 2
+    assert capsys.readouterr().err == messages
+
+
+# -- keys --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_key_of_a_section_stands_with_its_default(name):
+    text = section(TRAINING, f"## {name}").replace("| `weight` |", "| weight |")
+    documented = keys_and_defaults(text)
+    defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(SECTIONS[name]()).items()}
+    assert {key: document.parse(default.strip("`"), "default").plain() for key, default in documented.items()} == defaults
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_choice_of_a_key_stands_there(name):
+    types = {row[0].strip("`"): row[1] for row in rows(section(TRAINING, f"## {name}")) if len(row) == 4}
+    for key, hint in typing.get_type_hints(SECTIONS[name]).items():
+        options = [hint, *typing.get_args(hint)]
+        choices = [c for option in options if typing.get_origin(option) is typing.Literal for c in typing.get_args(option)]
+        assert all(f"`{choice}`" in types[key] for choice in choices), key
+
+
+def test_every_section_stands_there():
+    headings = re.findall(r"^## (\w+)$", TRAINING.read_text(), re.MULTILINE)
+    assert set(Config.__dataclass_fields__) <= set(headings)
+
+
+def test_the_keys_of_a_part_of_a_mixture_stand_there():
+    text = section(TRAINING, "## data")
+    (sentence,) = re.findall(r"A part of a mixture has the keys (.*) as above", text)
+    assert {*re.findall(r"`(\w+)`", sentence), "weight"} == set(MixturePart.__dataclass_fields__)
+
+
+def test_every_key_of_the_rules_stands_there():
+    text = RULES.read_text().split("## Specs")[0]
+    keys = {row[0].strip("`") for row in rows(text)} - {"key"}
+    inside = {f"signals.*.{key}" for key in load._SIGNAL if key != "backward"}
+    backward = {f"signals.*.backward.{key}" for key in load._BACKWARD}
+    assert keys == {"extends", *load._TOP} | inside | backward
+    for action in load._ACTIONS:
+        assert f"`{action}`" in text
+
+
+def test_every_flag_stands_in_the_readme():
+    flags = [option for action in train_parser()._actions for option in action.option_strings if option not in ("-h", "--help")]
+    assert all(flag in README.read_text() for flag in flags)
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def test_the_two_lines_of_the_readme():
+    lines = README.read_text().splitlines()
+    assert "    pip install -e . && python -m train --config configs/quickstart.yaml" in lines
+    assert "    pip install -e '.[test]' && pytest" in lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", linked.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configs_that_are_named_exist(page):
+    text = page.read_text()
+    assert all((ROOT / name).is_file() for name in re.findall(r"\bconfigs/[\w/]+\.yaml", text))
+    assert all((ROOT / "configs" / name).is_file() for name in re.findall(r"(?<![\w/])rules/\w+\.yaml", text))
+
+
+def test_every_shipped_rules_file_stands_in_the_table():
+    linked = [row[0] for row in rows(section(RULES, "## Rules that ship")) if row[0] != "file"]
+    assert sorted(linked) == sorted(f"[{path.name}](../configs/rules/{path.name})" for path in SHIPPED)
+
+
+def test_the_meshes_in_the_table_of_shipped_rules_fit(capsys):
+    for name, mesh, _ in rows(section(RULES, "## Rules that ship"))[1:]:
+        file = re.findall(r"\[(.*?)\]", name)[0]
+        overrides = [f"rules=rules/{file}", f"mesh={mesh.strip('`')}"]
+        assert jgt_main(["check", "--config", str(ROOT / "configs/quickstart.yaml"), *overrides]) == 0, capsys.readouterr().err
