@@ -200,11 +200,14 @@ def _place_inputs(
     arrays: Sequence[tuple[Any, Any]], num_params: int, matcher: Matcher, rewriter: Rewriter
 ) -> dict[int, tuple[Dims, Dims]]:
     pins: dict[int, tuple[Dims, Dims]] = {}
+    reported: set[tuple[SpecRule, tuple[int, ...]]] = set()
     for index, (path, x) in enumerate(arrays[num_params:], start=num_params):
         name = path_text(path[2:] or path[1:])
         rule, dims = input_rule(matcher, name, x)
         if rule is not None:
-            rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}")
+            if (rule, x.shape) not in reported:
+                rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}")
+            reported.add((rule, x.shape))
             pins[index] = (dims, dims)
     return pins
 

@@ -84,7 +84,10 @@ def test_programs_inside_an_equation_can_be_replaced(kind):
     params = jx.map_subprograms(equation, negate)
     eqns = [e.replace(params=params) if e is equation else e for e in jx.body(program).eqns]
     changed = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
-    cosine = {"scan": lambda x: jax.lax.scan(lambda h, w: (jnp.cos(h) * w, h), x, jnp.ones((3,))), "while": lambda x: (3, _thrice(jnp.cos, x))}
+    cosine = {
+        "scan": lambda x: jax.lax.scan(lambda h, w: (jnp.cos(h) * w, h), x, jnp.ones((3,))),
+        "while": lambda x: (3, _thrice(jnp.cos, x)),
+    }
     expected = cosine.get(kind, jnp.cos)(X)
     for got, want in zip(jx.evaluate(changed, [X]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)

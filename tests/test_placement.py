@@ -174,7 +174,10 @@ def test_a_tied_embedding_needs_a_rule_of_its_own():
     signals = {name: rule for name, rule in RULES["signals"].items() if name != "head"}
     params = linen_params(model)
     (problem,) = problems_of(linen_loss(model), jgt.make_rules({**RULES, "signals": signals}), ABSTRACT, params, TOKENS)
-    assert "the parameter params/embed/embedding is used under several signals that say different things: embed (rules), head (no rule)" in problem
+    assert (
+        "the parameter params/embed/embedding is used under several signals that say different things: embed (rules), head (no rule)"
+        in problem
+    )
     assert "write 'embedding' under params: at the top of the file" in problem
     signals["embed"] = {"out": ["batch", None, None]}
     found = places(linen_loss(model), {**RULES, "signals": signals, "params": {"embedding": ["tensor", "fsdp"]}}, params, TOKENS)
@@ -403,7 +406,9 @@ def test_no_device_ever_holds_a_whole_parameter():
 def test_init_reports_what_does_not_fit_before_anything_is_made():
     with pytest.raises(jgt.InputError, match="dim 1 of the parameter layers/up"):
         jgt.init(
-            lambda: pytest.fail("made") if not isinstance(jnp.zeros(()), jax.core.Tracer) else jax.tree.map(lambda s: jnp.zeros(s.shape), MLP),
+            lambda: (
+                pytest.fail("made") if not isinstance(jnp.zeros(()), jax.core.Tracer) else jax.tree.map(lambda s: jnp.zeros(s.shape), MLP)
+            ),
             jgt.make_rules(MLP_RULES),
             jgt.make_mesh({"data": 1, "tensor": 1, "fsdp": 3}, devices=jax.devices()[:3]),
             loss=mlp,

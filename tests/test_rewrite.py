@@ -448,7 +448,9 @@ def test_other_rules_give_another_layout():
 def test_other_shapes_are_checked_again():
     sharded = jax.jit(jgt.shard(plain, out_rules(), MESH))
     sharded(W, X)
-    with pytest.raises(jgt.InputError, match="block: dim 0 of the value that leaves block \\[3, 8\\] has size 3, which data=4 does not divide"):
+    with pytest.raises(
+        jgt.InputError, match="block: dim 0 of the value that leaves block \\[3, 8\\] has size 3, which data=4 does not divide"
+    ):
         sharded(W, X[:3])
 
 
@@ -565,6 +567,13 @@ def test_a_policy_of_the_model_holds_for_all_else():
     assert kept(model, k="recompute") == (0, 0)
 
 
+@pytest.mark.parametrize(("model", "prevents"), [(named_scan, False), (named_plain, True)], ids=["scan", "plain"])
+def test_a_region_that_the_rules_make_guards_itself_only_outside_a_scan(model, prevents):
+    text = str(jax.make_jaxpr(jgt.shard(model, save_rules(q="keep"), MESH))(W, X))
+    assert f"prevent_cse={prevents}" in text
+    assert f"prevent_cse={not prevents}" not in text
+
+
 def test_one_name_with_two_actions_in_one_region_is_refused():
     def model(w, x):
         with context("a"):
@@ -580,7 +589,9 @@ def test_one_name_with_two_actions_in_one_region_is_refused():
 def test_one_name_may_have_two_actions_in_two_scans():
     def model(w, x):
         for name in ("a", "b"):
-            x = jax.lax.scan(lambda h, _, name=name: (context(name)(lambda: jnp.sin(tensor(jnp.sin(h @ w), "h")))(), None), x, None, length=2)[0]
+            x = jax.lax.scan(
+                lambda h, _, name=name: (context(name)(lambda: jnp.sin(tensor(jnp.sin(h @ w), "h")))(), None), x, None, length=2
+            )[0]
         return x
 
     rules = jgt.make_rules({"signals": {"a": {"save": {"h": "keep"}}, "b": {"save": {"h": "offload"}}}, "default": "replicate"})

@@ -228,7 +228,9 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
     if not isinstance(node.value, str):
         problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
         return None
-    path = folder / node.value
+    # Beside the file that the key stands in, which may be one that the run's file extends.
+    file = Path(node.where.rpartition(":")[0])
+    path = (file.parent if file.is_file() else folder) / node.value
     if not path.is_file():
         beside = sorted(file.name for file in path.parent.glob("*.yaml"))
         problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, beside)}"))

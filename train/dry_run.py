@@ -10,13 +10,13 @@ import numpy as np
 
 from train.config import Run
 from train.console import Screen, size_text
-from train.setup import prepare
+from train.loop import open_run
 
 
 def dry_run(run: Run) -> None:
     """Prints the mesh, the parameters and the memory of the compiled step."""
     screen = Screen(enabled=jax.process_index() == 0)
-    setup = prepare(run)
+    setup, _ = open_run(run)
     screen.setup(setup)
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()

@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     config = run.config
     first = jax.process_index() == 0
     screen = Screen(enabled=first)
-    setup, data = _open(run)
+    setup, data = open_run(run)
     screen.setup(setup)
     if first:
         write_folder(run, data.fingerprint)
@@ -48,7 +48,7 @@ def train(run: Run) -> None:
         checkpoints.close()
 
 
-def _open(run: Run) -> tuple[Setup, Data]:
+def open_run(run: Run) -> tuple[Setup, Data]:
     """The program and the data. Raises InputError with what is wrong with either."""
     config = run.config
     problems: list[str] = []

@@ -128,7 +128,10 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
         ("params: {a: x}", "r.yaml:1: params.a: a spec is a list with an axis, a list of axes, null or `...` for each dim"),
         ("params: {a: null}", "r.yaml:1: params.a: a spec is a list"),
         ("params: {a: [1]}", "r.yaml:1: params.a[0]: a spec entry is an axis, a list of axes, null or `...`, not the whole number 1"),
-        ("params: {a: [[x, 1]]}", "r.yaml:1: params.a[0][1]: must be the name of a mesh axis or of a group in axes:, not the whole number 1"),
+        (
+            "params: {a: [[x, 1]]}",
+            "r.yaml:1: params.a[0][1]: must be the name of a mesh axis or of a group in axes:, not the whole number 1",
+        ),
         ("params: {a: [[...]]}", "r.yaml:1: params.a[0][0]: must be the name of a mesh axis"),
         ("params: {a: [..., ...]}", "r.yaml:1: params.a: `...` may stand once in a spec"),
         ("params: {a: [x, x]}", "r.yaml:1: params.a: the axis 'x' stands twice in one spec"),
@@ -136,7 +139,10 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
         ("params: {a: [[x, x]]}", "r.yaml:1: params.a: the axis 'x' stands twice in one spec"),
         ("axes: {g: [1]}", "r.yaml:1: axes.g: an axes group is a list of mesh axes"),
         ("axes: {g: {a: b}}", "r.yaml:1: axes.g: an axes group is a list of mesh axes"),
-        ("signals: {a: {save: {h: kep}}}", "r.yaml:1: signals.a.save.h: the text 'kep' is not one of keep, recompute, offload. Did you mean 'keep'?"),
+        (
+            "signals: {a: {save: {h: kep}}}",
+            "r.yaml:1: signals.a.save.h: the text 'kep' is not one of keep, recompute, offload. Did you mean 'keep'?",
+        ),
         ("signals: {a: {save: {h: [keep]}}}", "r.yaml:1: signals.a.save.h: a list is not one of keep, recompute, offload"),
         ("default: shard", "r.yaml:1: default: the text 'shard' is not allowed; write `replicate`"),
         ("default: [a]", "r.yaml:1: default: a list is not allowed"),

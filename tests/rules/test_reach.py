@@ -94,8 +94,14 @@ def test_a_rule_that_decides_somewhere_is_not_shadowed():
         ("signals: {attn: {tensors: {x: []}}}", "r.yaml:1: attn: tensors: x: no tensor of that name below this signal. Known: heads"),
         ("signals: {attn: {backward: {tensors: {x: []}}}}", "r.yaml:1: attn: backward: x: no tensor of that name below this signal"),
         ("signals: {attn: {save: {x: keep}}}", "r.yaml:1: attn: save: x: no tensor of that name below this signal"),
-        ("signals: {attn: {out: [a]}}", "r.yaml:1: attn: out: the floating values that leave this signal have rank 2, 3, none has the 1 dims of this spec"),
-        ("signals: {attn: {backward: {out: [a]}}}", "r.yaml:1: attn: backward out: the floating values that leave this signal have rank 2, 3, none has the 1 dims"),
+        (
+            "signals: {attn: {out: [a]}}",
+            "r.yaml:1: attn: out: the floating values that leave this signal have rank 2, 3, none has the 1 dims of this spec",
+        ),
+        (
+            "signals: {attn: {backward: {out: [a]}}}",
+            "r.yaml:1: attn: backward out: the floating values that leave this signal have rank 2, 3, none has the 1 dims",
+        ),
         ("signals: {mlp: {out: [a]}}", "r.yaml:1: mlp: out: no floating value leaves this signal"),
     ],
 )
@@ -147,7 +153,8 @@ def test_a_tied_parameter_may_be_told_the_same_twice():
 
 
 @pytest.mark.parametrize(
-    ("rank", "leading", "said"), [(1, 0, "the spec has 2 dims, but the parameter w has 1"), (2, 1, "the spec has 2 dims, but the parameter w has 1")]
+    ("rank", "leading", "said"),
+    [(1, 0, "the spec has 2 dims, but the parameter w has 1"), (2, 1, "the spec has 2 dims, but the parameter w has 1")],
 )
 def test_a_spec_too_long_for_a_parameter_is_reported(rank, leading, said):
     asked = matcher("params: {w: [a, b]}")

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jgt import signal
 from train.models.attention import Attention
+from train.models.block import Block
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
 from train.models.stack import Remat, scan_layers, stacked
@@ -21,7 +22,7 @@ class GPT(nnx.Module):
         dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
         self.positions = nnx.Param(TABLE(rngs.params(), (config.seq, config.embed), jnp.float32))
-        self.layers = stacked(lambda rngs: Layer(config, dtype, rngs=rngs), config.layers, rngs)
+        self.layers = stacked(lambda rngs: _block(config, dtype, rngs), config.layers, rngs)
         self.norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.remat = remat
 
@@ -35,20 +36,16 @@ class GPT(nnx.Module):
             return self.embed.logits(self.norm(x))
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each on a normed input and added to the stream [b, s, d]."""
+def _block(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
+    def norm() -> nnx.LayerNorm:
+        return nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.attn_norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.attn = Attention(config, dtype, use_bias=True, rope=False, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        with signal.context("attn"):
-            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"))
-        with signal.context("mlp"):
-            return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
+    return Block(
+        attn_norm=norm(),
+        attn=Attention(config, dtype, use_bias=True, rope=False, rngs=rngs),
+        mlp_norm=norm(),
+        mlp=MLP(config, dtype, rngs=rngs),
+    )
 
 
 class MLP(nnx.Module):

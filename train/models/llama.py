@@ -8,6 +8,7 @@ from flax import nnx
 
 from jgt import signal
 from train.models.attention import Attention
+from train.models.block import Block
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
 from train.models.stack import Remat, scan_layers, stacked
@@ -20,7 +21,7 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, remat: Remat = "none", *, rngs: nnx.Rngs):
         dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
-        self.layers = stacked(lambda rngs: Layer(config, dtype, rngs=rngs), config.layers, rngs)
+        self.layers = stacked(lambda rngs: _block(config, dtype, rngs), config.layers, rngs)
         self.norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.remat = remat
@@ -34,20 +35,16 @@ class Llama(nnx.Module):
             return (self.head or self.embed).logits(self.norm(x))
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each on a normed input and added to the stream [b, s, d]."""
+def _block(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
+    def norm() -> nnx.RMSNorm:
+        return nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.attn_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.attn = Attention(config, dtype, use_bias=False, rope=True, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(config, dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        with signal.context("attn"):
-            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"))
-        with signal.context("mlp"):
-            return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
+    return Block(
+        attn_norm=norm(),
+        attn=Attention(config, dtype, use_bias=False, rope=True, rngs=rngs),
+        mlp_norm=norm(),
+        mlp=GatedMLP(config, dtype, rngs=rngs),
+    )
 
 
 class GatedMLP(nnx.Module):
