@@ -141,7 +141,10 @@ def _replaced(root: Node, parts: Sequence[str], node: Node) -> Node:
     if not parts:
         return node
     name, *rest = parts
-    values = dict(root.value) if isinstance(root.value, dict) else {}
+    if not (root.value is None or isinstance(root.value, dict)):
+        below = node.key.removeprefix(f"{root.key}.")
+        raise InputError([f"{node.where}: {root.key or 'file'}: holds {describe(root.value)} ({root.where}), so {below!r} cannot be set below it"])
+    values = dict(root.value) if root.value else {}
     values[name] = _replaced(values.get(name, Node(None, node.where, _join(root.key, name))), rest, node)
     return Node(values, root.where, root.key)
 
@@ -448,11 +451,17 @@ def describe(value: Any) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`Did you mean 'x'?` with the nearest of `known`, or the list of them."""
-    options: Sequence[str] = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    options = list(dict.fromkeys(known))
+    close = suggestion(name, options)
     if close:
-        return f"Did you mean {close[0]!r}?"
+        return close.lstrip()
     if not options:
         return "None is known here"
     shown = ", ".join(options[:12]) + (", ..." if len(options) > 12 else "")
     return f"Known: {shown}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` with the nearest of `known`, for a message that lists them already; empty when none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

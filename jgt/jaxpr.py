@@ -176,9 +176,9 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
 
 
 def constrained(
-    var: Var, forward: NamedSharding, backward: NamedSharding, like: Equation | None
+    var: Var, forward: NamedSharding | None, backward: NamedSharding, like: Equation | None
 ) -> tuple[list[Equation], Var]:
-    """Equations that pin a value to `forward` and its cotangent to `backward`, and the pinned variable.
+    """Equations that pin a value to `forward` (None: leave it be) and its cotangent to `backward`, and the pinned variable.
 
     They stand where `like` does: same signals, same mesh context.
     """
@@ -191,8 +191,11 @@ def constrained(
         equation = body(program).eqns[0].replace(invars=[var], outvars=[new])
         return [_like(equation, like)], new
 
-    identity = jax.custom_vjp(lambda x: pin(x, forward))
-    identity.defvjp(lambda x: (pin(x, forward), None), lambda _, cotangent: (pin(cotangent, backward),))
+    def ahead(x: jax.Array) -> jax.Array:
+        return x if forward is None else pin(x, forward)
+
+    identity = jax.custom_vjp(ahead)
+    identity.defvjp(lambda x: (ahead(x), None), lambda _, cotangent: (pin(cotangent, backward),))
     with like.ctx.manager if like is not None else _nothing():
         program = jax.make_jaxpr(identity)(var.aval)
     inner = body(program)

@@ -105,9 +105,18 @@ def place(
     Nothing is computed and no device is touched. Raises InputError with every misfit of parameters, activations and
     inputs, and every rule that matches nothing; `problems` found before are reported with them.
     """
+    check_arguments(rules, mesh)
     leaves, tree = jax.tree.flatten_with_path((args, kwargs))
     dynamic = [is_array(x) for _, x in leaves]
     return trace_and_place(unwrapped(fn), rules, mesh, leaves, tree, dynamic, problems).placement
+
+
+def check_arguments(rules: Rules, mesh: Mesh | AbstractMesh) -> None:
+    """Raises TypeError unless rules are Rules, and ValueError unless all axes of the mesh are Auto."""
+    if not isinstance(rules, Rules):
+        raise TypeError(f"rules must be jgt.Rules, not {type(rules).__name__}; make them with jgt.load_rules(path) or jgt.make_rules(mapping)")
+    if not mesh.are_all_axes_auto:
+        raise ValueError(f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh")
 
 
 def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:

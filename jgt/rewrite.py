@@ -142,20 +142,13 @@ class Rewriter:
             return [], var
         rank = len(shape) - place.num_vmaps
         forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
-        rule = forward or backward
-        if rule is None:
-            return [], var
         manual = jx.manual_mesh(equation)
-        dims = self._dims(forward or rule, var, place, manual)
-        cotangent = self._dims(backward or rule, var, place, manual)
-        self._check(forward or rule, dims, shape, what, manual)
-        if backward is not None:
-            self._check(backward, cotangent, shape, f"{what} (backward)", manual)
-        if self.problems:
+        ahead = self._checked(forward, var, place, manual, what)
+        behind = self._checked(backward, var, place, manual, f"{what} (backward)")
+        last = behind or ahead
+        if last is None or self.problems:
             return [], var
-        free = place.num_vmaps
-        shardings = [self._sharding(d, manual, free) for d in (dims, cotangent)]
-        return jx.constrained(var, shardings[0], shardings[1], equation)
+        return jx.constrained(var, ahead, last, equation)
 
     def _rules_of(
         self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
@@ -185,9 +178,14 @@ class Rewriter:
         taken = set(manual.manual_axes) if manual is not None else set()
         return tuple(tuple(a for a in axes if a not in taken) if size > 1 else () for axes, size in zip(dims, shape, strict=True))
 
-    def _check(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], what: str, manual: AbstractMesh | None) -> None:
-        sizes = dict((manual or self.mesh).shape)
-        self.problems += misfit_problems(rule, dims, shape, sizes, what)
+    def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:
+        """The sharding that a rule gives a value; misfits are noted."""
+        if rule is None:
+            return None
+        dims = self._dims(rule, var, place, manual)
+        found = list(misfit_problems(rule, dims, var.aval.shape, dict((manual or self.mesh).shape), what))
+        self.problems += found
+        return None if self.problems else self._sharding(dims, manual, place.num_vmaps)
 
     def _sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
         return NamedSharding(self.mesh if manual is None else manual, partition_spec(dims, free=free))

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt import jaxpr as jx
-from jgt.placement import is_array, place, trace_and_place, unwrapped
+from jgt.placement import check_arguments, is_array, place, trace_and_place, unwrapped
 from jgt.rules import Rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,6 +28,7 @@ def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, parti
     """
     if rules is None or mesh is None:
         return fn
+    check_arguments(rules, mesh)
 
     @functools.wraps(fn)
     def sharded(*args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: everything fits; 2: it does not, and stderr (or `problems`, with --json) says why."""
     arguments = _parser().parse_args(argv)
     try:
-        run = load(arguments.config, arguments.overrides)
-        setup = _prepare(run, arguments.devices)
+        # --devices stands for the devices of the file, whatever it says.
+        devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
+        run = load(arguments.config, [*arguments.overrides, *devices])
+        setup = _prepare(run)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "problems": error.problems}, indent=1))
@@ -56,19 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many devices a size of -1 is filled in for")
+    parser.add_argument("--devices", type=int, metavar="N", help="check for this many devices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _prepare(run: Run, num_devices: int | None) -> Setup:
+def _prepare(run: Run) -> Setup:
     import jax  # noqa: PLC0415 - after the file is checked
 
     from train.setup import prepare  # noqa: PLC0415
 
     jax.config.update("jax_platforms", "cpu")
     sizes = run.mesh
-    count = num_devices or run.config.devices.virtual_cpu
+    count = run.config.devices.virtual_cpu
     if count is None:
         if -1 in sizes.values():
             raise InputError([f"{run.where('mesh')}: mesh: a size is -1: say for how many devices to check with --devices N"])

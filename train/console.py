@@ -91,7 +91,8 @@ def describe_mesh(setup: Setup) -> str:
     kinds = ", ".join(sorted({d.device_kind for d in devices.flat}))
     hosts = len({d.process_index for d in devices.flat})
     over = f" on {hosts} processes" if hosts > 1 else ""
-    return f"Mesh: {axes} = {devices.size} x {kinds}{over}"
+    alone = "" if setup.run.rules is not None else " (no rules: the model runs as it is, on one device)"
+    return f"Mesh: {axes} = {devices.size} x {kinds}{over}{alone}"
 
 
 def size_text(count: float) -> str:

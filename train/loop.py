@@ -89,6 +89,7 @@ class Loop:
         if self._config.sample.tokens:
             text = sample_text(self._setup, state, self._data)
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+            self._records.text("sample.txt", text)
             self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{shown}")
 
     def _start(self) -> tuple[State, int, int]:

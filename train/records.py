@@ -39,6 +39,11 @@ class Records:
         """Appends an event."""
         self._append("events.jsonl", {"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details})
 
+    def text(self, name: str, text: str) -> None:
+        """Writes a text file."""
+        if self._folder is not None:
+            (self._folder / name).write_text(text, encoding="utf-8")
+
     def forget_after(self, step: int) -> None:
         """Drops logged steps after the one that a restart goes on from: they will be written again."""
         if self._folder is None or not (path := self._folder / "metrics.jsonl").exists():

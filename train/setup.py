@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
+from jgt.document import InputError
 from jgt.placement import Placement
 from jgt.rules import Rules
 from train.config import Run, batch_problems
@@ -119,7 +120,8 @@ def _init(model: Model, optimizer: optax.GradientTransformation) -> Any:
 def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractMesh, Rules]:
     where = f"{run.where('mesh')}: mesh"
     if run.rules is None:
-        # Without rules the model runs as it is, on one device.
+        if num_devices is None and jax.process_count() > 1:
+            raise InputError([f"{run.where('rules')}: rules: {jax.process_count()} processes need rules; without them a run is on one device"])
         alone = {"data": 1}
         mesh = jgt.make_mesh(alone, devices=jax.devices()[:1]) if num_devices is None else jgt.abstract_mesh(alone)
         return mesh, Rules(default="replicate")

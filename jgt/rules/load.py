@@ -30,6 +30,9 @@ def make_rules(tree: Mapping[str, Any]) -> Rules:
 def rules_from_node(root: Node) -> Rules:
     """Rules from a document's mapping. Raises InputError."""
     reader = _Reader()
+    inherited = root.value.get("extends") if isinstance(root.value, dict) else None
+    if inherited is not None:
+        raise InputError([inherited.problem("only a file can extend another; write rules: PATH, and extends: in that file")])
     rules = reader.rules(root)
     if reader.problems:
         raise InputError(reader.problems)
@@ -90,7 +93,7 @@ class _Reader:
 
     def _save(self, name: str, node: Node) -> SaveRule:
         if node.value not in _ACTIONS:
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}. {nearest(str(node.value), _ACTIONS)}")
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}")
         return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
 
     def _spec(self, node: Node) -> Spec:

@@ -23,7 +23,7 @@ class Matcher:
         self._decided: set[int] = set()
         self._shadowed: dict[int, Rule] = {}
         self._signals: dict[str, None] = {}
-        self._tensors: dict[str, None] = {}
+        self._tensors: dict[str, set[str]] = {}
         self._out_ranks: dict[str, set[int]] = {}
 
     def see(self, signal: str) -> None:
@@ -45,7 +45,7 @@ class Matcher:
 
     def tensor(self, name: str, signal: str, rank: int, *, backward: bool = False) -> SpecRule | None:
         """The rule of a tensor that is named below this signal."""
-        self._tensors.setdefault(name)
+        self._tensors.setdefault(name, set()).add(signal)
         rules = (
             rule
             for s in self.rules.signals
@@ -127,12 +127,14 @@ class Matcher:
     def _unreached_in(self, rule: SignalRule) -> Iterator[str]:
         yield from self._silent(f"{rule.pattern}: params", rule.params, "no parameter used below this signal matches")
         yield from self._silent(f"{rule.pattern}: optimizer", rule.optimizer, "no parameter used below this signal matches")
-        names = f"no tensor of that name below this signal. {nearest('', self._tensors)}"
-        yield from self._silent(f"{rule.pattern}: tensors", rule.tensors, names)
-        yield from self._silent(f"{rule.pattern}: backward", rule.backward_tensors, names)
-        yield from self._silent(f"{rule.pattern}: save", rule.save, names)
+        below = [name for name, signals in self._tensors.items() if any(map(rule.covers, signals))]
+        for section, named in (("tensors", rule.tensors), ("backward", rule.backward_tensors), ("save", rule.save)):
+            for one in named:
+                name = one.pattern if isinstance(one, SpecRule) else one.name
+                reason = f"no tensor of that name below this signal. {nearest(name, below)}"
+                yield from self._silent(f"{rule.pattern}: {section}", [one], reason)
         ranks = sorted({rank for s, found in self._out_ranks.items() if matches(rule.pattern, s) for rank in found})
-        left = f"the floating values that leave this signal have rank {', '.join(map(str, ranks))}" if ranks else "no floating value leaves this signal"
+        left = f"the floating values that leave this signal have rank {', '.join(map(str, ranks))}" if ranks else "no floating value leaves this signal (a tensor with a rule of its own does not count)"
         for section, out in (("out", rule.out), ("backward out", rule.backward_out)):
             if out is not None:
                 yield from self._silent(f"{rule.pattern}: {section}", [out], f"{left}, none has the {min_rank(out.spec)} dims of this spec")
