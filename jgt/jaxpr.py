@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.extend.linear_util as lu
+from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.signal import PREFIX
@@ -167,6 +168,11 @@ def tensor_name(equation: Equation) -> str | None:
 def is_name(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a remat policy is being asked about a named value."""
     return primitive.name == "name" and "name" in params
+
+
+def vmapped_axes() -> frozenset[str]:
+    """The mesh axes that vmaps around the current trace claim (spmd_axis_name): constraints may not name them."""
+    return frozenset(get_axis_env().spmd_axis_names)
 
 
 def manual_mesh(equation: Equation) -> AbstractMesh | None:

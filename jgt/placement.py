@@ -213,6 +213,7 @@ def _place_inputs(
     for index, (path, x) in enumerate(arrays[num_params:], start=num_params):
         name = path_text(path[2:] or path[1:])
         rule, dims = input_rule(matcher, name, x)
+        dims = rewriter.unclaimed(dims)
         if rule is not None:
             if (rule, x.shape) not in reported:
                 rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}")

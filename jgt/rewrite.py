@@ -60,6 +60,7 @@ class Rewriter:
     def __init__(self, matcher: Matcher, mesh: Mesh | AbstractMesh):
         self.matcher = matcher
         self.mesh = mesh
+        self._claimed = jx.vmapped_axes()
         self.problems: list[str] = []
 
     def rewrite(self, program: Program, arguments: Mapping[int, tuple[Dims, Dims]]) -> Program:
@@ -69,7 +70,8 @@ class Rewriter:
         invars = jx.body(program).invars
         for index, (forward, backward) in arguments.items():
             var = invars[index]
-            new, pinned[var] = jx.constrained(var, self._sharding(forward), self._sharding(backward), None)
+            ahead, behind = self._sharding(self.unclaimed(forward)), self._sharding(self.unclaimed(backward))
+            new, pinned[var] = jx.constrained(var, ahead, behind, None)
             eqns += new
         new_program, saves = self._program(program, Place(), pinned, eqns)
         if saves:
@@ -175,8 +177,13 @@ class Rewriter:
         shape = var.aval.shape
         dims = expand(rule.spec, len(shape), place.num_vmaps)
         # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
-        taken = set(manual.manual_axes) if manual is not None else set()
-        return tuple(tuple(a for a in axes if a not in taken) if size > 1 else () for axes, size in zip(dims, shape, strict=True))
+        wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
+        return self.unclaimed(wide, () if manual is None else manual.manual_axes)
+
+    def unclaimed(self, dims: Dims, manual: Sequence[str] = ()) -> Dims:
+        """Dims without the axes that a vmap or shard_map around has taken."""
+        taken = self._claimed.union(manual)
+        return tuple(tuple(axis for axis in axes if axis not in taken) for axes in dims) if taken else dims
 
     def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:
         """The sharding that a rule gives a value; misfits are noted."""

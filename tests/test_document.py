@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgt import document
-from jgt.document import Bound, InputError, Node, bind, dump, from_python, merge, override, parse, read
+from jgt.document import Bound, InputError, Node, bind, dump, files, from_python, merge, override, parse, read
 
 
 def plain(text):
@@ -162,7 +162,7 @@ def test_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"a: " + b"x" * document.MAX_BYTES, "a.yaml: the file is larger than 1,000,000 bytes"),
+        (b"a: " + b"x" * files.MAX_BYTES, "a.yaml: the file is larger than 1,000,000 bytes"),
         (b"a: 1\nb: \xff", "a.yaml:2: not UTF-8: byte 0xff at offset 8"),
         (b"- 1", "a.yaml:1: the file must be a mapping of keys to values, not a list"),
         (b"\n5", "a.yaml:2: the file must be a mapping of keys to values, not the whole number 5"),
@@ -203,12 +203,6 @@ def test_extends_is_relative_to_the_file(tmp_path):
     node = read(tmp_path / "sub" / "child.yaml")
     assert node.plain() == {"b": 3, "a": 1}
     assert node.find("a").where == f"{tmp_path}/sub/../base.yaml:1"
-
-
-def test_a_name_stands_for_the_path(tmp_path):
-    (tmp_path / "a.yaml").write_text("a: !x 1")
-    with pytest.raises(InputError, match=r"^shown\.yaml:1: a: "):
-        read(tmp_path / "a.yaml", name="shown.yaml")
 
 
 # -- merge and override
@@ -333,7 +327,7 @@ def test_bind_takes_null_where_none_is_allowed():
         ("rate: .inf", "f.yaml:1: rate: must be a finite number, not inf"),
         ("name: 1", "f.yaml:1: name: must be text, not the whole number 1"),
         ("name: [a]", "f.yaml:1: name: must be text, not a list"),
-        ("kind: c", "f.yaml:1: kind: 'c' is not one of a, b. Known: a, b"),
+        ("kind: c", "f.yaml:1: kind: 'c' is not one of a, b."),
         ("kind: [a]", "f.yaml:1: kind: ['a'] is not one of a, b"),
         ("bounded: 0", "f.yaml:1: bounded: 0 is too small; it must be at least 1"),
         ("bounded: 10", "f.yaml:1: bounded: 10 is too large; it must be at most 9"),

@@ -232,6 +232,18 @@ def pinned(forward, backward):
     return jx.with_body(program, eqns=[*jx.body(program).eqns, *new], outvars=[var]), new
 
 
+def test_the_axes_that_a_vmap_claims_are_known_inside_of_it():
+    seen = []
+
+    def look(x):
+        seen.append(jx.vmapped_axes())
+        return x
+
+    jax.vmap(look, spmd_axis_name="data")(np.zeros(4, np.float32))
+    look(0)
+    assert seen == [{"data"}, frozenset()]
+
+
 def test_a_constraint_takes_the_place_of_its_equation():
     sharding = NamedSharding(jgt.make_mesh({"data": 8}), P("data"))
     program, new = pinned(sharding, sharding)

@@ -363,6 +363,14 @@ def test_vmap_around_with_a_mesh_axis_lays_its_dim_over_that_axis():
     assert_same_derivatives(mapped, jax.vmap(plain, (None, 0)), W, xs)
 
 
+def test_vmap_around_claims_its_mesh_axis_from_the_rules():
+    sharded = jgt.shard(plain, out_rules(), MESH)
+    xs = np.stack([X, X + 1, X + 2, X + 3])
+    mapped = jax.vmap(sharded, (None, 0), spmd_axis_name="data")
+    assert set(constraints(mapped, W, xs)) == {("block", P("data", None, "tensor"))}
+    assert_same_derivatives(mapped, jax.vmap(plain, (None, 0)), W, xs)
+
+
 def test_vmap_inside_leaves_its_dim_to_the_partitioner():
     def model(w, xs):
         return jax.vmap(lambda x: block(x, w) * 2)(xs)

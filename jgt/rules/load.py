@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jgt import document
-from jgt.document import InputError, Node, describe, nearest
+from jgt.document import InputError, Node, describe, nearest, suggestion
 from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
@@ -17,9 +17,9 @@ _BACKWARD = ("out", "tensors")
 _ACTIONS = ("keep", "recompute", "offload")
 
 
-def load_rules(path: str | Path, *, name: str | None = None) -> Rules:
+def load_rules(path: str | Path) -> Rules:
     """Reads a rules file, following `extends:`. Raises InputError with every problem, each with file:line."""
-    return rules_from_node(document.read(path, name=name))
+    return rules_from_node(document.read(path))
 
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:
@@ -93,7 +93,7 @@ class _Reader:
 
     def _save(self, name: str, node: Node) -> SaveRule:
         if node.value not in _ACTIONS:
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}")
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}.{suggestion(str(node.value), _ACTIONS)}")
         return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
 
     def _spec(self, node: Node) -> Spec:

@@ -149,4 +149,4 @@ class Matcher:
             if by is not None:
                 yield f"{rule.where}: {label}: shadowed: all that it matches is taken by the rule at {by.where}. Remove one of them or put this one first"
             else:
-                yield f"{rule.where}: {label}: {reason}. Remove the rule or correct its name"
+                yield f"{rule.where}: {label}: {reason.rstrip('?')}{'?' if reason.endswith('?') else '.'} Remove the rule or correct its name"

@@ -156,7 +156,7 @@ def test_a_mistake_is_named(text, problem):
 
 def test_all_mistakes_come_at_once():
     found = problems_of("signal: {}\nparams:\n  a: [1]\n  b: x\ndefault: 3")
-    assert [p.split(":")[1] for p in found] == ["1", "5", "3", "4"]
+    assert [p.split(":")[1] for p in found] == ["1", "3", "4", "5"]
 
 
 def test_make_rules_names_the_key():
