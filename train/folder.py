@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jgt import document
@@ -47,8 +48,15 @@ def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
     """Creates the run directory and notes the resolved config and the data's fingerprint."""
     folder = run.config.run.path
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(document.dump(run.resolved()))
-    (folder / "data.json").write_text(json.dumps(dict(fingerprint), indent=1) + "\n")
+    _replace(folder / "config.yaml", document.dump(run.resolved()))
+    _replace(folder / "data.json", json.dumps(dict(fingerprint), indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    # Other processes of the run may be reading it.
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

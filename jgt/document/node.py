@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 _PLACE = re.compile(r"(.+?):(\d+): ")
 
 

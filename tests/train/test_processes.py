@@ -19,7 +19,8 @@ from train.loop import train
 from train.setup import prepare
 
 SECONDS = 100
-OVERRIDES = ("mesh={data: 2, fsdp: 4}", "train.steps=8", "checkpoint.every=8")
+STEPS = 20
+OVERRIDES = ("mesh={data: 2, fsdp: 4}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}")
 RULES = {
     "axes": {"batch": ["data", "fsdp"]},
     "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
@@ -39,16 +40,20 @@ def rules(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
-    """The directory of eight steps on two processes, and what each of them printed."""
+    """The directory of some steps on two processes, and what each of them printed."""
     folder = tmp_path_factory.mktemp("two")
+    command = ["-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES, "devices.virtual_cpu=4"]
+    return folder, run_both(lambda port, i: [*command, "--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(i)], pytestconfig.rootpath)
+
+
+def run_both(arguments, root):
+    """Runs Python twice with arguments(port, process); what each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES]
-    command += ["devices.virtual_cpu=4", "--coordinator", f"localhost:{port}", "--processes", "2"]
     env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    processes = [subprocess.Popen([*command, "--process", str(i)], cwd=pytestconfig.rootpath, env=env, **pipes) for i in range(2)]
+    processes = [subprocess.Popen([sys.executable, *arguments(port, i)], cwd=root, env=env, **pipes) for i in range(2)]
     try:
         outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
     finally:
@@ -57,7 +62,7 @@ def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    return folder, outputs
+    return outputs
 
 
 def losses(rows):
@@ -74,27 +79,53 @@ def one_process(tiny_file, rules, tmp_path_factory):
 
 def test_two_processes_have_the_curve_of_one(two_processes, one_process, read_rows):
     alone, both = (losses(read_rows(folder / "metrics.jsonl")) for folder in (one_process, two_processes[0]))
-    assert len(both) == 8
+    assert len(both) == STEPS
     np.testing.assert_allclose(both, alone, rtol=0, atol=1e-5)
 
 
 def test_only_the_first_process_speaks(two_processes):
     first, second = two_processes[1]
     assert "Mesh: data 2 x fsdp 4 = 8 x cpu on 2 processes" in first
-    assert "step 8/8" in first
+    assert f"step {STEPS}/{STEPS}" in first
     assert "step" not in second
 
 
 def test_one_device_reads_the_checkpoint_of_two_processes(two_processes, one_process, tiny_file):
     (params, samples), (expected, _) = (restored(load(tiny_file, [f"run.dir={folder}"])) for folder in (two_processes[0], one_process))
-    assert samples == 8 * 16
+    assert samples == STEPS * 16
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), params, expected)
+
+
+INIT = """
+import sys, jax, numpy as np
+from train.cluster import Cluster
+from train.config import load
+from train.processes import start
+from train.setup import prepare
+config, port, process, folder, *overrides = sys.argv[1:]
+start(Cluster(coordinator=f"localhost:{port}", num_processes=2, process=int(process)), 4)
+leaves = jax.tree.leaves(prepare(load(config, overrides, num_processes=2)).init().params)
+np.savez(f"{folder}/{process}.npz", *[shard.data for leaf in leaves for shard in leaf.addressable_shards])
+np.savez(f"{folder}/{process}-index.npz", *[np.array([[s.start or 0, -1 if s.stop is None else s.stop] for s in shard.index]) for leaf in leaves for shard in leaf.addressable_shards])
+"""
+
+
+def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, tmp_path, pytestconfig):
+    overrides = [rules, *OVERRIDES]
+    run_both(lambda port, i: ["-c", INIT, str(tiny_file), str(port), str(i), str(tmp_path), *overrides, "devices.virtual_cpu=4"], pytestconfig.rootpath)
+    alone = jax.device_get(jax.tree.leaves(prepare(load(tiny_file)).init().params))
+    for process in range(2):
+        shards, indices = (list(np.load(tmp_path / f"{process}{name}.npz").values()) for name in ("", "-index"))
+        for place, (shard, index) in enumerate(zip(shards, indices, strict=True)):
+            whole = alone[place // 4]
+            part = tuple(slice(start, None if stop < 0 else stop) for start, stop in index)
+            np.testing.assert_array_equal(shard, whole[part])
 
 
 def restored(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    state, samples = checkpoints.restore(8, setup.shapes, setup.shardings)
+    state, samples = checkpoints.restore(STEPS, setup.shapes, setup.shardings)
     checkpoints.close()
     return jax.device_get(state.params), samples
 

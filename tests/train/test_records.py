@@ -1,5 +1,6 @@
 """What a run writes about itself."""
 
+import contextlib
 import json
 import sys
 
@@ -32,7 +33,8 @@ def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows)
 
 
 def test_nothing_to_forget(tmp_path):
-    Records(tmp_path, enabled=True).forget_after(2)
+    with contextlib.closing(Records(tmp_path, enabled=True)) as records:
+        records.forget_after(2)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
