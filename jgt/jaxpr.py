@@ -119,10 +119,15 @@ def operands(equation: Equation, program: Program) -> list[Var | None]:
     """The equation's operand behind each argument of a program in it.
 
     A program takes all operands (scan, jit, remat, shard_map, custom rules) or the last of them (cond leaves out the
-    index, while's body the condition's constants). None where shapes say that the guess is wrong.
+    index); while says which are whose. None where shapes say that the guess is wrong.
     """
     invars = body(program).invars
-    outer = list(equation.invars)[-len(invars) :] if invars else []
+    outer = list(equation.invars)
+    if "cond_nconsts" in equation.params:
+        ours, theirs = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        is_condition = program is equation.params["cond_jaxpr"]
+        outer = outer[:ours] + outer[ours + theirs :] if is_condition else outer[ours:]
+    outer = outer[-len(invars) :] if invars else []
     if len(outer) < len(invars):
         return [None] * len(invars)
     return [o if _rank(o) - _rank(i) in (0, 1) else None for o, i in zip(outer, invars, strict=True)]
@@ -134,6 +139,24 @@ def results(equation: Equation, program: Program) -> list[Var | None]:
     if len(outvars) != len(equation.outvars):
         return [None] * len(outvars)
     return list(equation.outvars)
+
+
+def kept(program: Program) -> list[int | None]:
+    """For each output of a program the argument that it is, unchanged; None for what was computed."""
+    inner = body(program)
+    origin = {var: index for index, var in enumerate(inner.invars)}
+    for equation in inner.eqns:
+        found = [_kept_through(equation, p) for _, p in subprograms(equation) if len(body(p).outvars) == len(equation.outvars)]
+        for out, *atoms in zip(equation.outvars, *found, strict=True):
+            if atoms and all(a is not None and a is atoms[0] and a in origin for a in atoms):
+                origin[out] = origin[atoms[0]]
+    return [origin.get(atom) if is_var(atom) else None for atom in inner.outvars]
+
+
+def _kept_through(equation: Equation, program: Program) -> list[Var | None]:
+    given = operands(equation, program)
+    atoms = [None if index is None else given[index] for index in kept(program)]
+    return [a if a is not None and is_var(a) else None for a in atoms]
 
 
 def _rank(atom: Any) -> int:
@@ -173,6 +196,12 @@ def is_name(primitive: Any, params: dict[str, Any]) -> bool:
 def vmapped_axes() -> frozenset[str]:
     """The mesh axes that vmaps around the current trace claim (spmd_axis_name): constraints may not name them."""
     return frozenset(get_axis_env().spmd_axis_names)
+
+
+def mesh_around() -> AbstractMesh | None:
+    """The mesh of the shard_map that the current trace is in; None outside of any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.manual_axes else None
 
 
 def manual_mesh(equation: Equation) -> AbstractMesh | None:

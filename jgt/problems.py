@@ -20,7 +20,7 @@ def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh:
     axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes)
     product = f" (= {misfit.parts})" if len(misfit.axes) > 1 else ""
     return (
-        f"{rule.where}: {'inputs' if rule.pattern == '**' else rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
+        f"{rule.where}: {'inputs' if what.startswith('input ') else rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
         f"which {axes}{product} does not divide. {remedy(misfit)}"
     )
 

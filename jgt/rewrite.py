@@ -60,6 +60,7 @@ class Rewriter:
     def __init__(self, matcher: Matcher, mesh: Mesh | AbstractMesh):
         self.matcher = matcher
         self.mesh = mesh
+        self._around = jx.mesh_around()
         self._claimed = jx.vmapped_axes()
         self.problems: list[str] = []
 
@@ -70,7 +71,7 @@ class Rewriter:
         invars = jx.body(program).invars
         for index, (forward, backward) in arguments.items():
             var = invars[index]
-            ahead, behind = self._sharding(self.unclaimed(forward)), self._sharding(self.unclaimed(backward))
+            ahead, behind = (self._sharding(self.unclaimed(dims), self._around) for dims in (forward, backward))
             new, pinned[var] = jx.constrained(var, ahead, behind, None)
             eqns += new
         new_program, saves = self._program(program, Place(), pinned, eqns)
@@ -79,9 +80,18 @@ class Rewriter:
         return new_program
 
     def _program(
-        self, program: Program, around: Place, pinned: dict[Var, Var] | None = None, eqns: list[Equation] | None = None
+        self,
+        program: Program,
+        around: Place,
+        pinned: dict[Var, Var] | None = None,
+        eqns: list[Equation] | None = None,
+        *,
+        guarded: bool = False,
     ) -> tuple[Program, dict[str, SaveRule]]:
-        """The rewritten program, and the save rules inside it that no checkpoint region has taken yet."""
+        """The rewritten program, and the save rules inside it that no checkpoint region has taken yet.
+
+        guarded: it stands inside a checkpoint region of the model's own, which will take them.
+        """
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
         saves: dict[str, SaveRule] = {}
@@ -89,7 +99,7 @@ class Rewriter:
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
             self.matcher.see(place.path)
-            rewritten, inner_saves = self._equation(equation, place, renamed)
+            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded)
             new_eqns.append(rewritten)
             self._add_saves(saves, inner_saves)
             self._add_saves(saves, self._save_of(equation, place))
@@ -104,12 +114,14 @@ class Rewriter:
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
         return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
 
-    def _equation(self, equation: Equation, place: Place, renamed: Mapping[Var, Var]) -> tuple[Equation, dict[str, SaveRule]]:
+    def _equation(
+        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool
+    ) -> tuple[Equation, dict[str, SaveRule]]:
         saves: dict[str, SaveRule] = {}
 
         def change(inner: Program) -> Program:
-            new, found = self._program(inner, place)
-            if found and jx.is_scan(equation):
+            new, found = self._program(inner, place, guarded=guarded or jx.is_remat(equation))
+            if found and jx.is_scan(equation) and not guarded:
                 return jx.checkpointed(new, _region(found), in_scan=True)
             self._add_saves(saves, found)
             return new
@@ -175,14 +187,14 @@ class Rewriter:
 
     def _dims(self, rule: SpecRule, var: Var, place: Place, manual: AbstractMesh | None) -> Dims:
         shape = var.aval.shape
-        dims = expand(rule.spec, len(shape), place.num_vmaps)
+        dims = expand(rule.spec, len(shape), range(place.num_vmaps))
         # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
         wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
         return self.unclaimed(wide, () if manual is None else manual.manual_axes)
 
     def unclaimed(self, dims: Dims, manual: Sequence[str] = ()) -> Dims:
         """Dims without the axes that a vmap or shard_map around has taken."""
-        taken = self._claimed.union(manual)
+        taken = self._claimed.union(manual, () if self._around is None else self._around.manual_axes)
         return tuple(tuple(axis for axis in axes if axis not in taken) for axes in dims) if taken else dims
 
     def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt import jaxpr as jx
-from jgt.placement import check_arguments, is_array, place, trace_and_place, unwrapped
+from jgt.placement import INNER, Call, check_arguments, place, unwrapped
 from jgt.rules import Rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,13 +32,11 @@ def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, parti
 
     @functools.wraps(fn)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten_with_path((args, kwargs))
-        dynamic = [is_array(x) for _, x in leaves]
-        traced = trace_and_place(fn, rules, mesh, leaves, tree, dynamic, partial=partial)
-        outputs = jx.evaluate(traced.program, [x for d, (_, x) in zip(dynamic, leaves, strict=True) if d])
-        return jax.tree.unflatten(traced.out_tree, outputs)
+        call = Call(fn, args, kwargs)
+        traced = call.placed(rules, mesh, partial=partial)
+        return jax.tree.unflatten(traced.out_tree, jx.evaluate(traced.program, call.arrays))
 
-    sharded.__jgt_function__ = fn  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(sharded, INNER, (sharded, fn))
     return sharded  # pyright: ignore[reportReturnType]
 
 
@@ -50,14 +48,15 @@ def init(
     loss: Callable[..., Any],
     batch: Any,
     optimizer: Any = None,
+    partial: bool = False,
 ) -> Any:
     """Parameters from `init_fn(*args)`, born sharded: no device ever holds more than its part.
 
-    `loss(params, batch)` tells where parameters are used; `batch` may be arrays or ShapeDtypeStructs. With an optax
-    `optimizer` the result is (params, optimizer state). The random bits are the same on every mesh. Raises InputError.
+    `loss(params, batch)` tells where parameters are used; `batch` may be arrays or ShapeDtypeStructs, and is a tuple where
+    the loss takes several arguments. With an optax `optimizer` the result is (params, optimizer state). The random bits are the same on every mesh. Raises InputError.
     """
     batches = batch if isinstance(batch, tuple) else (batch,)
-    placement = place(unwrapped(loss), rules, mesh, jax.eval_shape(init_fn, *args), *batches)
+    placement = place(unwrapped(loss), rules, mesh, jax.eval_shape(init_fn, *args), *batches, partial=partial)
     if optimizer is None:
         return jax.jit(init_fn, out_shardings=placement.params)(*args)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,12 +18,27 @@ PREFIX = "sig."
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-def context(name: str) -> contextlib._GeneratorContextManager[None]:
+class context(contextlib.ContextDecorator):  # noqa: N801 - it reads as a function
     """Names the region of a with-statement, or all of a decorated function. Regions nest: `layers/attn`.
 
     Raises ValueError for a name outside `[A-Za-z0-9_.-]`.
     """
-    return _scope(_checked(name))
+
+    def __init__(self, name: str):
+        self._name = _checked(name)
+        self._open: list[contextlib.AbstractContextManager[object]] = []
+
+    def _recreate_cm(self) -> context:
+        # A decorated function may run in several threads at once: each call has a context of its own.
+        return context(self._name)
+
+    def __enter__(self) -> None:
+        scope = jax.named_scope(PREFIX + self._name)
+        scope.__enter__()
+        self._open.append(scope)
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().__exit__(*error)  # pyright: ignore[reportArgumentType]
 
 
 def tensor(x: jax.Array, name: str) -> jax.Array:
@@ -33,12 +47,6 @@ def tensor(x: jax.Array, name: str) -> jax.Array:
     Raises ValueError for a name outside `[A-Za-z0-9_.-]`.
     """
     return checkpoint_name(x, _checked(name))
-
-
-@contextlib.contextmanager
-def _scope(name: str) -> Iterator[None]:
-    with jax.named_scope(PREFIX + name):
-        yield
 
 
 def _checked(name: str) -> str:

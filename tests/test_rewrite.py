@@ -434,12 +434,12 @@ def test_the_wrapped_function_keeps_its_name():
 
 
 def test_a_call_without_parameters_is_refused():
-    with pytest.raises(ValueError, match="the first argument must hold the parameters"):
+    with pytest.raises(ValueError, match="the first positional argument must hold the parameters, but none was given; pass them by position, not by name"):
         jgt.shard(lambda **kw: kw["x"], out_rules(), MESH)(x=X)
 
 
 def test_parameters_that_are_no_arrays_are_refused():
-    with pytest.raises(ValueError, match="the first argument must hold the parameters"):
+    with pytest.raises(ValueError, match="the first argument must hold the parameters and nothing else, a tree of arrays, but flag is str. Pass 'a' in another"):
         jgt.shard(lambda p, x: block(x, p["w"]), out_rules(), MESH)({"w": W, "flag": "a"}, X)
 
 

@@ -58,9 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
-    parser.add_argument("--devices", type=int, metavar="N", help="check for this many devices")
+    parser.add_argument("--devices", type=_count, metavar="N", help="check for this many devices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
 
 
 def _prepare(run: Run) -> Setup:
@@ -71,6 +77,8 @@ def _prepare(run: Run) -> Setup:
     jax.config.update("jax_platforms", "cpu")
     sizes = run.mesh
     count = run.config.devices.virtual_cpu
+    if run.rules is None:
+        count = 1
     if count is None:
         if -1 in sizes.values():
             raise InputError([f"{run.where('mesh')}: mesh: a size is -1: say for how many devices to check with --devices N"])

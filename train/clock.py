@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 WARMUP_STEPS = 2
+
+
+class InFlight:
+    """Bounds how far the host runs ahead of the devices: results of at most `limit` steps are waited for later."""
+
+    def __init__(self, limit: int = 2):
+        self._results: collections.deque[Any] = collections.deque()
+        self._limit = limit
+
+    def add(self, result: Any) -> None:
+        """Notes a step's result (arrays), and waits for that of the step `limit` steps before."""
+        self._results.append(result)
+        if len(self._results) > self._limit:
+            jax.block_until_ready(self._results.popleft())
 
 
 class StepClock:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+_LAUNCHERS = {"SLURM_NTASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"), "OMPI_COMM_WORLD_SIZE": ()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -20,9 +22,10 @@ def find_cluster(coordinator: str | None, num_processes: int | None, process: in
     """The cluster that flags (checked by `flag_problems`) or the environment name; None for a single process."""
     if num_processes is not None:
         return Cluster(coordinator=coordinator, num_processes=num_processes, process=process)
-    for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+    # Slurm sets the number of tasks in a batch script's shell too; the other three belong to a task of srun.
+    for variable, others in _LAUNCHERS.items():
         size = os.environ.get(variable, "1")
-        if size.isdigit() and int(size) > 1:
+        if size.isdigit() and int(size) > 1 and all(name in os.environ for name in others):
             return Cluster(num_processes=int(size))
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         return Cluster()

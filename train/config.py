@@ -51,7 +51,7 @@ class DevicesConfig:
 class OptimizerConfig:
     """The `optimizer:` section: AdamW (arXiv 1711.05101) with warm-up, then a schedule over the run's steps.
 
-    cosine falls to final_lr x lr at the last step; wsd stays and falls linearly over the last `decay` share of the
+    cosine falls to final_lr x lr by the end of the run; wsd stays and falls linearly over the last `decay` share of the
     steps (arXiv 2404.06395); constant stays. Weight decay spares norms and biases. clip: the largest global norm of
     the gradient, or null.
     """
@@ -177,14 +177,15 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
         return
     train = run.config.train
     shape = (train.batch // train.accumulate, run.config.model.seq)
-    what = f"batch / accumulate {train.accumulate}" if train.accumulate > 1 else "batch"
+    what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"
     for misfit in misfits(expand(rule.spec, 2), shape, mesh):
         key = ("train.batch", "model.seq")[misfit.dim]
         yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what)}"
 
 
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:
-    config = bind(root, Config, problems) or _partly(root)
+    bound: Config | None = bind(root, Config, problems)
+    config = bound or _partly(root)
     mesh = {} if config.mesh is None else read_sizes(config.mesh, problems)
     rules_root = _rules_root(config.rules, folder, problems)
     rules = None
@@ -202,7 +203,8 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, root=root, rules_root=rules_root)
     if problems:
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
-        raise InputError([*problems, *batch_problems(run, sizes)])
+        # Of a section that could not be read only defaults are known: nothing to judge.
+        raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
 
 

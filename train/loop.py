@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jgt.document import InputError, collect
+from jgt.document import collect
+from train.agree import agree
 from train.checkpoint import Checkpoints
-from train.clock import StepClock
+from train.clock import InFlight, StepClock
 from train.config import Run
 from train.console import Screen
 from train.data.batches import Data, open_data
@@ -31,15 +32,15 @@ def train(run: Run) -> None:
     first = jax.process_index() == 0
     screen = Screen(enabled=first)
     setup, data = open_run(run)
-    screen.setup(setup)
     if first:
         write_folder(run, data.fingerprint)
+    screen.setup(setup)
     screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
     records = Records(config.run.path, enabled=first)
     checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint)
     try:
         Loop(setup, data, screen, records, checkpoints).run()
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
         raise
     finally:
@@ -60,11 +61,11 @@ def open_run(run: Run) -> tuple[Setup, Data]:
         cache = config.run.path / "data"
         data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
     problems += [f"{run.where('data')}: {problem}" for problem in in_data]
-    if data is not None:
+    if data is not None and jax.process_index() == 0:
         with collect(problems):
             check_data(run, data.fingerprint)
-    if setup is None or data is None or problems:
-        raise InputError(problems)
+    agree(problems, (run.resolved(), None if data is None else data.fingerprint))
+    assert setup is not None and data is not None
     return setup, data
 
 
@@ -95,13 +96,13 @@ class Loop:
     def _start(self) -> tuple[State, int, int]:
         """The state to begin with, the steps done and the sequences of training data consumed."""
         step = self._checkpoints.latest
+        self._records.forget_after(step or 0)
         if step is None:
             with self._records.phase("init"):
                 state = jax.block_until_ready(self._setup.init())
             return state, 0, 0
         with self._records.phase("restore", step=step):
             state, samples = self._checkpoints.restore(step, self._setup.shapes, self._setup.shardings)
-        self._records.forget_after(step)
         self._screen.say(f"Resumed from step {step} in {self._config.run.path}")
         return state, step, samples
 
@@ -112,15 +113,19 @@ class Loop:
         self._screen.start_steps(done, config.steps)
         clock = StepClock(done)
         begun = time.time()
+        in_flight = InFlight()
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             state, metrics = train_step(state, batch)
+            in_flight.add(metrics)
             samples += config.batch
             if step % config.log_every == 0 or step == config.steps:
                 self._log(step, jax.device_get(metrics), clock)
             if self._due(step, config.eval_every) and self._data.has_eval:
+                jax.block_until_ready(metrics)
                 with clock.paused():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
+                jax.block_until_ready(metrics)
                 with clock.paused(), self._records.phase("save", step=step):
                     self._checkpoints.save(state, step, samples)
         self._records.event("step", begun, clock.total, steps=config.steps - done)
@@ -159,11 +164,11 @@ class Loop:
             with self._records.phase("compile", what="evaluation"):
                 self._eval_step = self._setup.compile_eval_step()
         with self._records.phase("eval", step=step):
-            sums = [self._eval_step(state.params, batch) for batch in self._eval_batches()]
+            sums, in_flight = [], InFlight()
+            for batch in self._feed.evaluation(self._config.train.eval_batches):
+                sums.append(self._eval_step(state.params, batch))
+                in_flight.add(sums[-1])
             nats, weights = (float(sum(jax.device_get(part))) for part in zip(*sums, strict=True))
         row = {"eval_loss": nats / weights}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
-
-    def _eval_batches(self) -> Iterator[dict[str, jax.Array]]:
-        return self._feed.evaluation(self._config.train.eval_batches)

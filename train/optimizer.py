@@ -22,7 +22,9 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
         weight_decay=config.weight_decay,
         mask=decayed,
     )
-    return adamw if config.clip is None else optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+    # Without a clip the state has the same tree, so that a run may change it.
+    clip = optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip)
+    return optax.chain(clip, adamw)
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -32,9 +34,9 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(config.lr, rest, alpha=config.final_lr)
     elif config.schedule == "wsd":
-        falling = max(round(config.decay * num_steps), 1)
+        falling = min(max(round(config.decay * num_steps), 1), rest)
         main = optax.join_schedules(
-            [optax.constant_schedule(config.lr), optax.linear_schedule(config.lr, final, falling)], [max(rest - falling, 0)]
+            [optax.constant_schedule(config.lr), optax.linear_schedule(config.lr, final, falling)], [rest - falling]
         )
     else:
         main = optax.constant_schedule(config.lr)

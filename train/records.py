@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,9 @@ class Records:
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Appends a logged step."""
-        self._append("metrics.jsonl", {"step": step, **values})
+        # JSON has no NaN and no infinity.
+        plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        self._append("metrics.jsonl", {"step": step, **plain})
         if self._board is not None:
             self._board.write(step, values)
 
@@ -49,7 +52,9 @@ class Records:
         if self._folder is None or not (path := self._folder / "metrics.jsonl").exists():
             return
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(f"{line}\n" for line in kept))
+        new.replace(path)
 
     def close(self) -> None:
         """Flushes what is buffered."""

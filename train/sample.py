@@ -17,7 +17,8 @@ from train.step import State
 def sample_text(setup: Setup, state: State, data: Data) -> str:
     """The prompt and what the model writes after it, `sample.tokens` tokens or up to its sequence length."""
     config = setup.run.config
-    prompt = data.encode(config.sample.prompt)[-(config.model.seq - 1) :] or [0]
+    known = [token for token in data.encode(config.sample.prompt) if token < config.model.vocab] or [0]
+    prompt = known[-max(config.model.seq - 1, 1) :]
     count = min(config.sample.tokens, config.model.seq - len(prompt))
     # As few rows as the rules can lay out; they all start alike and only the first is shown.
     per_device, _ = setup.batch_shardings["inputs"].shard_shape((config.train.batch, config.model.seq))
@@ -28,6 +29,9 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     def generate(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
             logits = jax.lax.dynamic_index_in_dim(apply(params, tokens), position - 1, axis=1, keepdims=False)
+            # The model may know more tokens than the tokenizer: a vocabulary rounded up.
+            known = jnp.arange(config.model.vocab)[None, :] < data.vocab_size
+            logits = jnp.where(known, logits, -jnp.inf)
             if config.sample.temperature == 0:
                 chosen = jnp.argmax(logits, -1)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
-from jgt.document import InputError
+from jgt.document import InputError, nearest
 from jgt.placement import Placement
 from jgt.rules import Rules
 from train.config import Run, batch_problems
@@ -91,6 +92,7 @@ def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
     plain = make_loss(model.apply)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
     placement = jgt.place(plain, rules, mesh, shapes.params, part, problems=tuple(batch_problems(run, mesh.shape)))
+    _check_remat(run, placement.tensors)
     return Setup(
         run=run,
         mesh=mesh,
@@ -101,6 +103,15 @@ def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
         shapes=shapes,
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),
     )
+
+
+def _check_remat(run: Run, tensors: Sequence[str]) -> None:
+    """Raises InputError for names to keep that the model does not have."""
+    remat = run.config.train.remat
+    unknown = [name for name in remat if name not in tensors] if isinstance(remat, tuple) else []
+    if unknown:
+        where = run.where("train.remat")
+        raise InputError([f"{where}: train.remat: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
 def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -113,5 +113,3 @@ def _bind_value(node: Node, hint: Any, problems: list[str]) -> Any:
 
 
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-

@@ -53,5 +53,3 @@ def _relocate(node: Node, where: str, key: str) -> Node:
     if isinstance(node.value, list):
         return Node([_relocate(v, where, f"{key}[{i}]") for i, v in enumerate(node.value)], where, key)
     return Node(node.value, where, key)
-
-

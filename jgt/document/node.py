@@ -105,9 +105,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return close.lstrip()
     if not options:
-        return "None is known here"
-    shown = ", ".join(options[:12]) + (", ..." if len(options) > 12 else "")
-    return f"Known: {shown}"
+        return "None is known here."
+    shown = ", ".join(options[:12]) + (", .." if len(options) > 12 else "")
+    return f"Known: {shown}."
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

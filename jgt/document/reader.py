@@ -158,5 +158,3 @@ _Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence("t
 def dump(value: Any) -> str:
     """Ordinary Python objects as YAML text that `parse` reads back unchanged."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-

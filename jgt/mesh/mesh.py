@@ -40,7 +40,7 @@ def abstract_mesh(sizes: Mapping[str, int], *, num_devices: int | None = None, w
 
 def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Devices as an array of the mesh's shape: by topology inside a host, hosts along the outer axes."""
-    num_on = collections.Counter(d.process_index for d in devices)
+    num_on = collections.Counter(map(host_of, devices))
     shape = tuple(sizes.values())
     if len(num_on) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -48,7 +48,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     if per_host != max(num_on.values()):
         axes = ", ".join(axis for axis, size in sizes.items() if size > 1)
         warnings.warn(f"mesh: the hosts have from {per_host} to {max(num_on.values())} devices, so the axes {axes} may cross hosts", stacklevel=3)
-        return np.array(sorted(devices, key=lambda d: (d.process_index, d.id)), dtype=object).reshape(shape)
+        return np.array(sorted(devices, key=lambda d: (host_of(d), d.id)), dtype=object).reshape(shape)
     for axis in crossing_axes(sizes, per_host):
         warnings.warn(
             f"mesh: the axis {axis} (size {sizes[axis]}) crosses hosts, because a host has {per_host} devices. Inner axes are "
@@ -58,10 +58,17 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     over_hosts = split_over_hosts(sizes, per_host)
     inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
     blocks = [
-        mesh_utils.create_device_mesh(inside, [d for d in devices if d.process_index == host], allow_split_physical_axes=True)
+        mesh_utils.create_device_mesh(inside, [d for d in devices if host_of(d) == host], allow_split_physical_axes=True)
         for host in sorted(num_on)
     ]
     return _interleave(blocks, inside, over_hosts)
+
+
+def host_of(device: Any) -> int:
+    """The host, or the slice of fast links, that a device belongs to: several processes may share one."""
+    if device.platform == "cpu":
+        return device.process_index
+    return getattr(device, "slice_index", device.process_index)
 
 
 def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from jgt.rules.load import load_rules, make_rules, rules_from_node
 from jgt.rules.match import matches, matches_end, prefixes
 from jgt.rules.reach import Matcher
 from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
-from jgt.rules.spec import Misfit, Spec, SpecRule, expand, misfits, show, show_dims
+from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfits, show, show_dims
 
 __all__ = [
     "Action",
@@ -16,6 +16,7 @@ __all__ = [
     "Spec",
     "SpecRule",
     "expand",
+    "fits_rank",
     "load_rules",
     "make_rules",
     "matches",

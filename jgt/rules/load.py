@@ -99,14 +99,14 @@ class _Reader:
     def _spec(self, node: Node) -> Spec:
         if not isinstance(node.value, list):
             self._problem(node, f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}")
-            return ()
+            return (...,)
         entries = tuple(self._entry(child) for child in node.value)
         if entries.count(...) > 1:
             self._problem(node, "`...` may stand once in a spec")
         axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ())]
         for axis in dict.fromkeys(a for a in axes if axes.count(a) > 1):
             self._problem(node, f"the axis {axis!r} stands twice in one spec; an axis can shard one dim of a tensor. Remove one of them")
-        return entries
+        return entries or (...,)
 
     def _entry(self, node: Node) -> Entry:
         if node.value is None:
@@ -134,6 +134,8 @@ class _Reader:
         if not all(isinstance(name, str) for name in names):
             self._problem(node, "an axes group is a list of mesh axes, for example batch: [data, fsdp]")
             return ()
+        for axis in dict.fromkeys(name for name in names if names.count(name) > 1):
+            self._problem(node, f"the axis {axis!r} stands twice in one group. Remove one of them")
         return tuple(names)
 
     def _section(self, node: Node, known: tuple[str, ...]) -> dict[str, Node]:
@@ -153,5 +155,3 @@ class _Reader:
 
     def _problem(self, node: Node, message: str) -> None:
         self.problems.append(node.problem(message))
-
-

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from jgt.document import nearest
 from jgt.rules.match import matches, matches_end, prefixes
 from jgt.rules.rules import Rules, SaveRule, SignalRule
-from jgt.rules.spec import SpecRule, expand, fits_rank, min_rank
+from jgt.rules.spec import SpecRule, fits_rank, min_rank
 
 Rule = SpecRule | SaveRule
 R = TypeVar("R", SpecRule, SaveRule)
@@ -26,18 +26,23 @@ class Matcher:
         self._tensors: dict[str, set[str]] = {}
         self._out_ranks: dict[str, set[int]] = {}
 
+    @property
+    def tensors(self) -> list[str]:
+        """The names of tensors that were asked about."""
+        return list(self._tensors)
+
     def see(self, signal: str) -> None:
         """Notes a signal of the program, with those around it."""
         for prefix in prefixes(signal):
             self._signals.setdefault(prefix)
 
-    def param(self, path: str, signals: Sequence[str], rank: int, leading: int) -> SpecRule | None:
-        """The rule of a parameter that is used under these signals; None when no rule matches."""
-        return self._param(path, signals, rank, leading, "params")
+    def param(self, path: str, signals: Sequence[str], rank: int) -> SpecRule | None:
+        """The rule of a parameter of which these signals use `rank` dims; None when no rule matches."""
+        return self._param("params", path, signals, lambda rules: self._fitting(rules, rank, f"the parameter {path}"))
 
-    def optimizer(self, path: str, signals: Sequence[str], rank: int, leading: int) -> SpecRule | None:
-        """The rule of a parameter's optimizer state, where it differs from the parameter's own."""
-        return self._param(path, signals, rank, leading, "optimizer")
+    def optimizer(self, path: str, signals: Sequence[str], fits: Callable[[SpecRule], bool]) -> SpecRule | None:
+        """The rule of a parameter's optimizer state, where it differs from the parameter's own; a spec that does not fit is passed over."""
+        return self._param("optimizer", path, signals, lambda rules: self._first(filter(fits, rules)))
 
     def input(self, path: str, rank: int) -> SpecRule | None:
         """The rule of an argument that is not a parameter; shorter tensors than the spec are left alone."""
@@ -69,36 +74,30 @@ class Matcher:
         """What the backward pass finds of a tensor named below this signal."""
         return self._first(r for s in self.rules.signals if s.covers(signal) for r in s.save if matches(r.name, name))
 
-    def _param(self, path: str, signals: Sequence[str], rank: int, leading: int, section: str) -> SpecRule | None:
+    def _param(
+        self, section: str, path: str, signals: Sequence[str], choose: Callable[[Iterable[SpecRule]], SpecRule | None]
+    ) -> SpecRule | None:
         own: tuple[SpecRule, ...] = getattr(self.rules, section)
         rules = [rule for rule in own if matches_end(rule.pattern, path)]
-        what = f"the parameter {path}"
         if rules:
-            return self._fitting(rules, rank - leading, what)
-        found: dict[str, SpecRule | None] = {}
-        for signal in signals or ("",):
-            found[signal] = self._fitting(
-                (r for s in self.rules.signals if s.covers(signal) for r in getattr(s, section) if matches_end(r.pattern, path)),
-                rank - leading,
-                what,
-            )
-        chosen = {None if rule is None else expand(rule.spec, rank, leading) for rule in found.values()}
-        if len(chosen) > 1:
-            seen = ", ".join(f"{signal or '(no signal)'} ({rule.where if rule else 'no rule'})" for signal, rule in found.items())
-            place = next(rule.where for rule in found.values() if rule)
-            self.problems.append(
-                f"{place}: {section}: the parameter {path} is used under several signals that say different things: {seen}. "
-                f"A tied parameter needs a rule of its own: write {path.rsplit('/', 1)[-1]!r} under {section}: at the top of the file"
-            )
+            return choose(rules)
+        found = {
+            signal: choose(r for s in self.rules.signals if s.covers(signal) for r in getattr(s, section) if matches_end(r.pattern, path))
+            for signal in signals or ("",)
+        }
+        if len({None if rule is None else rule.spec for rule in found.values()}) > 1:
+            self.problems.append(_tied_problem(section, path, found))
             return None
         return next(iter(found.values()))
 
     def _fitting(self, rules: Iterable[SpecRule], rank: int, what: str) -> SpecRule | None:
         rule = self._first(rules)
-        if rule is not None and min_rank(rule.spec) > rank:
+        if rule is not None and not fits_rank(rule.spec, rank):
+            num_dims = min_rank(rule.spec)
+            remedy = "Shorten the spec" if num_dims > rank else "Write null for a dim that is not sharded, or ... for all others"
             self.problems.append(
-                f"{rule.where}: {rule.pattern}: the spec has {min_rank(rule.spec)} dims, but {what} has {rank}"
-                " (dims that scan slices are not counted). Shorten the spec"
+                f"{rule.where}: {rule.pattern}: the spec has {num_dims} dims, but {what} has {rank}"
+                f" (dims that a scan or an index takes away are not counted). {remedy}"
             )
             return None
         return rule
@@ -121,12 +120,12 @@ class Matcher:
                 continue
             yield from self._unreached_in(rule)
         yield from self._silent("params", self.rules.params, "no parameter matches")
-        yield from self._silent("optimizer", self.rules.optimizer, "no parameter matches")
+        yield from self._silent("optimizer", self.rules.optimizer, "no parameter matches that the spec fits")
         yield from self._silent("inputs", self.rules.inputs, "no argument of that name and rank")
 
     def _unreached_in(self, rule: SignalRule) -> Iterator[str]:
         yield from self._silent(f"{rule.pattern}: params", rule.params, "no parameter used below this signal matches")
-        yield from self._silent(f"{rule.pattern}: optimizer", rule.optimizer, "no parameter used below this signal matches")
+        yield from self._silent(f"{rule.pattern}: optimizer", rule.optimizer, "no parameter used below this signal matches that the spec fits")
         below = [name for name, signals in self._tensors.items() if any(map(rule.covers, signals))]
         for section, named in (("tensors", rule.tensors), ("backward", rule.backward_tensors), ("save", rule.save)):
             for one in named:
@@ -149,4 +148,13 @@ class Matcher:
             if by is not None:
                 yield f"{rule.where}: {label}: shadowed: all that it matches is taken by the rule at {by.where}. Remove one of them or put this one first"
             else:
-                yield f"{rule.where}: {label}: {reason.rstrip('?')}{'?' if reason.endswith('?') else '.'} Remove the rule or correct its name"
+                yield f"{rule.where}: {label}: {reason if reason.endswith(('.', '?')) else f'{reason}.'} Remove the rule or correct its name"
+
+
+def _tied_problem(section: str, path: str, found: Mapping[str, SpecRule | None]) -> str:
+    seen = ", ".join(f"{signal or '(no signal)'} ({rule.where if rule else 'no rule'})" for signal, rule in found.items())
+    place = next(rule.where for rule in found.values() if rule)
+    return (
+        f"{place}: {section}: the parameter {path} is used under several signals that say different things: {seen}. "
+        f"A tied parameter needs a rule of its own: write {path.rsplit('/', 1)[-1]!r} under {section}: at the top of the file"
+    )

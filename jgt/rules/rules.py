@@ -81,4 +81,3 @@ class Rules:
                         f"{rule.where}: {rule.pattern}: the mesh has no axis {axis!r}. {nearest(axis, known)} "
                         f"To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
                     )
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
 
@@ -54,18 +54,19 @@ def fits_rank(spec: Spec, rank: int) -> bool:
     return rank >= min_rank(spec) if ... in spec else rank == len(spec)
 
 
-def expand(spec: Spec, rank: int, leading: int = 0) -> tuple[tuple[str, ...], ...]:
-    """The axes of each of `rank` dims: `leading` dims that the spec does not know of, then the spec's, then none.
+def expand(spec: Spec, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str, ...], ...]:
+    """The axes of each of `rank` dims; the spec does not know of those in `skip`, which get none.
 
-    Raises ValueError when the spec is longer than the tensor's rank.
+    Raises ValueError when the spec is longer than what is left.
     """
-    room = rank - leading - min_rank(spec)
+    room = rank - len(skip) - min_rank(spec)
     if room < 0:
-        raise ValueError(f"the spec has {min_rank(spec)} dims, the tensor {rank - leading}")
-    entries: list[tuple[str, ...]] = [()] * leading
+        raise ValueError(f"the spec has {min_rank(spec)} dims, the tensor {rank - len(skip)}")
+    known: list[tuple[str, ...]] = []
     for entry in spec:
-        entries += [()] * room if entry is ... else [axes_of(entry)]
-    return tuple(entries + [()] * (rank - len(entries)))
+        known += [()] * room if entry is ... else [axes_of(entry)]
+    entries = iter(known)
+    return tuple(() if dim in skip else next(entries, ()) for dim in range(rank))
 
 
 def misfits(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> Iterator[Misfit]:

@@ -30,7 +30,7 @@ def spec(pattern, *entries):
 
 
 EXPECTED = Rules(
-    inputs=(spec("tokens", ("data", "fsdp")), spec("*")),
+    inputs=(spec("tokens", ("data", "fsdp")), spec("*", ...)),
     params=(spec("embed/table", "tensor", "fsdp"),),
     optimizer=(spec("**", ("data", "fsdp")),),
     signals=(
@@ -44,7 +44,7 @@ EXPECTED = Rules(
             backward_tensors=(spec("heads", None),),
             save=(SaveRule(name="heads", action="offload"), SaveRule(name="k*", action="keep")),
         ),
-        SignalRule(pattern="layers/mlp", out=spec("layers/mlp")),
+        SignalRule(pattern="layers/mlp", out=spec("layers/mlp", ...)),
     ),
     default="replicate",
 )

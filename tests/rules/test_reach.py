@@ -10,32 +10,36 @@ def matcher(text):
     return Matcher(rules_from_node(parse(text, "r.yaml")))
 
 
+def anything(rule):
+    return True
+
+
 def where(rule):
     return None if rule is None else rule.where
 
 
 def test_the_first_rule_wins():
     asked = matcher("params:\n  w1: [a]\n  w*: [b]")
-    assert where(asked.param("x/w1", ["s"], 2, 0)) == "r.yaml:2"
-    assert where(asked.param("x/w2", ["s"], 2, 0)) == "r.yaml:3"
+    assert where(asked.param("x/w1", ["s"], 1)) == "r.yaml:2"
+    assert where(asked.param("x/w2", ["s"], 1)) == "r.yaml:3"
     assert list(asked.unreached()) == []
 
 
 def test_a_rule_of_the_whole_file_goes_before_a_signal():
     asked = matcher("signals:\n  s:\n    params:\n      w: [a]\nparams:\n  w: [b]")
-    assert where(asked.param("w", ["s"], 1, 0)) == "r.yaml:6"
+    assert where(asked.param("w", ["s"], 1)) == "r.yaml:6"
 
 
 def test_a_signal_speaks_of_parameters_below_it():
     asked = matcher("signals:\n  layers/attn:\n    params: {w: [a]}\n  layers:\n    params: {w: [b]}")
-    assert where(asked.param("w", ["layers/attn/q"], 1, 0)) == "r.yaml:3"
-    assert where(asked.param("w", ["layers/mlp"], 1, 0)) == "r.yaml:5"
-    assert asked.param("w", ["head"], 1, 0) is None
+    assert where(asked.param("w", ["layers/attn/q"], 1)) == "r.yaml:3"
+    assert where(asked.param("w", ["layers/mlp"], 1)) == "r.yaml:5"
+    assert asked.param("w", ["head"], 1) is None
 
 
 def test_a_parameter_under_no_signal_meets_only_the_whole_file_and_the_top():
     asked = matcher('signals:\n  a: {params: {"**": [x]}}\n  "**": {params: {w: [y]}}')
-    assert where(asked.param("w", [], 1, 0)) == "r.yaml:3"
+    assert where(asked.param("w", [], 1)) == "r.yaml:3"
 
 
 def test_a_signal_speaks_of_what_leaves_exactly_it():
@@ -69,7 +73,7 @@ def test_inputs_match_by_the_end_of_their_path():
 
 def test_a_shadowed_rule_is_reported_with_the_one_that_takes_all():
     asked = matcher("params:\n  w*: [a]\n  w1: [b]")
-    asked.param("w1", ["s"], 1, 0)
+    asked.param("w1", ["s"], 1)
     assert list(asked.unreached()) == [
         "r.yaml:3: params: w1: shadowed: all that it matches is taken by the rule at r.yaml:2. Remove one of them or put this one first"
     ]
@@ -77,8 +81,8 @@ def test_a_shadowed_rule_is_reported_with_the_one_that_takes_all():
 
 def test_a_rule_that_decides_somewhere_is_not_shadowed():
     asked = matcher("params:\n  a/*: [x]\n  w: [y]")
-    asked.param("a/w", ["s"], 1, 0)
-    asked.param("b/w", ["s"], 1, 0)
+    asked.param("a/w", ["s"], 1)
+    asked.param("b/w", ["s"], 1)
     assert list(asked.unreached()) == []
 
 
@@ -109,8 +113,8 @@ def test_a_rule_that_matches_nothing_is_reported(text, problem):
     asked = matcher(text)
     asked.see("attn")
     asked.see("mlp")
-    asked.param("w", ["attn"], 2, 0)
-    asked.optimizer("w", ["attn"], 2, 0)
+    asked.param("w", ["attn"], 2)
+    asked.optimizer("w", ["attn"], anything)
     asked.tensor("heads", "attn", 3)
     asked.save("heads", "attn")
     asked.input("tokens", 1)
@@ -131,8 +135,8 @@ def test_each_part_of_a_signal_is_reported_by_itself():
 
 
 def test_a_tied_parameter_needs_a_rule_of_its_own():
-    asked = matcher("signals:\n  embed:\n    params: {table: [a]}\n  head:\n    params: {table: [null, a]}")
-    assert asked.param("top/table", ["embed", "head"], 2, 0) is None
+    asked = matcher("signals:\n  embed:\n    params: {table: [a, null]}\n  head:\n    params: {table: [null, a]}")
+    assert asked.param("top/table", ["embed", "head"], 2) is None
     (problem,) = asked.problems
     assert problem == (
         "r.yaml:3: params: the parameter top/table is used under several signals that say different things: embed (r.yaml:3), head (r.yaml:5). "
@@ -141,28 +145,50 @@ def test_a_tied_parameter_needs_a_rule_of_its_own():
 
 
 def test_a_tied_parameter_with_a_rule_on_one_side_is_reported_too():
-    asked = matcher("signals:\n  embed:\n    params: {table: [a]}")
-    assert asked.param("table", ["embed", "head"], 2, 0) is None
+    asked = matcher("signals:\n  embed:\n    params: {table: [a, null]}")
+    assert asked.param("table", ["embed", "head"], 2) is None
     assert "embed (r.yaml:3), head (no rule)" in asked.problems[0]
 
 
 def test_a_tied_parameter_may_be_told_the_same_twice():
-    asked = matcher("signals:\n  embed:\n    params: {table: [a]}\n  head:\n    params: {table: [a, null]}")
-    assert asked.param("table", ["embed", "head"], 2, 0).spec[0] == "a"
+    asked = matcher("signals:\n  embed:\n    params: {table: [a, null]}\n  head:\n    params: {table: [a, null]}")
+    assert asked.param("table", ["embed", "head"], 2).spec[0] == "a"
     assert asked.problems == []
 
 
-@pytest.mark.parametrize(
-    ("rank", "leading", "said"),
-    [(1, 0, "the spec has 2 dims, but the parameter w has 1"), (2, 1, "the spec has 2 dims, but the parameter w has 1")],
-)
-def test_a_spec_too_long_for_a_parameter_is_reported(rank, leading, said):
+COUNTED = " (dims that a scan or an index takes away are not counted)."
+LONGER = "Shorten the spec"
+SHORTER = "Write null for a dim that is not sharded, or ... for all others"
+
+
+@pytest.mark.parametrize(("rank", "remedy"), [(1, LONGER), (0, LONGER), (3, SHORTER)])
+def test_the_spec_of_a_parameter_has_exactly_its_dims(rank, remedy):
     asked = matcher("params: {w: [a, b]}")
-    assert asked.param("w", [], rank, leading) is None
-    assert asked.problems == [f"r.yaml:1: w: {said} (dims that scan slices are not counted). Shorten the spec"]
+    assert asked.param("w", [], rank) is None
+    assert asked.problems == [f"r.yaml:1: w: the spec has 2 dims, but the parameter w has {rank}{COUNTED} {remedy}"]
 
 
-def test_a_spec_too_long_for_a_tensor_is_reported():
+@pytest.mark.parametrize(("rank", "remedy"), [(1, LONGER), (3, SHORTER)])
+def test_the_spec_of_a_tensor_has_exactly_its_dims(rank, remedy):
     asked = matcher("signals: {s: {tensors: {h: [a, b]}}}")
-    assert asked.tensor("h", "s", 1) is None
-    assert asked.problems[0].startswith("r.yaml:1: h: the spec has 2 dims, but the tensor 'h' at the signal 's' has 1")
+    assert asked.tensor("h", "s", rank) is None
+    assert asked.problems == [f"r.yaml:1: h: the spec has 2 dims, but the tensor 'h' at the signal 's' has {rank}{COUNTED} {remedy}"]
+
+
+@pytest.mark.parametrize(("spec", "ranks"), [("[]", (0, 1, 3)), ("[a, ...]", (1, 2, 3)), ("[..., a]", (1, 2))])
+def test_dots_and_an_empty_spec_fit_many_ranks(spec, ranks):
+    asked = matcher(f"params: {{w: {spec}}}\nsignals: {{s: {{tensors: {{h: {spec}}}}}}}")
+    for rank in ranks:
+        assert where(asked.param("w", [], rank)) == "r.yaml:1"
+        assert where(asked.tensor("h", "s", rank)) == "r.yaml:2"
+    assert asked.problems == []
+
+
+def test_a_spec_of_the_optimizer_that_does_not_fit_is_passed_over():
+    asked = matcher("optimizer:\n  w: [a, b]\n  '*': [c]")
+    assert where(asked.optimizer("w", [], lambda rule: len(rule.spec) == 1)) == "r.yaml:3"
+    assert asked.optimizer("x", [], lambda rule: False) is None
+    assert asked.problems == []
+    assert list(asked.unreached()) == [
+        "r.yaml:2: optimizer: w: no parameter matches that the spec fits. Remove the rule or correct its name"
+    ]

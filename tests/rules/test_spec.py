@@ -13,38 +13,41 @@ entries = st.lists(st.none() | st.sampled_from(["a", "b", ("a", "b")]), max_size
 
 
 @pytest.mark.parametrize(
-    ("spec", "rank", "leading", "dims"),
+    ("spec", "rank", "skip", "dims"),
     [
-        ((), 2, 0, ((), ())),
-        (("a",), 1, 0, (("a",),)),
-        (("a",), 3, 0, (("a",), (), ())),
-        ((None, ("a", "b")), 2, 0, ((), ("a", "b"))),
-        (("a",), 3, 1, ((), ("a",), ())),
-        ((..., "a"), 3, 0, ((), (), ("a",))),
-        (("a", ..., "b"), 2, 0, (("a",), ("b",))),
-        (("a", ..., "b"), 5, 1, ((), ("a",), (), (), ("b",))),
-        ((...,), 0, 0, ()),
-        ((), 2, 2, ((), ())),
+        ((), 2, (), ((), ())),
+        (("a",), 1, (), (("a",),)),
+        (("a",), 3, (), (("a",), (), ())),
+        ((None, ("a", "b")), 2, (), ((), ("a", "b"))),
+        (("a",), 3, {0}, ((), ("a",), ())),
+        (("a", "b"), 3, {1}, (("a",), (), ("b",))),
+        (("a", "b"), 4, {0, 3}, ((), ("a",), ("b",), ())),
+        ((..., "a"), 3, (), ((), (), ("a",))),
+        ((..., "a"), 3, {2}, ((), ("a",), ())),
+        (("a", ..., "b"), 2, (), (("a",), ("b",))),
+        (("a", ..., "b"), 5, range(1), ((), ("a",), (), (), ("b",))),
+        ((...,), 0, (), ()),
+        ((), 2, {0, 1}, ((), ())),
     ],
 )
-def test_a_spec_is_expanded(spec, rank, leading, dims):
-    assert expand(spec, rank, leading) == dims
+def test_a_spec_is_expanded(spec, rank, skip, dims):
+    assert expand(spec, rank, skip) == dims
 
 
-@pytest.mark.parametrize(("spec", "rank", "leading"), [(("a", "b"), 1, 0), (("a",), 1, 1), (("a", ..., "b"), 1, 0)])
-def test_a_spec_longer_than_the_tensor_is_refused(spec, rank, leading):
-    with pytest.raises(ValueError, match=rf"the spec has {min_rank(spec)} dims, the tensor {rank - leading}"):
-        expand(spec, rank, leading)
+@pytest.mark.parametrize(("spec", "rank", "skip"), [(("a", "b"), 1, ()), (("a",), 1, {0}), (("a", "b"), 2, {1}), (("a", ..., "b"), 1, ())])
+def test_a_spec_longer_than_the_tensor_is_refused(spec, rank, skip):
+    with pytest.raises(ValueError, match=rf"the spec has {min_rank(spec)} dims, the tensor {rank - len(skip)}"):
+        expand(spec, rank, skip)
 
 
-@given(entries, st.integers(0, 3), st.integers(0, 2), st.booleans())
-def test_expansion_keeps_axes_in_order_and_adds_only_empty_dims(spec, room, leading, dots):
+@given(entries, st.integers(0, 3), st.sets(st.integers(0, 4), max_size=2), st.booleans())
+def test_expansion_keeps_axes_in_order_and_adds_only_empty_dims(spec, room, skip, dots):
     full = (*spec[:1], ..., *spec[1:]) if dots else tuple(spec)
-    rank = leading + len(spec) + room
-    dims = expand(full, rank, leading)
+    rank = max([len(skip) + len(spec) + room, *(dim + 1 for dim in skip)])
+    dims = expand(full, rank, skip)
     assert len(dims) == rank
     assert [axis for dim in dims for axis in dim] == list(axes_in(full))
-    assert dims[:leading] == ((),) * leading
+    assert all(dims[dim] == () for dim in skip)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.sampled_from([(), ("a",), ("b",), ("a", "b"), ("x",)])), max_size=4))

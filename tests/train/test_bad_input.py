@@ -145,7 +145,7 @@ def test_rules_against_the_mesh(write, refused):
     assert_found(
         refused(path),
         f"{path}:3: embed: the mesh has no axis 'tensro'. Did you mean 'tensor'? To turn the axis off, give it the size 1",
-        f"{path}:2: train.batch: {path}:3: inputs: dim 0 of the batch [6, 128] has size 6, which data=4 does not divide. A size of 4 or 8 would fit",
+        f"{path}:2: train.batch: {path}:3: inputs: dim 0 of the input batch [6, 128] has size 6, which data=4 does not divide. A size of 4 or 8 would fit",
     )
 
 
@@ -211,8 +211,8 @@ def test_all_that_does_not_divide_comes_at_once_with_what_is_wrong_in_the_data(w
     )
     problems = refused(path)
     for expected in (
-        f"{path}:6: train.batch: {rules}:1: inputs: dim 0 of the batch [7, 33] has size 7, which data=2 does not divide. A size of 6 or 8 would fit, or data of 1",
-        f"{path}:2: model.seq: {rules}:1: inputs: dim 1 of the batch [7, 33] has size 33, which tensor=4 does not divide. A size of 32 or 36",
+        f"{path}:6: train.batch: {rules}:1: inputs: dim 0 of the input batch [7, 33] has size 7, which data=2 does not divide. A size of 6 or 8 would fit, or data of 1",
+        f"{path}:2: model.seq: {rules}:1: inputs: dim 1 of the input batch [7, 33] has size 33, which tensor=4 does not divide. A size of 32 or 36",
         f"{rules}:4: up_proj/kernel: dim 2 of the parameter layers/mlp/up_proj/kernel [2, 30, 62] has size 62, "
         "which tensor=4 does not divide. A size of 60 or 64 would fit, or tensor of 1, 2",
         f"{rules}:5: hidden: dim 2 of the tensor hidden at layers/mlp [7, 33, 62] has size 62, which tensor=4 does not divide",
@@ -227,7 +227,7 @@ def test_accumulation_divides_the_batch_before_the_mesh_does(tiny_file, refused,
     mesh = ("mesh={data: 8}", "rules={axes: {batch: [data]}, default: replicate}")
     problems = refused(tiny_file, f"run.dir={tmp_path}/run", *mesh, "train.batch=16", "train.accumulate=4")
     assert "train.batch: " in problems[0]
-    assert "dim 0 of the batch / accumulate 4 [4, 32] has size 4, which data=8 does not divide" in problems[0]
+    assert "dim 0 of the input batch / accumulate 4 [4, 32] has size 4, which data=8 does not divide" in problems[0]
 
 
 def test_rules_that_decide_nothing(write, refused, tiny_file, tmp_path):

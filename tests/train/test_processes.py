@@ -20,6 +20,7 @@ from train.setup import prepare
 
 SECONDS = 100
 STEPS = 20
+SRUN = {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 OVERRIDES = ("mesh={data: 2, fsdp: 4}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}")
 RULES = {
     "axes": {"batch": ["data", "fsdp"]},
@@ -191,14 +192,15 @@ def test_flags_that_name_none(flags, expected):
     [
         ({}, None),
         ({"SLURM_NTASKS": "1"}, None),
-        ({"SLURM_NTASKS": "16"}, Cluster(num_processes=16)),
+        ({"SLURM_NTASKS": "16"}, None),
+        ({"SLURM_NTASKS": "16", **SRUN}, Cluster(num_processes=16)),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, Cluster(num_processes=4)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Cluster()),
     ],
 )
 def test_the_environment_names_a_cluster(monkeypatch, environment, expected):
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"):
+    for name in ("SLURM_NTASKS", *SRUN, "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
