@@ -223,7 +223,7 @@ def _place_parameters(
     for (path, x), use in zip(params, parameter_uses(program, len(params)), strict=True):
         name = path_text(path[2:])
         dims = _parameter_dims(matcher, rewriter, name, x.shape, use)
-        rule = matcher.optimizer(name, use.signals, lambda rule, x=x, use=use: _fits(rule, x.shape, use, rewriter.mesh))
+        rule = matcher.optimizer(name, use.signals, lambda rule, x=x, use=use: _fits(rule, x.shape, use, rewriter))
         state = dims if rule is None else expand(rule.spec, len(x.shape), use.sliced)
         one = ParameterPlace(path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state)
         other = one if isinstance(x, jax.ShapeDtypeStruct) else same.setdefault(id(x), one)
@@ -236,10 +236,12 @@ def _place_parameters(
     return tuple(placed)
 
 
-def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, mesh: Mesh | AbstractMesh) -> bool:
+def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, rewriter: Rewriter) -> bool:
     """Whether a spec has the right number of dims and its axes divide them."""
-    rank = len(shape) - len(use.sliced)
-    return fits_rank(rule.spec, rank) and not any(misfits(expand(rule.spec, len(shape), use.sliced), shape, dict(mesh.shape)))
+    if not fits_rank(rule.spec, len(shape) - len(use.sliced)):
+        return False
+    dims = rewriter.unclaimed(expand(rule.spec, len(shape), use.sliced))
+    return not any(misfits(dims, shape, dict(rewriter.mesh.shape)))
 
 
 def _parameter_dims(matcher: Matcher, rewriter: Rewriter, name: str, shape: tuple[int, ...], use: Use) -> Dims:
@@ -247,7 +249,7 @@ def _parameter_dims(matcher: Matcher, rewriter: Rewriter, name: str, shape: tupl
     rule = matcher.param(name, use.signals, len(shape) - len(use.sliced))
     if rule is not None:
         dims = expand(rule.spec, len(shape), use.sliced)
-        rewriter.problems += misfit_problems(rule, dims, shape, dict(rewriter.mesh.shape), f"parameter {name}")
+        rewriter.problems += misfit_problems(rule, rewriter.unclaimed(dims), shape, dict(rewriter.mesh.shape), f"parameter {name}")
         return dims
     if len(matcher.problems) == before and matcher.rules.default is None:
         used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"

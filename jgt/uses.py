@@ -75,20 +75,30 @@ def _follow(program: Program, around: Place, trails: Trails, found: list[set[_Fo
             _follow_into(equation, inner, place, trails, found)
         if programs:
             continue
-        meets = _meets(equation, trails)
+        meets, ends = _meets(equation, trails)
         for trail in followed:
             found[trail.index].add(_Found(place.path, meets, trail.sliced))
-        if not meets:
+        if not ends:
             for out in equation.outvars:
                 trails.setdefault(out, set()).update(_through(equation, trail, len(out.aval.shape)) for trail in followed)
 
 
-def _meets(equation: jx.Equation, trails: Trails) -> bool:
-    """Whether arrays take part in an equation that do not all come from one parameter."""
-    origins = {
-        frozenset(t.index for t in trails.get(a, ())) if jx.is_var(a) else frozenset() for a in equation.invars if getattr(a.aval, "shape", ())
-    }
-    return len(frozenset().union(*origins)) > 1 or (len(origins) > 1 and frozenset() in origins)
+def _meets(equation: jx.Equation, trails: Trails) -> tuple[bool, bool]:
+    """Whether a parameter meets an array that does not come from it, and whether its trail ends.
+
+    A parameter that was summed up to a scalar (a norm) meets nothing; its trail ends at any other array all the same.
+    """
+    origins: set[frozenset[int]] = set()
+    has_arrays = False
+    for atom in equation.invars:
+        own = trails.get(atom, set()) if jx.is_var(atom) else set()
+        is_array = bool(getattr(atom.aval, "shape", ()))
+        has_arrays |= is_array
+        if is_array or any(trail.shape == () for trail in own):
+            origins.add(frozenset(trail.index for trail in own))
+    is_foreign = frozenset() in origins
+    meets = has_arrays and (len(frozenset().union(*origins)) > 1 or (is_foreign and len(origins) > 1))
+    return meets, meets or is_foreign
 
 
 def _through(equation: jx.Equation, trail: _Trail, rank: int) -> _Trail:

@@ -123,9 +123,36 @@ def test_the_operands_and_results_of_an_inner_program_line_up(kind):
     for _, inner in jx.subprograms(equation):
         behind = jx.operands(equation, inner)
         assert len(behind) == len(jx.body(inner).invars)
-        if kind != "while":
-            assert all(o in equation.invars for o in behind)
+        assert all(o in equation.invars for o in behind)
         assert len(jx.results(equation, inner)) == len(jx.body(inner).outvars)
+
+
+def test_the_constants_of_a_loops_condition_and_of_its_body_are_told_apart():
+    def fn(limit, step, x):
+        return jax.lax.while_loop(lambda c: c[1] < limit, lambda c: (c[0] * 2, c[1] + step), (x, x))
+
+    (equation,) = jx.body(jax.make_jaxpr(fn)(X, X, X)).eqns
+    limit, step, x = equation.invars[:3]
+    assert jx.operands(equation, equation.params["cond_jaxpr"]) == [limit, x, x]
+    assert jx.operands(equation, equation.params["body_jaxpr"]) == [step, x, x]
+
+
+# Each: a function that returns its argument, and something else.
+KEEPING = {
+    "at once": lambda x: (x, x * 2),
+    "jit": jax.jit(lambda x: (x, x * 2)),
+    "remat": jax.checkpoint(lambda x: (x, jnp.sin(x))),
+    "jit in remat": jax.checkpoint(jax.jit(lambda x: (x, jnp.sin(x)))),
+    "scan": lambda x: jax.lax.scan(lambda c, _: ((c[0], jnp.sin(c[1])), None), (x, x), None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(x > 0, lambda x: (x, x * 2), lambda x: (x, x), x),
+    "while": lambda x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0], c[1] + 1), (x, x)),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_an_argument_that_comes_out_unchanged_is_known(kind):
+    program, _ = jx.trace(lambda a, b: (b, *KEEPING[kind](a), 1.0), X, X)
+    assert jx.kept(program) == [1, 0, None, None]
 
 
 def test_only_a_jvp_or_vjp_rule_hides_in_a_function():
@@ -223,6 +250,21 @@ def test_the_mesh_of_a_shard_map_is_known_inside_of_it():
     inner = only(next(p for _, p in jx.subprograms(outer)), having="sin")
     assert jx.manual_mesh(outer) is None
     assert set(jx.manual_mesh(inner).manual_axes) == {"data"}
+
+
+def test_the_mesh_of_a_shard_map_is_known_while_it_is_traced():
+    seen = []
+
+    def look(x):
+        seen.append(jx.mesh_around())
+        return x
+
+    jax.make_jaxpr(
+        jax.shard_map(look, mesh=jgt.make_mesh({"data": 4, "tensor": 2}), in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    )(jnp.ones(8))
+    look(0)
+    assert set(seen[0].manual_axes) == {"data"}
+    assert seen[1] is None
 
 
 def pinned(forward, backward):

@@ -105,6 +105,116 @@ def test_nested_scans_slice_two_dims():
     assert places(fn, rules, shapes(w=(2, 3, 8, 8)), MLP_X) == {"w": (("block",), "[null, null, fsdp, tensor]")}
 
 
+multiply = context("block")(jnp.matmul)
+BLOCK_RULES = {"signals": {"block": {"params": {"w": ["fsdp", "tensor"]}}}}
+
+
+def python_loop(params, x):
+    for n in range(3):
+        x = multiply(x, params["w"][n])
+    return x
+
+
+def unstacked(params, x):
+    for w in jnp.unstack(params["w"]):
+        x = multiply(x, w)
+    return x
+
+
+def fori(params, x):
+    return jax.lax.fori_loop(0, 3, lambda n, h: multiply(h, params["w"][n]), x)
+
+
+def scan_of_indices(params, x):
+    return jax.lax.scan(lambda h, n: (multiply(h, params["w"][n]), None), x, jnp.arange(3))[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "spec"),
+    [
+        (python_loop, (3, 8, 8), "[null, fsdp, tensor]"),
+        (lambda params, x: [multiply(x, w) for w in params["w"]], (3, 8, 16), "[null, fsdp, tensor]"),
+        (unstacked, (3, 8, 8), "[null, fsdp, tensor]"),
+        (fori, (3, 8, 8), "[null, fsdp, tensor]"),
+        (scan_of_indices, (3, 8, 8), "[null, fsdp, tensor]"),
+        (lambda params, x: multiply(x, params["w"][:, 1]), (8, 3, 16), "[fsdp, null, tensor]"),
+        (lambda params, x: multiply(x, params["w"][..., 1]), (8, 16, 3), "[fsdp, tensor, null]"),
+        (lambda params, x: multiply(x, params["w"][1, :, 2]), (3, 8, 4, 16), "[null, fsdp, null, tensor]"),
+        (lambda params, x: multiply(x, params["w"].T[1].T), (8, 16, 3), "[fsdp, tensor, null]"),
+    ],
+    ids=["loop", "iteration", "unstack", "fori_loop", "scan", "middle", "last", "two", "transposed"],
+)
+def test_a_dim_that_is_indexed_is_not_the_specs(fn, shape, spec):
+    assert places(fn, BLOCK_RULES, shapes(w=shape), MLP_X) == {"w": (("block",), spec)}
+
+
+def test_a_dim_of_its_own_that_is_squeezed_is_the_specs():
+    rules = {"signals": {"block": {"params": {"w": ["fsdp", None, "tensor"]}}}}
+    fn = lambda params, x: multiply(x, params["w"].squeeze(1))  # noqa: E731
+    assert places(fn, rules, shapes(w=(8, 1, 8)), MLP_X) == {"w": (("block",), "[fsdp, null, tensor]")}
+
+
+def test_a_scan_of_length_one_slices_too():
+    fn = lambda params, x: jax.lax.scan(lambda h, w: (multiply(h, w), None), x, params["w"])[0]  # noqa: E731
+    assert places(fn, BLOCK_RULES, shapes(w=(1, 8, 8)), MLP_X) == {"w": (("block",), "[null, fsdp, tensor]")}
+
+
+@pytest.mark.parametrize(("shape", "problem"), [((8,), "Shorten the spec"), ((8, 2, 4), "Write null for a dim that is not sharded")])
+def test_a_spec_has_exactly_the_dims_of_the_parameter(shape, problem):
+    fn = lambda params, x: context("block")(jnp.matmul)(x, params["w"].reshape(8, -1))  # noqa: E731
+    (found,) = problems_of(fn, jgt.make_rules(BLOCK_RULES), ABSTRACT, shapes(w=shape), MLP_X)
+    assert f"rules: w: the spec has 2 dims, but the parameter w has {len(shape)}" in found
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda w: (w**2).sum(),
+        lambda w: (w * w).sum(),
+        lambda w: jnp.vdot(w, w),
+        jnp.linalg.norm,
+        lambda w: context("penalty")(lambda v: (v**2).sum())(w),
+        lambda w: context("penalty")(jnp.vdot)(w, w),
+    ],
+    ids=["square", "product", "vdot", "norm", "context", "vdot in context"],
+)
+def test_a_penalty_on_a_parameter_does_not_count_beside_another_use(penalty):
+    fn = lambda params, x: multiply(x, params["w"]).sum() + penalty(params["w"])  # noqa: E731
+    assert places(fn, BLOCK_RULES, shapes(w=(8, 8)), MLP_X) == {"w": (("block",), "[fsdp, tensor]")}
+
+
+def test_a_penalty_that_is_the_only_use_counts():
+    fn = lambda params, x: context("block")(lambda v: (v**2).sum())(params["w"]) + x.sum()  # noqa: E731
+    assert places(fn, BLOCK_RULES, shapes(w=(8, 8)), MLP_X) == {"w": (("block",), "[fsdp, tensor]")}
+
+
+def test_a_parameter_normed_by_itself_is_followed():
+    fn = lambda params, x: multiply(x, params["w"] / jnp.linalg.norm(params["w"]))  # noqa: E731
+    assert places(fn, BLOCK_RULES, shapes(w=(8, 8)), MLP_X) == {"w": (("block",), "[fsdp, tensor]")}
+    by_rows = lambda params, x: multiply(x, params["w"] - params["w"].mean(0, keepdims=True))  # noqa: E731
+    assert places(by_rows, BLOCK_RULES, shapes(w=(8, 8)), MLP_X) == {"w": (("block",), "[fsdp, tensor]")}
+
+
+def test_a_scalar_is_used_where_it_meets_an_array():
+    def fn(params, x):
+        with context("gate"):
+            x = x * jnp.exp(params["gate"])
+        return multiply(jnp.tanh(x) / jnp.linalg.norm(params["w"]), params["w"])
+
+    rules = {"signals": {**BLOCK_RULES["signals"], "gate": {"params": {"gate": []}}}}
+    assert places(fn, rules, shapes(w=(8, 8), gate=()), MLP_X) == {"gate": (("gate",), "[]"), "w": (("block",), "[fsdp, tensor]")}
+
+
+def test_the_condition_of_a_loop_and_its_body_use_their_own_parameters():
+    def fn(params, x):
+        stop = lambda c: context("stop")(jnp.dot)(c[1][0], params["s"]) < 3  # noqa: E731
+        return jax.lax.while_loop(stop, lambda c: (c[0] + 1, multiply(c[1], params["w"])), (0, x))[1]
+
+    rules = {"signals": {**BLOCK_RULES["signals"], "stop": {"params": {"s": ["tensor"]}}}}
+    assert places(fn, rules, shapes(w=(8, 8), s=(8,)), MLP_X) == {"s": (("stop",), "[tensor]"), "w": (("block",), "[fsdp, tensor]")}
+
+
 def test_a_parameter_under_no_signal_takes_the_default():
     fn = lambda params, x: x @ params["w"]  # noqa: E731
     assert places(fn, {"default": "replicate"}, shapes(w=(8, 8)), MLP_X) == {"w": ((), "[null, null]")}
@@ -169,6 +279,21 @@ def test_linen_with_a_loop():
         assert found[f"params/layer_1/{path}"] == ((signal,), f"[{spec}]")
 
 
+@pytest.mark.parametrize(
+    ("axis", "length", "spec"),
+    [(0, 3, "[null, fsdp, tensor]"), (1, 3, "[fsdp, null, tensor]"), (2, 3, "[fsdp, tensor, null]"), (1, 1, "[fsdp, null, tensor]")],
+)
+def test_linen_with_a_scan_over_any_dim(axis, length, spec):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, h, _):
+            return multiply(h, self.param("w", nn.initializers.ones, (8, 8))), None
+
+    model = nn.scan(Layer, variable_axes={"params": axis}, split_rngs={"params": True}, length=length)()
+    params = jax.eval_shape(model.init, jax.random.key(0), MLP_X, None)
+    assert places(lambda p, x: model.apply(p, x, None)[0], BLOCK_RULES, params, MLP_X) == {"params/w": (("block",), spec)}
+
+
 def test_a_tied_embedding_needs_a_rule_of_its_own():
     model = Transformer(tied=True)
     signals = {name: rule for name, rule in RULES["signals"].items() if name != "head"}
@@ -202,6 +327,93 @@ def test_an_nnx_module_as_first_argument():
     found = places(loss, RULES, nnx_model(), TOKENS)
     assert found["unembed/kernel"] == (("head",), "[fsdp, tensor]")
     assert found["blocks/0/mlp/up/kernel"] == (("layers/mlp",), "[fsdp, tensor]")
+
+
+class Wrapping(nnx.Module):
+    """A linear map, and something around or behind it."""
+
+    def __init__(self, around=None, behind=None):
+        self.inner = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.around = around or (lambda fn: fn)
+        self.behind = behind
+
+    def __call__(self, x):
+        h = self.around(lambda inner, x: context("block")(inner)(x))(self.inner, x)
+        return h if self.behind is None else self.behind(h)
+
+
+WRAPPING_RULES = {"signals": {"block": {"params": {"kernel": ["fsdp", "tensor"]}}}, "default": "replicate"}
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nnx.BatchNorm(8, rngs=nnx.Rngs(0)), "behind/mean, behind/var"),
+        (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "behind/rngs/count"),
+    ],
+    ids=["BatchNorm", "Dropout"],
+)
+def test_a_module_that_changes_itself_is_refused(make, names):
+    fn = lambda model, x: model(x)  # noqa: E731
+    model = Wrapping(behind=make())
+    said = rf"the function changes its arguments in place \({names}\), which would be lost. Return such state"
+    with pytest.raises(ValueError, match=said):
+        places(fn, WRAPPING_RULES, model, MLP_X)
+    with pytest.raises(ValueError, match=said):
+        jgt.shard(fn, jgt.make_rules(WRAPPING_RULES), jgt.make_mesh(SIZES))(model, jnp.ones((8, 8)))
+    model.eval()
+    assert places(fn, WRAPPING_RULES, model, MLP_X)["inner/kernel"] == (("block",), "[fsdp, tensor]")
+
+
+@pytest.mark.parametrize("around", [nnx.remat, nnx.jit])
+def test_a_module_that_only_passes_through_a_transform_is_not_changed(around):
+    model = Wrapping(around=around)
+    assert places(lambda model, x: model(x), WRAPPING_RULES, model, MLP_X)["inner/kernel"] == (("block",), "[fsdp, tensor]")
+    changing = Wrapping(around=around)
+    changing.inner = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"in place \(inner/mean, inner/var\)"):
+        places(lambda model, x: model(x), {"default": "replicate"}, changing, MLP_X)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda p, flags: p.update(w=p["w"] * 2), "w"),
+        (lambda p, flags: p.update(w=jnp.zeros((8, 8))), "w"),
+        (lambda p, flags: p.update(v=p["w"]), "the arguments' structure"),
+        (lambda p, flags: flags.update(n=2), "n"),
+    ],
+    ids=["value", "constant", "structure", "flag"],
+)
+def test_any_argument_that_is_changed_is_refused(change, names):
+    def fn(params, flags):
+        change(params, flags)
+        return params["w"]
+
+    with pytest.raises(ValueError, match=rf"changes its arguments in place \({names}\)"):
+        places(fn, {"default": "replicate"}, shapes(w=(8, 8)), {"n": 1})
+
+
+def test_one_array_at_two_places_has_one_layout():
+    array = jnp.ones((8, 8))
+    fn = lambda params, x: context("b")(jnp.matmul)(context("a")(jnp.matmul)(x, params["a"]), params["b"])  # noqa: E731
+    rules = lambda spec: {"signals": {"a": {"params": {"a": ["fsdp", None]}}, "b": {"params": {"b": spec}}}}  # noqa: E731
+    (problem,) = problems_of(fn, jgt.make_rules(rules([None, "fsdp"])), ABSTRACT, {"a": array, "b": array}, MLP_X)
+    assert problem.startswith(
+        "rules: b: this array is a too, and the rules lay the two out differently: [null, fsdp] and [fsdp, null]. Pass it once"
+    )
+    assert len(places(fn, rules(["fsdp", None]), {"a": array, "b": array}, MLP_X)) == 2
+    assert len(places(fn, rules([None, "fsdp"]), {"a": array, "b": array + 1}, MLP_X)) == 2
+    assert len(places(fn, rules([None, "fsdp"]), dict.fromkeys("ab", MLP_X), MLP_X)) == 2
+
+
+def test_a_tied_nnx_module_has_one_layout():
+    model = Wrapping()
+    model.again = model.inner
+    fn = lambda model, x: context("again")(model.again)(model(x))  # noqa: E731
+    rules = {"signals": {**WRAPPING_RULES["signals"], "again": {"params": {"kernel": ["tensor", "fsdp"]}}}, "default": "replicate"}
+    found = problems_of(fn, jgt.make_rules(rules), ABSTRACT, model, MLP_X)
+    assert any("kernel: this array is again/kernel too" in problem for problem in found)
 
 
 def test_linen_metadata_of_its_own_does_not_disturb():
@@ -261,7 +473,11 @@ def test_a_parameter_whose_name_ends_another_is_not_mixed_up():
 
 
 def test_optimizer_rules_shard_state_and_gradients_only():
-    rules = {"optimizer": {"up": [["data", "fsdp"], None]}, "signals": {"head": {"optimizer": {"head": ["data", None]}}}, "default": "replicate"}
+    rules = {
+        "optimizer": {"up": [["data", "fsdp"], None]},
+        "signals": {"head": {"optimizer": {"head": ["data", None]}}},
+        "default": "replicate",
+    }
     placement = jgt.place(mlp, jgt.make_rules(rules), ABSTRACT, MLP, MLP_X)
     assert {s.spec for s in jax.tree.leaves(placement.params)} == {P(None, None), P(None, None, None)}
     state = placement.optimizer(jax.eval_shape(optax.adam(1.0).init, MLP))
@@ -269,6 +485,34 @@ def test_optimizer_rules_shard_state_and_gradients_only():
         assert tree["layers"]["up"].spec == P(None, ("data", "fsdp"), None)
         assert tree["head"].spec == P("data", None)
         assert tree["layers"]["down"].spec == P(None, None, None)
+
+
+def test_an_optimizer_rule_is_passed_over_where_its_spec_does_not_fit():
+    params = {"layers": shapes(up=(3, 8, 6), down=(3, 6, 8), bias=(3, 8)), **shapes(head=(8, 4), odd=(3, 8), scale=())}
+    fn = lambda params, x: mlp(params, x) * params["scale"] + params["odd"].sum()  # noqa: E731
+    rules = {
+        "params": {"up": [None, "tensor"], "odd": [None, "tensor"]},
+        "optimizer": {"**": [["data", "fsdp"], ...]},
+        "default": "replicate",
+    }
+    placement = jgt.place(fn, jgt.make_rules(rules), ABSTRACT, params, MLP_X)
+    specs = {p.path: (p.spec, s.spec) for p, s in zip(placement.parameters, jax.tree.leaves(placement.gradients), strict=True)}
+    both = ("data", "fsdp")
+    assert specs == {
+        "head": ("[null, null]", P(both, None)),
+        "layers/bias": ("[null, null]", P(None, both)),
+        "layers/down": ("[null, null, null]", P(None, None, None)),
+        "layers/up": ("[null, null, tensor]", P(None, both, None)),
+        "odd": ("[null, tensor]", P(None, "tensor")),
+        "scale": ("[]", P()),
+    }
+
+
+def test_an_optimizer_rule_that_fits_nowhere_is_reported():
+    rules = jgt.make_rules({"optimizer": {"head": [["data", "fsdp", "tensor"], None, None]}, "default": "replicate"})
+    assert problems_of(mlp, rules, ABSTRACT, MLP, MLP_X) == [
+        "rules: optimizer: head: no parameter matches that the spec fits. Remove the rule or correct its name"
+    ]
 
 
 def test_the_state_of_an_nnx_model_is_placed():
@@ -292,6 +536,18 @@ def test_inputs_are_sharded_by_their_rules():
         "mask": P(None, None),
         "count": P(),
         "key": P(),
+    }
+
+
+def test_random_keys_of_either_kind_are_left_alone():
+    batch = {"x": MLP_X, "raw": jax.eval_shape(lambda: jax.random.PRNGKey(0)), "ids": jax.ShapeDtypeStruct((4,), jnp.uint32)}
+    fn = lambda params, batch: batch["x"] @ params["w"] + jax.random.normal(batch["raw"], (8, 8)) + batch["ids"].sum()  # noqa: E731
+    rules = jgt.make_rules({"inputs": {"*": [["data", "fsdp"], ...]}, "default": "replicate"})
+    placement = jgt.place(fn, rules, ABSTRACT, shapes(w=(8, 8)), batch)
+    assert {name: s.spec for name, s in placement.inputs(batch).items()} == {
+        "x": P(("data", "fsdp"), None),
+        "raw": P(),
+        "ids": P(("data", "fsdp")),
     }
 
 
@@ -351,6 +607,34 @@ def test_place_takes_the_sharded_function_too():
     assert jgt.place(sharded, rules, ABSTRACT, MLP, MLP_X) == jgt.place(mlp, rules, ABSTRACT, MLP, MLP_X)
 
 
+def test_a_decorated_function_is_not_the_one_below():
+    rules = jgt.make_rules(MLP_RULES)
+    sharded = jgt.shard(mlp, rules, jgt.make_mesh(SIZES))
+
+    @functools.wraps(sharded)
+    def batched(params, batch):
+        return sharded(params, batch["x"])
+
+    assert (
+        jgt.place(batched, rules, jgt.make_mesh(SIZES), MLP, {"x": MLP_X}).params
+        == jgt.place(mlp, rules, jgt.make_mesh(SIZES), MLP, MLP_X).params
+    )
+
+
+def test_a_part_of_the_program_may_be_placed_with_rules_for_more():
+    rules = jgt.make_rules({**MLP_RULES, "params": {"elsewhere": ["fsdp", None]}})
+    with pytest.raises(jgt.InputError, match="params: elsewhere: no parameter matches"):
+        jgt.place(mlp, rules, ABSTRACT, MLP, MLP_X)
+    part = jgt.place(mlp, rules, ABSTRACT, MLP, MLP_X, partial=True)
+    assert part.params == jgt.place(mlp, jgt.make_rules(MLP_RULES), ABSTRACT, MLP, MLP_X).params
+
+
+def test_a_placement_knows_the_tensors_of_the_program():
+    fn = lambda params, x: tensor(tensor(x @ params["w"], "h") * 2, "logits")  # noqa: E731
+    placement = jgt.place(fn, jgt.make_rules({"default": "replicate"}), ABSTRACT, shapes(w=(8, 8)), MLP_X)
+    assert placement.tensors == ("h", "logits")
+
+
 # -- init
 
 
@@ -383,6 +667,15 @@ def test_parameters_and_state_are_born_sharded():
 def test_values_are_the_same_on_every_mesh(sizes):
     count = int(np.prod(list(sizes.values())))
     jax.tree.map(np.testing.assert_array_equal, born(sizes, devices=jax.devices()[:count]), born_on_one_device())
+
+
+def test_init_of_a_part_takes_rules_for_more():
+    rules = jgt.make_rules({**MLP_RULES, "params": {"elsewhere": ["fsdp", None]}})
+    mesh = jgt.make_mesh(SIZES)
+    params = jgt.init(init_fn, rules, mesh, jax.random.key(0), loss=mlp, batch=MLP_X, partial=True)
+    assert jax.tree.map(lambda x: x.sharding, params) == jgt.place(mlp, rules, mesh, MLP, MLP_X, partial=True).params
+    with pytest.raises(jgt.InputError, match="params: elsewhere: no parameter matches"):
+        jgt.init(init_fn, rules, mesh, jax.random.key(0), loss=mlp, batch=MLP_X)
 
 
 def test_no_device_ever_holds_a_whole_parameter():

@@ -343,6 +343,41 @@ def test_a_shard_map_may_have_another_backward_spec(axis_names):
     assert_same_derivatives(sharded, model, W, X)
 
 
+def around(fn, in_specs):
+    """The whole function inside a shard_map over data, its batch split."""
+    return lambda w, x: jax.shard_map(fn, mesh=MESH, in_specs=(in_specs, P("data")), out_specs=P("data"), axis_names={"data"})(w, x)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"w": ["data", "tensor"]}, {"w": [None, "data"]}], ids=["none", "split", "manual only"])
+def test_inside_a_shard_map_manual_axes_are_dropped_everywhere(optimizer):
+    rules = jgt.make_rules(
+        {
+            "axes": {"batch": ["data"]},
+            "signals": {"block": {"params": {"w": [["data", "tensor"], None]}, "optimizer": optimizer, "out": ["batch", "tensor"]}},
+        }
+    )
+    plain_fn = lambda p, x: block(x, p["w"])  # noqa: E731
+    sharded = around(jgt.shard(plain_fn, rules, MESH), {"w": P()})
+    found = all_constraints(sharded, {"w": W}, X)
+    assert found[-1] == ("block", P(None, "tensor"))
+    assert ("", P("tensor", None)) in found
+    assert ("", P(None, None)) in found
+    assert not any("data" in str(spec) for _, spec in all_constraints(jax.grad(lambda p, x: sharded(p, x).sum()), {"w": W}, X))
+    assert_same_derivatives(sharded, plain_fn, {"w": W}, X)
+
+
+def test_a_manual_axis_needs_not_divide_the_local_part_of_a_parameter():
+    rules = jgt.make_rules(
+        {"signals": {"block": {"params": {"w": [["data", "tensor"], None]}, "optimizer": {"w": [["tensor", "data"], None]}}}}
+    )
+    plain_fn = lambda p, x: block(x, p["w"])  # noqa: E731
+    gathered = lambda fn: lambda p, x: fn({"w": p["w"] @ jnp.ones((8, 8))}, x[:, :2])  # noqa: E731
+    sharded = around(gathered(jgt.shard(plain_fn, rules, MESH)), {"w": P("data")})
+    found = all_constraints(jax.grad(lambda p, x: sharded(p, x).sum()), {"w": W}, X)
+    assert {spec for _, spec in found} == {P("tensor", None)}
+    assert_same_derivatives(sharded, around(gathered(plain_fn), {"w": P("data")}), {"w": W}, X)
+
+
 # -- vmap
 
 
@@ -434,12 +469,22 @@ def test_the_wrapped_function_keeps_its_name():
 
 
 def test_a_call_without_parameters_is_refused():
-    with pytest.raises(ValueError, match="the first positional argument must hold the parameters, but none was given; pass them by position, not by name"):
+    with pytest.raises(
+        ValueError, match="the first positional argument must hold the parameters, but none was given; pass them by position, not by name"
+    ):
         jgt.shard(lambda **kw: kw["x"], out_rules(), MESH)(x=X)
 
 
+def test_a_first_argument_that_is_no_tree_of_arrays_is_refused():
+    with pytest.raises(ValueError, match=r"but it is int\. Pass 3 in another argument"):
+        jgt.shard(lambda n, x: x * n, out_rules(), MESH)(3, X)
+
+
 def test_parameters_that_are_no_arrays_are_refused():
-    with pytest.raises(ValueError, match="the first argument must hold the parameters and nothing else, a tree of arrays, but flag is str. Pass 'a' in another"):
+    with pytest.raises(
+        ValueError,
+        match=r"the first argument must hold the parameters and nothing else, a tree of arrays, but flag is str\. Pass 'a' in another",
+    ):
         jgt.shard(lambda p, x: block(x, p["w"]), out_rules(), MESH)({"w": W, "flag": "a"}, X)
 
 
@@ -606,6 +651,22 @@ def test_one_name_may_have_two_actions_in_two_scans():
     sharded = jgt.shard(model, rules, MESH)
     assert [place for _, place, _ in residuals(sharded, X)].count("host") == 1
     assert_same_derivatives(sharded, model, W, X)
+
+
+def named_scan_in_remat(w, x):
+    return jax.checkpoint(named_scan)(w, x)
+
+
+def test_a_region_of_the_model_around_a_scan_is_told_what_to_keep():
+    count = lambda model, **actions: [  # noqa: E731
+        (shape, place) for shape, place, _ in residuals(jgt.shard(model, save_rules(**actions), MESH), X) if len(shape) == 3
+    ]
+    plain_saves = [(shape, place) for shape, place, _ in residuals(named_scan_in_remat, X) if len(shape) == 3]
+    assert plain_saves == []
+    assert count(named_scan_in_remat, q="keep") == [((3, 4, 8), "device")]
+    assert count(named_scan_in_remat, q="offload", k="keep") == [((3, 4, 8), "host"), ((3, 4, 8), "device")]
+    assert str(jax.make_jaxpr(jgt.shard(named_scan_in_remat, save_rules(q="keep"), MESH))(W, X)).count("prevent_cse") == 1
+    assert_same(derivatives(jgt.shard(named_scan_in_remat, save_rules(q="keep"), MESH), W, X), unsharded(named_scan_in_remat))
 
 
 def test_save_and_constraints_live_together():

@@ -179,3 +179,18 @@ def test_signals_do_not_change_a_bit():
     marked = jax.jit(jax.value_and_grad(lambda w: model(w, x, signals=True)))(w)
     plain = jax.jit(jax.value_and_grad(lambda w: model(w, x, signals=False)))(w)
     jax.tree.map(np.testing.assert_array_equal, marked, plain)
+
+
+def test_a_context_can_be_used_again_and_inside_of_itself():
+    again = context("a")
+
+    def model(x):
+        with again:
+            x = jnp.sin(x)
+            with again:
+                x = jnp.cos(x)
+        with again:
+            return x * 2
+
+    places = [jx.place_of(e, jx.Place()).path for e in jx.body(jx.trace(model, 1.0)[0]).eqns]
+    assert places == ["a", "a/a", "a"]

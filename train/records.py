@@ -29,7 +29,7 @@ class Records:
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         self._append("metrics.jsonl", {"step": step, **plain})
         if self._board is not None:
-            self._board.write(step, values)
+            self._board.write(step, plain)
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:

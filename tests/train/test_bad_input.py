@@ -278,3 +278,8 @@ def test_a_split_without_a_window(tiny_file, refused, tmp_path):
     (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=1000000")
     assert "data: the train split of" in problem
     assert "has 0 tokens, but one window of seq 32 needs 33. Give more data, lower data.eval_tokens (1000000), or lower seq" in problem
+
+
+def test_a_name_to_keep_is_a_tensor_of_the_model(write, refused):
+    path = write("run.yaml", "train: {remat: [head, hidden]}")
+    assert refused(path) == [f"{path}:1: train.remat: the model has no tensor 'head'. Did you mean 'heads'?"]

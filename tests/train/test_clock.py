@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.clock import StepClock
+from train.clock import InFlight, StepClock
 
 
 @pytest.fixture
@@ -33,3 +33,12 @@ def test_pauses_do_not_count(time):
     assert clock.lap(3) == pytest.approx(3)
     time[0] += 4
     assert clock.lap(4) == pytest.approx(4)
+
+
+def test_the_host_runs_two_steps_ahead_at_most(monkeypatch):
+    waited = []
+    monkeypatch.setattr("jax.block_until_ready", waited.append)
+    flight = InFlight(limit=2)
+    for step in range(5):
+        flight.add(step)
+    assert waited == [0, 1, 2]

@@ -67,3 +67,14 @@ def test_matrices_decay_and_nothing_else(kind):
     decaying = {path[-1].key for path, decays in jax.tree.leaves_with_path(decayed(shapes)) if decays}
     assert decaying == {"kernel", "embedding"} | ({"unembedding"} if kind == "llama" else set())
     assert spared == {"scale"} | ({"bias", "positions"} if kind == "gpt" else set())
+
+
+def test_the_state_has_the_same_tree_with_and_without_a_clip():
+    params = {"w": jnp.ones(2)}
+    clipped, free = (build_optimizer(OptimizerConfig(clip=clip), 10).init(params) for clip in (1.0, None))
+    assert jax.tree.structure(clipped) == jax.tree.structure(free)
+
+
+def test_a_late_warmup_leaves_less_to_fall_through():
+    schedule = build_schedule(OptimizerConfig(lr=1.0, schedule="wsd", warmup=8, decay=0.5, final_lr=0.1), 10)
+    assert float(schedule(10)) == pytest.approx(0.1)

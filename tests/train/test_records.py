@@ -32,6 +32,12 @@ def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows)
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 0.5}]
 
 
+def test_what_is_not_finite_is_null(tmp_path, read_rows):
+    with contextlib.closing(Records(tmp_path, enabled=True)) as records:
+        records.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
+
+
 def test_nothing_to_forget(tmp_path):
     with contextlib.closing(Records(tmp_path, enabled=True)) as records:
         records.forget_after(2)

@@ -54,3 +54,9 @@ def test_a_sequence_ends_the_text_and_the_end_of_a_long_prompt_counts(sample):
     assert text.startswith("a" + "b" * 30)
     assert len(data.encode(text)) >= 32
     assert len(text) == 32
+
+
+def test_a_model_may_know_more_tokens_than_the_tokenizer(sample):
+    text, *_ = sample("sample={tokens: 9, prompt: '1 4 9 ', temperature: 5.0}", "model.vocab=1024")
+    assert text.startswith("1 4 9 ")
+    assert len(text) > 6

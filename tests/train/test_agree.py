@@ -1,0 +1,51 @@
+"""Processes stop together and start alike; the other processes are played."""
+
+import numpy as np
+import pytest
+
+from jgt.document import InputError
+from train.agree import agree
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Plays process 0 of several: what the others send is a function of what it sends."""
+
+    def play(*answers):
+        monkeypatch.setattr("jax.process_count", lambda: 1 + len(answers))
+
+        def gather(mine):
+            return np.stack([mine, *(answer(mine) for answer in answers)])
+
+        monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+
+    return play
+
+
+def test_alone_only_its_own_problems_count():
+    agree([], {"a": 1})
+    with pytest.raises(InputError, match="mine"):
+        agree(["mine"], {})
+
+
+def test_alike_and_well_is_fine(others):
+    others(lambda mine: mine, lambda mine: mine)
+    agree([], {"a": 1})
+
+
+def test_own_problems_are_told_in_full(others):
+    others(lambda mine: mine * 0)
+    with pytest.raises(InputError, match="mine"):
+        agree(["mine"], {})
+
+
+def test_a_problem_elsewhere_stops_this_process_too(others):
+    others(lambda mine: mine, lambda mine: mine + np.array([3, 0], np.uint32))
+    with pytest.raises(InputError, match="process 0: stopped, because of what process 2 reports"):
+        agree([], {})
+
+
+def test_another_config_or_other_data_is_refused(others):
+    others(lambda mine: mine ^ np.array([0, 1], np.uint32))
+    with pytest.raises(InputError, match="differs from that of process 1"):
+        agree([], {})
