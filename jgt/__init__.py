@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
     from jgt.placement import Placement as Placement
-    from jgt.placement import place as place
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
     from jgt.shard import init as init
+    from jgt.shard import place as place
     from jgt.shard import shard as shard
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ _OWNERS = {
     "load_rules": "jgt.rules",
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
-    "place": "jgt.placement",
+    "place": "jgt.shard",
     "shard": "jgt.shard",
 }
 

@@ -88,7 +88,7 @@ def test_names_of_the_package_and_of_its_modules_do_not_collide():
     code = """
 import jgt, types
 import jgt.shard, jgt.placement
-from jgt.placement import place
+from jgt.shard import place
 from jgt.shard import shard
 import jgt.signal
 assert jgt.shard is shard and callable(jgt.shard)
