@@ -359,7 +359,7 @@ def test_bind_reports_missing_keys_and_all_else_at_once():
     assert value is None
     assert [p.split(": ", 1)[1] for p in problems] == [
         "x: must be a whole number, not the text 'a'",
-        "z: unknown key. Known: x, y",
+        "z: unknown key. Known: x, y.",
         "file: the key 'y' is missing",
     ]
 
@@ -414,8 +414,8 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
     ("name", "known", "said"),
     [
         ("stpes", ["steps", "batch"], "Did you mean 'steps'?"),
-        ("zzz", ["steps", "batch"], "Known: steps, batch"),
-        ("zzz", [], "None is known here"),
+        ("zzz", ["steps", "batch"], "Known: steps, batch."),
+        ("zzz", [], "None is known here."),
         ("zzz", [f"k{i}" for i in range(20)], "Known: " + ", ".join(f"k{i}" for i in range(12)) + ", ..."),
     ],
 )
