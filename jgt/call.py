@@ -18,6 +18,8 @@ from jgt.rewrite import Dims, Rewriter
 from jgt.rules import Matcher, Rules, SpecRule, expand, fits_rank, misfits
 from jgt.uses import Use, parameter_uses
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
@@ -34,7 +36,7 @@ class Call:
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         self._fn = fn
         self._leaves, self._tree = jax.tree.flatten_with_path((tuple(args), dict(kwargs)))
-        self._dynamic = [isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) for _, x in self._leaves]
+        self._dynamic = [isinstance(x, _ARRAYS) for _, x in self._leaves]
         self.named = [(path, x) for d, (path, x) in zip(self._dynamic, self._leaves, strict=True) if d]
 
     @property
@@ -99,7 +101,7 @@ class Call:
         if not positional:
             raise ValueError("the first positional argument must hold the parameters, but none was given; pass them by position, not by name")
         for path, x in self._leaves[: positional[0].num_leaves]:
-            if not isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+            if not isinstance(x, _ARRAYS):
                 raise ValueError(
                     f"the first argument must hold the parameters and nothing else, a tree of arrays, but "
                     f"{path_text(path[2:]) or 'it'} is {type(x).__name__}. Pass {x!r} in another argument"
@@ -163,7 +165,7 @@ def _place_inputs(
         dims = rewriter.unclaimed(dims)
         if rule is not None:
             if (rule, x.shape) not in reported:
-                rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}")
+                rewriter.problems += misfit_problems(rule, dims, x.shape, dict(rewriter.mesh.shape), f"input {name}", label="inputs")
             reported.add((rule, x.shape))
             pins[index] = (dims, dims)
     return pins

@@ -75,12 +75,12 @@ def place_of(equation: Equation, around: Place) -> Place:
     return Place(tuple(signals), num_vmaps)
 
 
-def subprograms(equation: Equation) -> Iterator[tuple[str, Program]]:
-    """Every program in an equation's params, with the name of its param."""
-    for key, value in equation.params.items():
+def subprograms(equation: Equation) -> Iterator[Program]:
+    """Every program in an equation's params."""
+    for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
-                yield key, item
+                yield item
 
 
 def map_subprograms(equation: Equation, change: Callable[[Program], Program]) -> dict[str, Any] | None:
@@ -146,7 +146,7 @@ def kept(program: Program) -> list[int | None]:
     inner = body(program)
     origin = {var: index for index, var in enumerate(inner.invars)}
     for equation in inner.eqns:
-        found = [_kept_through(equation, p) for _, p in subprograms(equation) if len(body(p).outvars) == len(equation.outvars)]
+        found = [_kept_through(equation, p) for p in subprograms(equation) if len(body(p).outvars) == len(equation.outvars)]
         for out, *atoms in zip(equation.outvars, *found, strict=True):
             if atoms and all(a is not None and a is atoms[0] and a in origin for a in atoms):
                 origin[out] = origin[atoms[0]]

@@ -8,19 +8,21 @@ from jgt.rules.spec import Misfit, SpecRule, misfits
 
 
 def misfit_problems(
-    rule: SpecRule, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int], what: str
+    rule: SpecRule, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int], what: str, *, label: str = ""
 ) -> Iterator[str]:
-    """One problem for each dim of `shape` that its axes do not divide."""
+    """One problem for each dim of `shape` that its axes do not divide; `label` stands for a rule whose pattern says nothing."""
     for misfit in misfits(dims, shape, mesh):
-        yield misfit_problem(rule, misfit, shape, mesh, what)
+        yield misfit_problem(rule, misfit, shape, mesh, what, label=label)
 
 
-def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh: Mapping[str, int], what: str) -> str:
+def misfit_problem(
+    rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh: Mapping[str, int], what: str, *, label: str = ""
+) -> str:
     """`file:line: pattern: dim 1 of ... has size 6, which tensor=4 does not divide. ...`"""
     axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes)
     product = f" (= {misfit.parts})" if len(misfit.axes) > 1 else ""
     return (
-        f"{rule.where}: {'inputs' if what.startswith('input ') else rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
+        f"{rule.where}: {label or rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
         f"which {axes}{product} does not divide. {remedy(misfit)}"
     )
 

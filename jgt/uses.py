@@ -70,7 +70,7 @@ def _follow(program: Program, around: Place, trails: Trails, found: list[set[_Fo
         if not followed:
             continue
         place = jx.place_of(equation, around)
-        programs = [p for _, p in jx.subprograms(equation)]
+        programs = list(jx.subprograms(equation))
         for inner in programs:
             _follow_into(equation, inner, place, trails, found)
         if programs:

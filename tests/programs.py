@@ -20,7 +20,7 @@ def all_constraints(fn, *args, **kwargs):
             place = jx.place_of(equation, around)
             if equation.primitive.name == "sharding_constraint":
                 found.append((place.path, equation.params["sharding"].spec))
-            for _, inner in jx.subprograms(equation):
+            for inner in jx.subprograms(equation):
                 walk(inner, place)
 
     walk(jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs), jx.Place())

@@ -65,7 +65,7 @@ def nesting_equation(fn):
 def test_every_program_inside_an_equation_is_found(kind):
     fn, count = NESTING[kind]
     _, equation = nesting_equation(fn)
-    programs = [p for _, p in jx.subprograms(equation)]
+    programs = list(jx.subprograms(equation))
     assert len(programs) == count
     assert all(jx.body(p).eqns for p in programs)
 
@@ -120,7 +120,7 @@ def test_a_program_can_be_evaluated_and_differentiated(kind):
 def test_the_operands_and_results_of_an_inner_program_line_up(kind):
     fn, _ = NESTING[kind]
     _, equation = nesting_equation(fn)
-    for _, inner in jx.subprograms(equation):
+    for inner in jx.subprograms(equation):
         behind = jx.operands(equation, inner)
         assert len(behind) == len(jx.body(inner).invars)
         assert all(o in equation.invars for o in behind)
@@ -247,7 +247,7 @@ def test_the_mesh_of_a_shard_map_is_known_inside_of_it():
     mesh = jgt.make_mesh({"data": 4, "tensor": 2})
     program, _ = jx.trace(jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}), jnp.ones(8))
     outer = only(program, having="jaxpr")
-    inner = only(next(p for _, p in jx.subprograms(outer)), having="sin")
+    inner = only(next(jx.subprograms(outer)), having="sin")
     assert jx.manual_mesh(outer) is None
     assert set(jx.manual_mesh(inner).manual_axes) == {"data"}
 
@@ -326,5 +326,5 @@ def test_a_checkpoint_keeps_the_signature_weak_types_included():
 def test_a_checkpoint_keeps_the_signals():
     program, _ = jx.trace(context("s")(jnp.sin), X)
     (equation,) = jx.body(jx.checkpointed(program, jax.checkpoint_policies.nothing_saveable, in_scan=False)).eqns
-    inner = next(p for _, p in jx.subprograms(equation))
+    inner = next(jx.subprograms(equation))
     assert jx.place_of(only(inner, having="sin"), jx.Place()).path == "s"

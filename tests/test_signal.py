@@ -23,7 +23,7 @@ def paths(fn, *args):
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
             found.setdefault(equation.primitive.name, set()).add(place.path)
-            for _, inner in jx.subprograms(equation):
+            for inner in jx.subprograms(equation):
                 walk(inner, place)
 
     walk(jax.make_jaxpr(fn)(*args), jx.Place())

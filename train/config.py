@@ -180,7 +180,7 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
     what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"
     for misfit in misfits(expand(rule.spec, 2), shape, mesh):
         key = ("train.batch", "model.seq")[misfit.dim]
-        yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what)}"
+        yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what, label='inputs')}"
 
 
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:

@@ -61,8 +61,9 @@ def _replace(path: Path, text: str) -> None:
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in {**old, **new}:
-            yield from _differences(f"{key}.{name}", old.get(name), new.get(name))
+        # A key that the run's file does not have is younger than the run: its default is what the run was started with.
+        for name in old.keys() & new.keys():
+            yield from _differences(f"{key}.{name}", old[name], new[name])
     elif old != new:
         yield key, old, new
 

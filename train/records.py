@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.tensorboard import TensorBoard
+from train.tensorboard import open_board
 
 
 class Records:
@@ -19,9 +18,7 @@ class Records:
 
     def __init__(self, folder: Path, *, enabled: bool):
         self._folder = folder if enabled else None
-        self._board: TensorBoard | None = None
-        if enabled and importlib.util.find_spec("tensorboardX") is not None:
-            self._board = TensorBoard(folder / "tensorboard")
+        self._board = open_board(folder / "tensorboard") if enabled else None
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Appends a logged step."""

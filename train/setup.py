@@ -58,7 +58,10 @@ class Setup:
 
     def compile_train_step(self) -> Any:
         """The compiled step: (state, batch) → (state, metrics). The state's buffers are donated."""
-        pin = lambda tree: jax.lax.with_sharding_constraint(tree, self.placement.gradients)  # noqa: E731
+
+        def pin(gradients: Any) -> Any:
+            return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
+
         step = make_train_step(self.loss, self.optimizer, accumulate=self.run.config.train.accumulate, pin_gradients=pin)
         shardings = self.shardings
         whole = self.placement.replicated()
@@ -98,7 +101,7 @@ def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        loss=jgt.shard(plain, rules, mesh),
+        loss=jgt.shard(plain, run.rules, mesh),
         placement=placement,
         shapes=shapes,
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),

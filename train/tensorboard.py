@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+try:
+    import tensorboardX as tensorboard_x
+except ImportError:
+    tensorboard_x = None
+
 
 class TensorBoard:
-    """Writes numbers as scalars. Made only where tensorboardX is installed."""
+    """Writes numbers as scalars."""
 
-    def __init__(self, folder: Path):
-        from tensorboardX import SummaryWriter  # noqa: PLC0415 - optional
-
-        self._writer = SummaryWriter(str(folder))
+    def __init__(self, writer: Any):
+        self._writer = writer
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Writes the values that are numbers."""
@@ -23,3 +26,8 @@ class TensorBoard:
     def close(self) -> None:
         """Flushes."""
         self._writer.close()
+
+
+def open_board(folder: Path) -> TensorBoard | None:
+    """A board that writes to a folder; None where tensorboardX is not installed."""
+    return None if tensorboard_x is None else TensorBoard(tensorboard_x.SummaryWriter(str(folder)))

@@ -48,10 +48,6 @@ class Node:
     where: str
     key: str = ""
 
-    @property
-    def is_mapping(self) -> bool:
-        return isinstance(self.value, dict)
-
     def plain(self) -> Any:
         """The value as ordinary Python objects."""
         if isinstance(self.value, dict):
@@ -83,6 +79,7 @@ def from_python(value: Any, where: str, key: str = "") -> Node:
 
 
 def joined(key: str, name: str) -> str:
+    """The dotted key of a name below a key."""
     return f"{key}.{name}" if key else name
 
 

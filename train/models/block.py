@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
+from train.models.attention import Attention
+from train.models.config import ModelConfig
 
 
 class Block(nnx.Module):
     """Attention and MLP, each on a normed input and added to the stream [b, s, d] (pre-norm, arXiv 2002.04745)."""
 
-    def __init__(self, *, attn_norm: nnx.Module, attn: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
-        self.attn_norm = attn_norm
-        self.attn = attn
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        *,
+        norm: Callable[..., nnx.Module],
+        mlp: Callable[..., nnx.Module],
+        use_bias: bool,
+        rope: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.attn_norm = norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.attn = Attention(config, dtype, use_bias=use_bias, rope=rope, rngs=rngs)
+        self.mlp_norm = norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.mlp = mlp(config, dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with signal.context("attn"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import Attention
 from train.models.block import Block
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
@@ -22,7 +23,8 @@ class GPT(nnx.Module):
         dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
         self.positions = nnx.Param(TABLE(rngs.params(), (config.seq, config.embed), jnp.float32))
-        self.layers = stacked(lambda rngs: _block(config, dtype, rngs), config.layers, rngs)
+        block = partial(Block, config, dtype, norm=nnx.LayerNorm, mlp=MLP, use_bias=True, rope=False)
+        self.layers = stacked(lambda rngs: block(rngs=rngs), config.layers, rngs)
         self.norm = nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.remat = remat
 
@@ -34,18 +36,6 @@ class GPT(nnx.Module):
             x = scan_layers(self.layers, x, self.remat)
         with signal.context("head"):
             return self.embed.logits(self.norm(x))
-
-
-def _block(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
-    def norm() -> nnx.LayerNorm:
-        return nnx.LayerNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-
-    return Block(
-        attn_norm=norm(),
-        attn=Attention(config, dtype, use_bias=True, rope=False, rngs=rngs),
-        mlp_norm=norm(),
-        mlp=MLP(config, dtype, rngs=rngs),
-    )
 
 
 class MLP(nnx.Module):

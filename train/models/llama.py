@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import Attention
 from train.models.block import Block
 from train.models.config import ModelConfig
 from train.models.embedding import Embedding
@@ -21,7 +22,8 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, remat: Remat = "none", *, rngs: nnx.Rngs):
         dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
-        self.layers = stacked(lambda rngs: _block(config, dtype, rngs), config.layers, rngs)
+        block = partial(Block, config, dtype, norm=nnx.RMSNorm, mlp=GatedMLP, use_bias=False, rope=True)
+        self.layers = stacked(lambda rngs: block(rngs=rngs), config.layers, rngs)
         self.norm = nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.remat = remat
@@ -33,18 +35,6 @@ class Llama(nnx.Module):
             x = scan_layers(self.layers, x, self.remat)
         with signal.context("head"):
             return (self.head or self.embed).logits(self.norm(x))
-
-
-def _block(config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
-    def norm() -> nnx.RMSNorm:
-        return nnx.RMSNorm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-
-    return Block(
-        attn_norm=norm(),
-        attn=Attention(config, dtype, use_bias=False, rope=True, rngs=rngs),
-        mlp_norm=norm(),
-        mlp=GatedMLP(config, dtype, rngs=rngs),
-    )
 
 
 class GatedMLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""`jgt check --config FILE`: rules against mesh and shapes, in seconds, with no devices."""
+"""The command. Heavy imports wait for a checked config."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from jgt.document import InputError
-from train.config import Run, load
-
-if TYPE_CHECKING:
-    from train.setup import Setup
+from train.config import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --devices stands for the devices of the file, whatever it says.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices])
-        setup = _prepare(run)
+        from train.check.report import check, report, show
+
+        setup = check(run)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "problems": error.problems}, indent=1))
@@ -32,26 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(report(setup), indent=1))
     else:
-        _show(setup)
+        show(setup)
     return 0
-
-
-def report(setup: Setup) -> dict[str, Any]:
-    """The checked placement as plain values."""
-    return {
-        "ok": True,
-        "mesh": dict(setup.mesh.shape),
-        "parameters": [
-            {
-                "name": p.path,
-                "signals": list(p.signals),
-                "shape": list(p.shape),
-                "spec": p.spec,
-                "bytes_per_device": p.bytes_per_device(setup.mesh),
-            }
-            for p in setup.placement.parameters
-        ],
-    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,28 +49,5 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _prepare(run: Run) -> Setup:
-    import jax  # noqa: PLC0415 - after the file is checked
-
-    from train.setup import prepare  # noqa: PLC0415
-
-    jax.config.update("jax_platforms", "cpu")
-    sizes = run.mesh
-    count = run.config.devices.virtual_cpu
-    if run.rules is None:
-        count = 1
-    if count is None:
-        if -1 in sizes.values():
-            raise InputError([f"{run.where('mesh')}: mesh: a size is -1: say for how many devices to check with --devices N"])
-        count = 1
-        for size in sizes.values():
-            count *= size
-    return prepare(run, num_devices=count)
-
-
-def _show(setup: Setup) -> None:
-    from train.console import Screen  # noqa: PLC0415
-
-    screen = Screen(enabled=True)
-    screen.setup(setup)
-    screen.say("Everything fits: every rule is used, every sharded dim divides.")
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`jgt check --config FILE`: rules against mesh and shapes, in seconds, with no devices."""
