@@ -62,7 +62,7 @@ def _replace(path: Path, text: str) -> None:
 def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
         # A key that the run's file does not have is younger than the run: its default is what the run was started with.
-        for name in old.keys() & new.keys():
+        for name in [name for name in old if name in new]:
             yield from _differences(f"{key}.{name}", old[name], new[name])
     elif old != new:
         yield key, old, new

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import tensorboardX as tensorboard_x
+    from tensorboardX import SummaryWriter
 except ImportError:
-    tensorboard_x = None
+    SummaryWriter = None
 
 
 class TensorBoard:
@@ -30,4 +30,4 @@ class TensorBoard:
 
 def open_board(folder: Path) -> TensorBoard | None:
     """A board that writes to a folder; None where tensorboardX is not installed."""
-    return None if tensorboard_x is None else TensorBoard(tensorboard_x.SummaryWriter(str(folder)))
+    return None if SummaryWriter is None else TensorBoard(SummaryWriter(str(folder)))

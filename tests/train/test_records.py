@@ -64,6 +64,6 @@ def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.tensorboard.tensorboard_x", None)
+    monkeypatch.setattr("train.tensorboard.SummaryWriter", None)
     Records(tmp_path, enabled=True).metrics(1, {"loss": 2.5})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
