@@ -1,6 +1,6 @@
 """A training step of jgt against the same model in plain JAX with every constraint written by hand.
 
-    python benchmarks/step.py [--json] [--config benchmarks/step.yaml] [--steps 10]
+    python benchmarks/step.py [--json] [--config benchmarks/step.yaml] [--steps 40]
 
 Reports, each in a fresh process: CPU-seconds and seconds from launch to the end of the first step (jgt and hand-written);
 then, interleaved in one process: CPU-seconds and seconds a step, median, with the ratio; tracing time with the ratio;
@@ -26,7 +26,7 @@ def main() -> None:
     """Runs the measurements and prints their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(ROOT / "benchmarks/step.yaml"))
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each program")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each program")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = {name: measure(name, arguments.config, arguments.steps) for name in MEASUREMENTS}
