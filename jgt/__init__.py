@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jgt.document import InputError as InputError
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
+    from jgt.pipeline.config import Pipeline as Pipeline
     from jgt.placement import Placement as Placement
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _OWNERS = {
     "InputError": "jgt.document",
+    "Pipeline": "jgt.pipeline.config",
     "Placement": "jgt.placement",
     "Rules": "jgt.rules",
     "abstract_mesh": "jgt.mesh.mesh",
@@ -37,6 +39,7 @@ _OWNERS = {
 
 __all__ = [
     "InputError",
+    "Pipeline",
     "Placement",
     "Rules",
     "abstract_mesh",

@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt import jaxpr as jx
 from jgt.document import InputError
+from jgt.pipeline.config import Pipeline
+from jgt.pipelined import pipelined_call
 from jgt.placement import ParameterPlace, Placement, input_rule, path_text
 from jgt.problems import misfit_problems
 from jgt.rewrite import Dims, Rewriter
@@ -26,7 +28,8 @@ class Traced:
     """A function traced at one set of arguments, placed and rewritten."""
 
     placement: Placement
-    program: jx.Program
+    run: Callable[[Sequence[Any]], list[Any]]
+    """The results' leaves, from the arguments' arrays."""
     out_tree: Any
 
 
@@ -44,22 +47,43 @@ class Call:
         """The arguments that are traced; all others (flags, None, names) stay as they are."""
         return [x for _, x in self.named]
 
-    def placed(self, rules: Rules, mesh: Mesh | AbstractMesh, problems: Sequence[str] = (), *, partial: bool = False) -> Traced:
+    def placed(
+        self,
+        rules: Rules,
+        mesh: Mesh | AbstractMesh,
+        problems: Sequence[str] = (),
+        *,
+        partial: bool = False,
+        pipeline: Pipeline | None = None,
+    ) -> Traced:
         """Traces, places and rewrites; the first positional argument holds the parameters. Raises InputError, ValueError."""
         tree = self._parameter_tree()
         program, out_tree = jx.trace(self._flat, *self.arrays)
         matcher = Matcher(rules)
-        rewriter = Rewriter(matcher, mesh)
+        rewriter = Rewriter(matcher, mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
         rewriter.problems += [*problems, *rules.axis_problems(mesh.axis_names)]
         parameters = _place_parameters(self.named[: tree.num_leaves], program, matcher, rewriter)
         pins = {i: (p.dims, p.optimizer_dims) for i, p in enumerate(parameters)}
         pins |= _place_inputs(self.named, len(parameters), matcher, rewriter)
         new_program = rewriter.rewrite(program, pins if not rewriter.problems else {})
         found = [*matcher.problems, *rewriter.problems, *(() if partial else matcher.unreached())]
+        pipelined = None
+        if pipeline is not None:
+            pipelined = pipelined_call(self, program, pipeline, rules, mesh, parameters, found)
         if found:
             raise InputError(found)
+        if pipelined is not None:
+            parameters = pipelined.parameters
         placement = Placement(rules=rules, mesh=mesh, parameters=parameters, tree=tree, tensors=tuple(matcher.tensors))
-        return Traced(placement=placement, program=new_program, out_tree=out_tree)
+        run = pipelined.run if pipelined is not None else lambda arrays: jx.evaluate(new_program, arrays)
+        return Traced(placement=placement, run=run, out_tree=out_tree)
+
+    def trace_rows(self, which: Sequence[bool], num_rows: int) -> jx.Program:
+        """The program with this many rows in the arrays of which the first dim is the batch."""
+        shapes = [
+            jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) if batched else x for batched, x in zip(which, self.arrays, strict=True)
+        ]
+        return jx.trace(self._flat, *shapes)[0]
 
     def _flat(self, *arrays: Any) -> Any:
         result, before, after = self._run(arrays)
@@ -144,6 +168,7 @@ def _parameter_dims(matcher: Matcher, rewriter: Rewriter, name: str, shape: tupl
     if rule is not None:
         dims = expand(rule.spec, len(shape), use.sliced)
         rewriter.problems += misfit_problems(rule, rewriter.unclaimed(dims), shape, dict(rewriter.mesh.shape), f"parameter {name}")
+        rewriter.problems += rewriter.reserved(rule, dims, use.signals, f"parameter {name}")
         return dims
     if len(matcher.problems) == before and matcher.rules.default is None:
         used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"

@@ -8,13 +8,14 @@ params it carries. jax 0.10 has Jaxpr and ClosedJaxpr, jax 0.12 one Jaxpr; both 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.extend.linear_util as lu
+from jax._src import source_info_util
 from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, NamedSharding
 
@@ -62,6 +63,61 @@ def with_body(program: Program, *, eqns: Sequence[Equation], outvars: Sequence[V
     """The same program, same signature, with other equations and outputs."""
     inner = body(program).replace(eqns=list(eqns), outvars=list(outvars))
     return inner if body(program) is program else program.replace(jaxpr=inner)
+
+
+def constants(program: Program) -> dict[Var, Any]:
+    """The arrays that a program closes over, by variable."""
+    return dict(zip(body(program).constvars, getattr(program, "consts", ()), strict=True))
+
+
+def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Any]) -> Program:
+    """A program of its own, made of equations of another; it closes over nothing."""
+    inner = body(like)
+    info = inner.debug_info.with_unknown_names()
+    inner = inner.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
+    return inner if body(like) is like else jex.ClosedJaxpr(inner, [])
+
+
+def fresh(var: Var) -> Var:
+    """A new variable like another one."""
+    return type(var)(var.aval)
+
+
+def moved(equation: Equation, into: Equation, rename: Mapping[Var, Any], outvars: Sequence[Var]) -> Equation:
+    """An equation of the program that the call `into` holds, as it stands in the program around: renamed, signals prefixed."""
+    stack = into.source_info.name_stack + equation.source_info.name_stack
+    invars = [rename.get(a, a) if is_var(a) else a for a in equation.invars]
+    return equation.replace(invars=invars, outvars=list(outvars), source_info=equation.source_info.replace(name_stack=stack))
+
+
+def is_call(equation: Equation) -> bool:
+    """Whether an equation is a jax.jit inside the program, which means nothing but its content."""
+    return {"jaxpr", "donated_invars", "inline"} <= equation.params.keys()
+
+
+def scan_sizes(equation: Equation) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many carry; the rest is scanned over."""
+    # Told from ranks: JAX 0.10 has num_consts and num_carry, later versions keep trees.
+    inner = body(equation.params["jaxpr"])
+    num_scanned = sum(_rank(o) > _rank(i) for o, i in zip(equation.invars, inner.invars, strict=True))
+    num_carry = sum(_rank(o) == _rank(i) for o, i in zip(equation.outvars, inner.outvars, strict=True))
+    return len(inner.invars) - num_scanned - num_carry, num_carry
+
+
+def depends(fn: Callable[..., Any], args: Any, rest: Any) -> bool:
+    """Whether any result of fn(args, rest) depends on an array of args."""
+    program = trace(fn, args, rest)[0]
+    inner = body(program)
+    reached = set(inner.invars[: len(jax.tree.leaves(args))])
+    for equation in inner.eqns:
+        if any(is_var(a) and a in reached for a in equation.invars):
+            reached.update(equation.outvars)
+    return any(is_var(a) and a in reached for a in inner.outvars)
+
+
+def source_of(equation: Equation) -> str:
+    """The user's file:line that an equation comes from."""
+    return source_info_util.summarize(equation.source_info)
 
 
 def place_of(equation: Equation, around: Place) -> Place:
@@ -215,11 +271,12 @@ def constrained(
 ) -> tuple[list[Equation], Var]:
     """Equations that pin a value to `forward` (None: leave it be) and its cotangent to `backward`, and the pinned variable.
 
-    They stand where `like` does: same signals, same mesh context.
+    They stand where `like` does: same signals, and same mesh context where that is a shard_map's.
     """
     pin = jax.lax.with_sharding_constraint
+    context = _nothing if like is None or manual_mesh(like) is None else lambda: like.ctx.manager
     if forward == backward:
-        with like.ctx.manager if like is not None else _nothing():
+        with context():
             program = jax.make_jaxpr(lambda x: pin(x, forward))(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
         # Same aval as before (weak type, varying axes): only the constraint's own equation is taken over.
         new = type(body(program).outvars[0])(var.aval)
@@ -231,7 +288,7 @@ def constrained(
 
     identity = jax.custom_vjp(ahead)
     identity.defvjp(lambda x: (ahead(x), None), lambda _, cotangent: (pin(cotangent, backward),))
-    with like.ctx.manager if like is not None else _nothing():
+    with context():
         program = jax.make_jaxpr(identity)(var.aval)
     inner = body(program)
     rename = {inner.invars[0]: var}

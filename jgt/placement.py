@@ -89,9 +89,13 @@ class Placement:
 def input_rule(matcher: Matcher, path: str, x: Any) -> tuple[SpecRule | None, Dims]:
     """The rule and dims of one argument that is not a parameter; random keys (uint32[2] too) are left alone."""
     rank = len(x.shape)
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == np.uint32 and x.shape == (2,))
-    rule = None if is_key else matcher.input(path, rank)
+    rule = None if is_key(x) else matcher.input(path, rank)
     return rule, () if rule is None else expand(rule.spec, rank)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an argument is a random key, of JAX's own type or as bits (uint32[2])."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == np.uint32 and x.shape == (2,))
 
 
 def path_text(path: Sequence[Any]) -> str:

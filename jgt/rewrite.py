@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,15 @@ def _decide(action: Action, name: str) -> Any:
 
 
 class Rewriter:
-    """Rewrites programs by one set of rules on one mesh; `problems` and the matcher say what did not fit."""
+    """Rewrites programs by one set of rules on one mesh; `problems` and the matcher say what did not fit.
 
-    def __init__(self, matcher: Matcher, mesh: Mesh | AbstractMesh):
+    stage: the signal whose layers a pipeline runs and its mesh axis, which no rule inside may name.
+    """
+
+    def __init__(self, matcher: Matcher, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None):
         self.matcher = matcher
         self.mesh = mesh
+        self._stage = stage
         self._around = jx.mesh_around()
         self._claimed = jx.vmapped_axes()
         self.problems: list[str] = []
@@ -78,6 +82,22 @@ class Rewriter:
         if saves:
             new_program = jx.checkpointed(new_program, _region(saves), in_scan=False)
         return new_program
+
+    def rewrite_part(self, program: Program, place: Place) -> Program:
+        """A part of a program that stands at a place, with every rule applied. Misfits were reported for the whole."""
+        new, saves = self._program(program, place)
+        return jx.checkpointed(new, _region(saves), in_scan=True) if saves else new
+
+    def reserved(self, rule: SpecRule, dims: Dims, signals: Sequence[str], what: str) -> Iterator[str]:
+        """The problem of a spec that names the pipeline's axis inside the pipeline."""
+        if self._stage is None:
+            return
+        signal, axis = self._stage
+        if any(s == signal or s.startswith(f"{signal}/") for s in signals) and any(axis in axes for axes in dims):
+            yield (
+                f"{rule.where}: {rule.pattern}: the {what} lies in the pipeline of {signal!r}, which has the axis {axis} for itself. "
+                f"Take {axis} out of this spec; the pipeline splits the layers over it"
+            )
 
     def _program(
         self,
@@ -156,7 +176,7 @@ class Rewriter:
             return [], var
         rank = len(shape) - place.num_vmaps
         forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
-        manual = jx.manual_mesh(equation)
+        manual = jx.manual_mesh(equation) or self._around
         ahead = self._checked(forward, var, place, manual, what)
         behind = self._checked(backward, var, place, manual, f"{what} (backward)")
         last = behind or ahead
@@ -202,7 +222,10 @@ class Rewriter:
         if rule is None:
             return None
         dims = self._dims(rule, var, place, manual)
-        found = list(misfit_problems(rule, dims, var.aval.shape, dict((manual or self.mesh).shape), what))
+        found = [
+            *misfit_problems(rule, dims, var.aval.shape, dict((manual or self.mesh).shape), what),
+            *self.reserved(rule, dims, [place.path], what),
+        ]
         self.problems += found
         return None if self.problems else self._sharding(dims, manual, place.num_vmaps)
 

@@ -9,15 +9,17 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt import jaxpr as jx
 from jgt.call import Call
+from jgt.pipeline.config import Pipeline
 from jgt.placement import Placement
 from jgt.rules import Rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False) -> F:
+def shard(
+    fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False, pipeline: Pipeline | None = None
+) -> F:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
     The first argument holds the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
@@ -34,8 +36,8 @@ def shard(fn: F, rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, parti
     @functools.wraps(fn)
     def sharded(*args: Any, **kwargs: Any) -> Any:
         call = Call(fn, args, kwargs)
-        traced = call.placed(rules, mesh, partial=partial)
-        return jax.tree.unflatten(traced.out_tree, jx.evaluate(traced.program, call.arrays))
+        traced = call.placed(rules, mesh, partial=partial, pipeline=pipeline)
+        return jax.tree.unflatten(traced.out_tree, traced.run(call.arrays))
 
     setattr(sharded, _INNER, (sharded, fn))
     return sharded  # pyright: ignore[reportReturnType]
@@ -47,6 +49,7 @@ def place(
     mesh: Mesh | AbstractMesh,
     *args: Any,
     partial: bool = False,
+    pipeline: Pipeline | None = None,
     problems: Sequence[str] = (),
     **kwargs: Any,
 ) -> Placement:
@@ -56,7 +59,7 @@ def place(
     inputs, and every rule that matches nothing (not with `partial`); `problems` found before are reported with them.
     """
     _check_arguments(rules, mesh)
-    return Call(_unwrapped(fn), args, kwargs).placed(rules, mesh, problems, partial=partial).placement
+    return Call(_unwrapped(fn), args, kwargs).placed(rules, mesh, problems, partial=partial, pipeline=pipeline).placement
 
 
 def init(
@@ -68,6 +71,7 @@ def init(
     batch: Any,
     optimizer: Any = None,
     partial: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> Any:
     """Parameters from `init_fn(*args)`, born sharded: no device ever holds more than its part.
 
@@ -76,7 +80,7 @@ def init(
     the same on every mesh. Raises InputError.
     """
     batches = batch if isinstance(batch, tuple) else (batch,)
-    placement = place(_unwrapped(loss), rules, mesh, jax.eval_shape(init_fn, *args), *batches, partial=partial)
+    placement = place(_unwrapped(loss), rules, mesh, jax.eval_shape(init_fn, *args), *batches, partial=partial, pipeline=pipeline)
     if optimizer is None:
         return jax.jit(init_fn, out_shardings=placement.params)(*args)
 

@@ -75,6 +75,13 @@ def test_only_the_data_knows_grain():
     assert offenders("train", "grain", allowed=["train/data"]) == []
 
 
+def test_only_these_draw():
+    assert offenders("jgt", "rich", allowed=["jgt/pipeline/timeline.py"]) == []
+    assert offenders("train", "rich", allowed=["train/console.py"]) == []
+    assert offenders("jgt", "matplotlib", allowed=["jgt/pipeline/plot.py"]) == []
+    assert offenders("train", "matplotlib") == []
+
+
 def test_models_know_signals_and_nothing_else_of_jgt():
     # Its keys are read like all others; a model does not import them from there.
     for path in modules("train/models"):

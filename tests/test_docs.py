@@ -11,6 +11,10 @@ import pytest
 import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
+from jgt.pipeline.__main__ import _parser as schedule_parser
+from jgt.pipeline.report import number, percent
+from jgt.pipeline.schedule import VIRTUAL, make_table, virtual_of
+from jgt.pipeline.simulate import simulate
 from jgt.rules import load
 from train.__main__ import _parser as train_parser
 from train.config import Config
@@ -18,7 +22,9 @@ from train.data.config import MixturePart
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-README, RULES, TRAINING, PYTHON = (ROOT / name for name in ("README.md", "docs/rules.md", "docs/training.md", "docs/python.md"))
+README, RULES, TRAINING, PYTHON, SCHEDULES = (
+    ROOT / name for name in ("README.md", "docs/rules.md", "docs/training.md", "docs/python.md", "docs/schedules.md")
+)
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -112,6 +118,37 @@ def test_a_mistake_looks_as_shown(rules, command, messages, tmp_path, monkeypatc
     Path("rules.yaml").write_text(rules)
     assert jgt_main(shlex.split(command)) == 2
     assert capsys.readouterr().err == messages
+
+
+def test_a_mistake_in_a_table_looks_as_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (table,), (shown,) = blocks(SCHEDULES, "csv"), blocks(SCHEDULES, "text")
+    command, messages = shown.split("\n", 1)
+    arguments = shlex.split(command.removeprefix("$ jgt "))
+    Path("own.csv").write_text(table)
+    assert jgt_main(arguments) == 0, capsys.readouterr().err
+    Path("own.csv").write_text(table.replace("F1,F0 B0\nF2 B0,F1 B1", "F1 B0,F0 B0\nF2,F1 B1"))
+    assert jgt_main(arguments) == 2
+    assert capsys.readouterr().err == messages
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_the_schedules():
+    expected = []
+    for name in VIRTUAL:
+        few, many = (simulate(make_table(name, 4, M)) for M in (8, 32))
+        expected.append([f"`{name}`", str(virtual_of(name, None)), percent(few.bubble), percent(many.bubble), number(many.peak)])
+    assert [row[:5] for row in rows(section(SCHEDULES, "## The schedules"))[1:]] == expected
+
+
+def test_every_option_of_the_schedules_stands_there():
+    options = {option for action in schedule_parser()._actions for option in action.option_strings if option not in ("-h", "--help")}
+    text = SCHEDULES.read_text()
+    assert options == set(re.findall(r"--[a-z][\w-]*", text))
+    own = {"--stages", "--microbatches", "--virtual"}
+    assert options - own == {row[0].strip("`").split()[0] for row in rows(section(SCHEDULES, "## Options"))[1:]}
 
 
 # -- keys --------------------------------------------------------------------------------------------------------

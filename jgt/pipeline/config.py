@@ -1,0 +1,37 @@
+"""The `pipeline:` section, and `jgt.Pipeline` from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jgt.document import Bound
+
+Count = Annotated[int, Bound(low=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Runs the layer scan under `signal` over the stages of a mesh axis, microbatch by microbatch.
+
+    schedule: gpipe, 1f1b, interleaved, zigzag, zb, zb_interleaved, or the path of a CSV table. microbatches: parts of the
+    batch. virtual: chunks of layers on each stage, where the schedule leaves it open. remat: none keeps what the model's
+    own derivative keeps, layer recomputes each layer from its input, stage each chunk from its input. gather: weights that
+    are sharded over the batch's axes are made whole once a step, or layer by layer each time.
+    """
+
+    signal: str
+    microbatches: Count
+    axis: str = "stage"
+    schedule: str = "1f1b"
+    virtual: Count | None = None
+    remat: Literal["none", "layer", "stage"] = "none"
+    gather: Literal["step", "layer"] = "step"
+    lines: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The file:line of each key, for messages."""
+
+    def problem(self, key: str, message: str) -> str:
+        """A message about a key."""
+        line = self.lines.get(key) or self.lines.get("")
+        return f"{line}: pipeline.{key}: {message}" if line else f"pipeline: {key}: {message}"

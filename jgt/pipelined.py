@@ -1,0 +1,306 @@
+"""A loss with a pipeline inside: traced, split, placed and run; the join of rules, mesh and jgt/pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jgt import jaxpr as jx
+from jgt.document import InputError, nearest
+from jgt.jaxpr import Place, Program, Var
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.custom import find_table
+from jgt.pipeline.run import Dims, Executor, Input, Options
+from jgt.pipeline.schedule import Table
+from jgt.pipeline.split import Split, SplitError, split
+from jgt.placement import ParameterPlace, input_rule, is_key, path_text
+from jgt.rewrite import Rewriter, partition_spec
+from jgt.rules import Matcher, Rules, SpecRule
+
+Rewrite = Callable[[Program, Place], Program]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """A split program with all that running it takes. param_dims: axes of each dim of each parameter."""
+
+    split: Split
+    table: Table
+    pipeline: Pipeline
+    mesh: Mesh | AbstractMesh
+    batch_axes: tuple[str, ...]
+    inputs: Sequence[Input]
+    param_dims: Sequence[Dims]
+    rewrite: Rewrite
+
+    def __call__(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The function's results. Differentiable by the parameters, through the first result."""
+
+        @jax.custom_vjp
+        def run(params: list[Any], inputs: list[Any]) -> list[Any]:
+            return self._evaluate(params, inputs)
+
+        def forward(params: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+            _refuse([x.perturbed for x in inputs])
+            return self._train([p.value for p in params], [x.value for x in inputs])
+
+        def backward(gradients: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[None]]:
+            first, *others = cotangents
+            if not all(isinstance(c, SymbolicZero) for c in others):
+                raise ValueError("a pipelined function has a gradient through its first result only: return the loss first, and (loss, aux) with has_aux=True")
+            return [None if g is None else _scaled(g, first) for g in gradients], [None] * len(inputs)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run(list(params), list(inputs))
+
+    def _executor(self) -> Executor:
+        dims = {var: self.param_dims[index] for var, index in self.split.like.items()}
+        return Executor(
+            self.split,
+            mesh=self.mesh,
+            axis=self.pipeline.axis,
+            batch_axes=self.batch_axes,
+            inputs=self.inputs,
+            dims=dims,
+            rewrite=self.rewrite,
+            options=Options(remat=self.pipeline.remat, gather=self.pipeline.gather),
+        )
+
+    def _here(self, part: Any) -> Any:
+        return part.changed(lambda p: self.rewrite(p, Place()))
+
+    def _statistics(self, inputs: list[Any]) -> list[Any]:
+        return self._part(self._here(self.split.before), [], inputs, full=True)
+
+    def _part(self, part: Any, params: list[Any], inputs: list[Any], *, full: bool, more: dict[Var, Any] | None = None) -> list[Any]:
+        names = self.split.full_arguments if full else self.split.arguments
+        known = dict(zip(names, [*(params or [None] * len(self.param_dims)), *inputs], strict=True)) | (more or {})
+        return part([known[v] for v in part.inputs])
+
+    def _evaluate(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        split = self.split
+        shared = dict(zip(split.shared.outputs, self._part(self._here(split.shared), params, inputs, full=False), strict=True))
+        weights, common = [shared[v] for v in split.weights], [shared[v] for v in split.common]
+        totals = self._executor().evaluate(self.table, weights, common, inputs, self._statistics(inputs))
+        return self._after(totals, params, inputs)
+
+    def _after(self, totals: Sequence[Any], params: list[Any], inputs: list[Any]) -> list[Any]:
+        more = dict(zip(self.split.after_totals, totals, strict=True))
+        return self._part(self._here(self.split.after), params, inputs, full=True, more=more)
+
+    def _train(self, params: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The results, and the gradients of the first one by the parameters."""
+        split = self.split
+        which = [jnp.issubdtype(p.dtype, jnp.floating) for p in params]
+
+        def merged(floats: Sequence[Any]) -> list[Any]:
+            left = iter(floats)
+            return [next(left) if f else p for f, p in zip(which, params, strict=True)]
+
+        def shared(floats: list[Any]) -> tuple[list[Any], list[Any]]:
+            found = self._part(self._here(split.shared), merged(floats), inputs, full=False)
+            return _floats(found), found
+
+        floats = _floats(params)
+        _, back, found = jax.vjp(shared, floats, has_aux=True)
+        values = dict(zip(split.shared.outputs, found, strict=True))
+        weights, common = [values[v] for v in split.weights], [values[v] for v in split.common]
+        seeds = self._seeds(params, inputs)
+        results = self._executor().train(self.table, weights, common, inputs, self._statistics(inputs), seeds)
+
+        def after(floats: list[Any]) -> tuple[Any, list[Any]]:
+            found = self._after(results.totals, merged(floats), inputs)
+            return found[0], found
+
+        loss, direct, outputs = jax.vjp(after, floats, has_aux=True)
+        by_var: dict[Var, Any] = {}
+        for variables, gradients in ((split.weights, results.weights), (split.common, results.common)):
+            kept = [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            for var, gradient in zip(kept, gradients, strict=True):
+                by_var[var] = gradient if var not in by_var else by_var[var] + gradient
+        cotangents = [by_var[v] for v in split.shared.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        pipelined, own = back(cotangents)[0], direct(jnp.ones_like(loss))[0]
+        gradients = iter([a + b for a, b in zip(pipelined, own, strict=True)])
+        return outputs, [next(gradients) if f else None for f in which]
+
+    def _seeds(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        """The derivative of the first result by each total, which must not depend on the totals: they are not known yet."""
+        split = self.split
+        shapes = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in split.after_totals]
+        which = [jnp.issubdtype(t.dtype, jnp.floating) for t in shapes]
+
+        def loss(floats: list[Any], others: list[Any]) -> Any:
+            a, b = iter(floats), iter(others)
+            return self._after([next(a) if f else next(b) for f in which], params, inputs)[0]
+
+        floats = [t for t, f in zip(shapes, which, strict=True) if f]
+        others = [t for t, f in zip(shapes, which, strict=True) if not f]
+        if jx.depends(jax.grad(loss), floats, others):
+            raise ValueError(
+                "the loss is not linear in what it sums up over the batch, so the backward pass of the first microbatch would need the loss of the last. "
+                "Return a sum or a (weighted) mean over the batch, and take functions of it outside"
+            )
+        found = iter(jax.grad(loss)(floats, others))
+        return [next(found) if f else jnp.zeros((), jnp.float32) for f in which]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinedCall:
+    """A call whose layers a pipeline runs: its parameters' places, and how to run it on the arguments' arrays."""
+
+    parameters: tuple[ParameterPlace, ...]
+    run: Callable[[Sequence[Any]], list[Any]]
+
+
+def pipelined_call(
+    call: Any, program: Program, pipeline: Pipeline, rules: Rules, mesh: Mesh | AbstractMesh, parameters: tuple[ParameterPlace, ...], problems: list[str]
+) -> PipelinedCall | None:
+    """Splits a call by its pipeline; None with `problems` added where that is impossible."""
+    before = len(problems)
+    num_params = len(parameters)
+    sizes = dict(mesh.shape)
+    found = _inputs(call.named[num_params:], rules, sizes)
+    if pipeline.axis not in sizes:
+        problems.append(pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, sizes)}"))
+        return None
+    if jx.mesh_around() is not None or jx.vmapped_axes():
+        raise ValueError("a pipelined function cannot stand inside shard_map, or a vmap over a mesh axis; put them inside of it")
+    if not found.num_rows:
+        problems.append(pipeline.problem("microbatches", "no input of the function has a batch to split: an array besides the parameters"))
+    if pipeline.axis in found.axes:
+        problems.append(pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch"))
+    shards = math.prod(sizes[a] for a in found.axes)
+    problems += _division_problems(pipeline, found.num_rows, shards)
+    num_stages = sizes[pipeline.axis]
+    table = None
+    try:
+        table = find_table(pipeline.schedule, num_stages, pipeline.microbatches, pipeline.virtual, pipeline.lines.get("schedule") or "pipeline")
+    except InputError as error:
+        problems += error.problems
+    if len(problems) > before or table is None:
+        return None
+    batched = [False] * num_params + [i.kind == "rows" for i in found.inputs]
+    rows = found.num_rows // (pipeline.microbatches * shards)
+    micro = program if rows == found.num_rows else call.trace_rows(batched, rows)
+    larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (call.trace_rows(batched, 2 * found.num_rows), 2.0)
+    try:
+        cut = split(micro, program, larger, ratio=ratio, signal=pipeline.signal, num_params=num_params)
+    except SplitError as error:
+        problems.append(pipeline.problem("signal", str(error)))
+        return None
+    if table.num_chunks > cut.num_layers:
+        held = f"{num_stages} stages" if table.virtual == 1 else f"{num_stages} stages with {table.virtual} chunks each"
+        problems.append(
+            pipeline.problem("signal", f"{pipeline.signal!r} has {cut.num_layers} layers, too few for {held}. Make {pipeline.axis} or virtual smaller")
+        )
+        return None
+    parameters = _staged_places(parameters, cut, pipeline.axis, num_stages)
+
+    def rewrite(program: Program, place: Place) -> Program:
+        return Rewriter(Matcher(rules), mesh).rewrite_part(program, place)
+
+    pipelined = Pipelined(
+        split=cut,
+        table=table,
+        pipeline=pipeline,
+        mesh=mesh,
+        batch_axes=found.axes,
+        inputs=found.inputs,
+        param_dims=[p.dims for p in parameters],
+        rewrite=rewrite,
+    )
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
+        inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
+        return pipelined(params, inputs)
+
+    return PipelinedCall(parameters=parameters, run=run)
+
+
+def _pinned(x: Any, forward: Dims, backward: Dims, mesh: Mesh | AbstractMesh) -> Any:
+    """A value with its sharding, and its gradient with another."""
+    ahead, behind = (NamedSharding(mesh, partition_spec(dims)) for dims in (forward, backward))
+    pin = jax.lax.with_sharding_constraint
+    if ahead == behind:
+        return pin(x, ahead)
+    identity = jax.custom_vjp(lambda x: pin(x, ahead))
+    identity.defvjp(lambda x: (pin(x, ahead), None), lambda _, g: (pin(g, behind),))
+    return identity(x)
+
+
+def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str, num_stages: int) -> tuple[ParameterPlace, ...]:
+    """Layers' parameters are stored by stage where the stages divide the layers."""
+    if cut.num_layers % num_stages:
+        return parameters
+    staged = {cut.like[var] for var in cut.weights if var in cut.like}
+    first: Dims = ((axis,),)
+
+    def place(index: int, one: ParameterPlace) -> ParameterPlace:
+        if index not in staged or one.dims[0] or one.optimizer_dims[0]:
+            return one
+        return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])
+
+    return tuple(place(i, p) for i, p in enumerate(parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    inputs: list[Input]
+    dims: list[Dims]
+    axes: tuple[str, ...]
+    num_rows: int
+
+
+def _inputs(named: Sequence[tuple[Any, Any]], rules: Rules, sizes: Mapping[str, int]) -> _Inputs:
+    """What each input is to a pipeline. The batch is the first dim of the first input that the rules shard there, or has one."""
+    matcher = Matcher(rules)
+    found = [(x, *input_rule(matcher, path_text(path[2:] or path[1:]), x)) for path, x in named]
+    keys = [is_key(x) for x, _, _ in found]
+    arrays = [(x, rule, dims) for (x, rule, dims), key in zip(found, keys, strict=True) if x.shape and not key]
+    sharded = next(((x, dims) for x, _, dims in arrays if dims and dims[0]), None)
+    leading = sharded or next(((x, ()) for x, rule, _ in arrays if rule is None or rule.spec), None)
+    num_rows = 0 if leading is None else leading[0].shape[0]
+
+    def kind(x: Any, rule: SpecRule | None, key: bool) -> Input:
+        if key:
+            return Input(kind="key")
+        whole = not x.shape or x.shape[0] != num_rows or (rule is not None and not rule.spec)
+        return Input(kind="whole" if whole else "rows")
+
+    return _Inputs(
+        inputs=[kind(x, rule, key) for (x, rule, _), key in zip(found, keys, strict=True)],
+        dims=[dims for _, _, dims in found],
+        axes=tuple(axis for axis in sharded[1][0] if sizes.get(axis, 1) > 1) if sharded else (),
+        num_rows=num_rows,
+    )
+
+
+def _division_problems(pipeline: Pipeline, num_rows: int, shards: int) -> Iterator[str]:
+    if num_rows % (pipeline.microbatches * shards) == 0:
+        return
+    over = f" on each of {shards} data shards" if shards > 1 else ""
+    per_shard, left = divmod(num_rows, shards)
+    fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
+    allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {pipeline.microbatches * shards}"
+    yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide the batch of {num_rows}{over}. {allowed}")
+
+
+def _floats(values: Sequence[Any]) -> list[Any]:
+    return [v for v in values if jnp.issubdtype(v.dtype, jnp.floating)]
+
+
+def _scaled(gradient: Any, by: Any) -> Any:
+    return jnp.zeros_like(gradient) if isinstance(by, SymbolicZero) else gradient * by.astype(gradient.dtype)
+
+
+def _refuse(perturbed: Sequence[bool]) -> None:
+    if any(perturbed):
+        raise ValueError("a pipelined function has gradients by its first argument, the parameters, only")
