@@ -181,7 +181,7 @@ def pipelined_call(
     num_stages = sizes[pipeline.axis]
     table = None
     try:
-        table = find_table(pipeline.schedule, num_stages, pipeline.microbatches, pipeline.virtual, pipeline.lines.get("schedule") or "pipeline")
+        table = find_table(pipeline.schedule, num_stages, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
     except InputError as error:
         problems += error.problems
     if len(problems) > before or table is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jgt import document
 from jgt.document import Bound, InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.custom import find_table
 from jgt.problems import misfit_problem
 from jgt.rules import Matcher, Rules, expand, misfits, rules_from_node
 from train.data.config import DataConfig, path_problems
@@ -118,6 +120,7 @@ class Config:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     mesh: Node | None = None
     rules: Node | None = None
+    pipeline: Pipeline | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -132,6 +135,7 @@ class Run:
     config: Config
     mesh: dict[str, int]
     rules: Rules | None
+    pipeline: Pipeline | None
     root: Node
     rules_root: Node | None
 
@@ -141,8 +145,11 @@ class Run:
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, defaults included and the rules inline, as the run directory keeps it."""
-        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in ("mesh", "rules")}
-        return {**sections, "mesh": self.mesh, "rules": None if self.rules_root is None else self.rules_root.plain()}
+        own = ("mesh", "rules", "pipeline")
+        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in own}
+        pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
+        rules = None if self.rules_root is None else self.rules_root.plain()
+        return {**sections, "mesh": self.mesh, "rules": rules, "pipeline": pipeline}
 
 
 def _lists(value: Any) -> Any:
@@ -200,7 +207,11 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
     if rules is not None and mesh:
         problems += rules.axis_problems(mesh)
-    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, root=root, rules_root=rules_root)
+    pipeline = None
+    if config.pipeline is not None:
+        pipeline = _located(config.pipeline, root.find("pipeline"), folder)
+        problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
+    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, root=root, rules_root=rules_root)
     if problems:
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
         # Of a section that could not be read only defaults are known: nothing to judge.
@@ -214,6 +225,8 @@ def _partly(root: Node) -> Config:
     for name, child in root.value.items():
         if name in ("mesh", "rules"):
             values[name] = child
+        elif name == "pipeline":
+            values[name] = None if child.value is None else bind(child, Pipeline, [])
         elif name in Config.__dataclass_fields__:
             cls = type(getattr(Config(), name))
             bound = bind(child, cls, [])
@@ -230,15 +243,39 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
     if not isinstance(node.value, str):
         problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
         return None
-    # Beside the file that the key stands in, which may be one that the run's file extends.
-    file = Path(node.where.rpartition(":")[0])
-    path = (file.parent if file.is_file() else folder) / node.value
+    path = _beside(node, folder)
     if not path.is_file():
         beside = sorted(file.name for file in path.parent.glob("*.yaml"))
         problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, beside)}"))
         return None
     with collect(problems):
         return document.read(path)
+
+
+def _beside(node: Node, folder: Path) -> Path:
+    """A path beside the file that its key stands in, which may be one that the run's file extends."""
+    file = Path(node.where.rpartition(":")[0])
+    return (file.parent if file.is_file() else folder) / node.value
+
+
+def _located(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
+    """The pipeline with the lines of its keys and the path of its table."""
+    if pipeline.schedule.endswith(".csv"):
+        pipeline = replace(pipeline, schedule=str(_beside(node.find("schedule"), folder)))
+    return pipeline.located({"": node.where} | {key: child.where for key, child in node.value.items()})
+
+
+def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
+    if not has_rules:
+        yield root.find("pipeline").problem("a pipeline needs rules: and a mesh: section with its axis")
+    if mesh and pipeline.axis not in mesh:
+        yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {document.nearest(pipeline.axis, mesh)}")
+    num_stages = mesh.get(pipeline.axis, -1)
+    found: list[str] = []
+    with collect(found):
+        find_table(pipeline.schedule, num_stages if num_stages > 0 else 1, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
+    # Of a table whose stages are not known yet only its name can be judged.
+    yield from found if num_stages > 0 or not pipeline.schedule.endswith(".csv") else ()
 
 
 def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_processes: int | None) -> Iterator[str]:

@@ -94,14 +94,14 @@ def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
     shapes = jax.eval_shape(_init(model, optimizer), jax.random.key(config.run.seed))
     plain = make_loss(model.apply)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
-    placement = jgt.place(plain, rules, mesh, shapes.params, part, problems=tuple(batch_problems(run, mesh.shape)))
+    placement = jgt.place(plain, rules, mesh, shapes.params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
     _check_remat(run, placement.tensors)
     return Setup(
         run=run,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        loss=jgt.shard(plain, run.rules, mesh),
+        loss=jgt.shard(plain, run.rules, mesh, pipeline=run.pipeline),
         placement=placement,
         shapes=shapes,
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from jgt.document import Bound
@@ -28,10 +28,20 @@ class Pipeline:
     virtual: Count | None = None
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"
-    lines: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The file:line of each key, for messages."""
+    lines: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The file:line of each key, for messages; of the section under the key ""."""
+
+    def located(self, lines: Mapping[str, str]) -> Pipeline:
+        """The same, with the lines that its keys stand in."""
+        new = replace(self)
+        object.__setattr__(new, "lines", dict(lines))
+        return new
+
+    def where(self, key: str) -> str:
+        """What a message about a key begins with: its file and line, where it has one, and its name."""
+        line = self.lines.get(key) or self.lines.get("")
+        return f"{line}: pipeline.{key}" if line else f"pipeline: {key}"
 
     def problem(self, key: str, message: str) -> str:
         """A message about a key."""
-        line = self.lines.get(key) or self.lines.get("")
-        return f"{line}: pipeline.{key}: {message}" if line else f"pipeline: {key}: {message}"
+        return f"{self.where(key)}: {message}"
