@@ -17,14 +17,14 @@ from jgt.document import InputError, nearest
 from jgt.jaxpr import Place, Program, Var
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.custom import find_table
-from jgt.pipeline.run import Dims, Executor, Input, Options
+from jgt.pipeline.ends import Input, Rewrite
+from jgt.pipeline.layout import Dims, Layout
+from jgt.pipeline.run import Executor
 from jgt.pipeline.schedule import Table
 from jgt.pipeline.split import Split, SplitError, split
 from jgt.placement import ParameterPlace, input_rule, is_key, path_text
 from jgt.rewrite import Rewriter, partition_spec
 from jgt.rules import Matcher, Rules, SpecRule
-
-Rewrite = Callable[[Program, Place], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,10 @@ class Pipelined:
 
     def _executor(self) -> Executor:
         dims = {var: self.param_dims[index] for var, index in self.split.like.items()}
+        layout = Layout(mesh=self.mesh, axis=self.pipeline.axis, batch_axes=self.batch_axes, dims=dims)
+        options = self.pipeline
         return Executor(
-            self.split,
-            mesh=self.mesh,
-            axis=self.pipeline.axis,
-            batch_axes=self.batch_axes,
-            inputs=self.inputs,
-            dims=dims,
-            rewrite=self.rewrite,
-            options=Options(remat=self.pipeline.remat, gather=self.pipeline.gather),
+            split=self.split, layout=layout, inputs=self.inputs, rewrite=self.rewrite, remat=options.remat, gather=options.gather
         )
 
     def _here(self, part: Any) -> Any:

@@ -16,8 +16,7 @@ from jgt import jaxpr as jx
 from jgt.jaxpr import Equation, Program, Var
 
 _LINEAR = frozenset(
-    "neg convert_element_type reshape broadcast_in_dim transpose squeeze expand_dims reduce_sum copy copy_p slice dynamic_slice "
-    "gather concatenate rev cumsum reduce_precision name sharding_constraint stop_gradient mul div add sub add_any dot_general real".split()
+    ["neg", "convert_element_type", "reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "reduce_sum", "copy", "copy_p", "slice", "dynamic_slice", "gather", "concatenate", "rev", "cumsum", "reduce_precision", "name", "sharding_constraint", "stop_gradient", "mul", "div", "add", "sub", "add_any", "dot_general", "real"]
 )
 """Primitives that multiply their result by n when they multiply their operands by n; mul, div and dot_general add degrees."""
 

@@ -17,59 +17,8 @@ import jax.numpy as jnp
 from jgt import jaxpr as jx
 from jgt.jaxpr import Program, Var
 from jgt.parts import Flat, Part, cut, flatten, marks
+from jgt.pipeline.floats import Floats, Values, raw, whole_like
 from jgt.pipeline.split import Split
-
-Values = list[Any]
-
-
-def is_float(x: Any) -> bool:
-    """Whether a value has a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def raw(x: Any) -> Any:
-    """A value as plain numbers, which stages can send to each other: random keys become their bits."""
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def whole_like(x: Any, like: Any) -> Any:
-    """The inverse of raw."""
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
-
-
-def raw_shape(like: Any) -> jax.ShapeDtypeStruct:
-    """The shape of the raw value."""
-    plain = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    return jax.eval_shape(jax.random.key_data, plain) if _is_key(like) else plain
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-@dataclass(frozen=True)
-class Floats:
-    """Which values of a list have gradients, to take them out and to put them back."""
-
-    which: tuple[bool, ...]
-
-    @classmethod
-    def among(cls, values: Sequence[Any]) -> Floats:
-        """Of arrays or ShapeDtypeStructs."""
-        return cls(tuple(map(is_float, values)))
-
-    def take(self, values: Sequence[Any]) -> Values:
-        """The values with gradients."""
-        return [v for v, f in zip(values, self.which, strict=True) if f]
-
-    def leave(self, values: Sequence[Any]) -> Values:
-        """The values without."""
-        return [v for v, f in zip(values, self.which, strict=True) if not f]
-
-    def merge(self, floats: Sequence[Any], others: Sequence[Any]) -> Values:
-        """Both kinds in their places."""
-        a, b = iter(floats), iter(others)
-        return [next(a) if f else next(b) for f in self.which]
 
 
 class Body:

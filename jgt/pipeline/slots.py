@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.layer import Floats, Gradients, Layer, Values
+from jgt.parts import Part
+from jgt.pipeline.floats import Values
+from jgt.pipeline.layer import Gradients, Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +35,26 @@ class Chunk:
 class Stage:
     """The slots of a stage.
 
-    per_chunk: layers of a chunk, padding included. gather: makes a layer's weights whole; scatter: the reverse, for
+    local: what layers read of inputs alone. per_chunk: layers of a chunk, padding included. gather: makes a layer's weights whole; scatter: the reverse, for
     gradients. keep_input: only the chunk's input is saved, and backward runs it forward again.
     """
 
     layer: Layer
+    local: Part
     axis: str
     num_stages: int
     per_chunk: int
-    floats: Floats
     gather: Callable[[Values], Values]
     scatter: Callable[[int, Any], Any]
     keep_input: bool
     apart: bool
+
+    @property
+    def stashed_shapes(self) -> Values:
+        """What backward leaves for the weight gradients of one layer; residuals too, where forward did not save them."""
+        if not self.apart:
+            return []
+        return [*self.layer.stashed_shapes, *(self.layer.saved_shapes if self.keep_input else [])]
 
     def evaluate(self, item: Mapping[str, Any], chunk: Chunk, travel: Values) -> Values:
         """What leaves a chunk, with nothing saved."""

@@ -294,7 +294,7 @@ class _Splitter:
         makers = {v: e for e in self.flat.eqns for v in e.outvars}
         while var in makers:
             same = [a for a in makers[var].invars if jx.is_var(a) and a.aval.shape == var.aval.shape]
-            others = [a for a in makers[var].invars if jx.is_var(a) and a.aval.shape != var.aval.shape and a.aval.shape != ()]
+            others = [a for a in makers[var].invars if jx.is_var(a) and a.aval.shape not in (var.aval.shape, ())]
             if len(same) != 1 or others or list(jx.subprograms(makers[var])):
                 return None
             var = same[0]

@@ -42,7 +42,7 @@ class Ticks:
 def arrays_of(table: Table) -> Ticks:
     """The arrays of a verified table."""
     buffers = plan(table)
-    staged = {kind: _staged(table, buffers, kind) for kind in KINDS}
+    staged: dict[Kind, Arrays] = {kind: _staged(table, buffers, kind) for kind in KINDS}
     last = table.num_chunks - 1
     common = {
         "embed": _common(table.forward, 0),
@@ -51,23 +51,26 @@ def arrays_of(table: Table) -> Ticks:
     }
     active = [tuple(kind for kind in KINDS if any(table.rows(kind)[tick])) for tick in range(table.num_ticks)]
     segments, start = [], 0
+    kinds: tuple[Kind, ...]
     for kinds, group in itertools.groupby(active):
         end = start + len(list(group))
         if kinds:
-            segments.append(_segment(kinds, slice(start, end), staged, common))
+            segments.append(_segment(kinds, slice(start, end), staged, common, table.virtual))
         start = end
     return Ticks(table=table, buffers=buffers, segments=tuple(segments))
 
 
-def _segment(kinds: tuple[Kind, ...], ticks: slice, staged: Mapping[Kind, Arrays], common: Mapping[str, Arrays]) -> Segment:
+def _segment(
+    kinds: tuple[Kind, ...], ticks: slice, staged: Mapping[Kind, Arrays], common: Mapping[str, Arrays], virtual: int
+) -> Segment:
     share = {name: float(np.mean(arrays["on"][ticks])) for name, arrays in common.items()}
     return Segment(
         kinds=kinds,
         staged={kind: _cut(staged[kind], ticks) for kind in kinds},
         common={name: _cut(arrays, ticks) for name, arrays in common.items() if share[name]},
         always=frozenset(name for name, part in share.items() if part == 1),
-        # Work in vain costs its time, a branch only a moment.
-        rarely=frozenset(name for name, part in share.items() if 0 < part < 0.75),
+        # With one chunk a stage, only the ticks at both ends have none of it: not worth a branch.
+        rarely=frozenset(name for name, part in share.items() if 0 < part < 1 and virtual > 1),
     )
 
 

@@ -1,0 +1,125 @@
+"""Where values stand in a pipeline: gathered over the batch's axes, laid over the stages, their gradients reduced again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jgt import jaxpr as jx
+from jgt.jaxpr import Var
+from jgt.pipeline.stages import Stages
+
+Dims = tuple[tuple[str, ...], ...]
+FREE = PartitionSpec.UNCONSTRAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh with a stage axis and axes that split the batch; the other axes are the partitioner's.
+
+    dims: the axes of each dim of a value as it is stored; values that are not in it have no known layout.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axis: str
+    batch_axes: tuple[str, ...]
+    dims: Mapping[Var, Dims]
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the batch's axes make of the batch."""
+        return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
+
+    def manual(self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """shard_map over some axes; over none of them the function itself."""
+        if not axes:
+            return fn
+        around = jx.mesh_around()
+        mesh = {"mesh": self.mesh} if around is None else {}
+        # Gradients are taken inside, of local functions: no collective is ever differentiated, and programs that were
+        # traced outside know nothing of varying axes.
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False, **mesh)
+
+    def spec(self, var: Var) -> PartitionSpec:
+        """The batch axes of a stored value."""
+        return PartitionSpec(*[axes or None for axes in self._batch_dims(var)])
+
+    def pinned(self, var: Var, x: Any) -> Any:
+        """A gathered value with its sharding over the axes that are left to the partitioner, where that is known."""
+        dims = self._other_dims(var)
+        return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
+
+    def gathered(self, var: Var, x: Any, *, first: int = 0) -> Any:
+        """A value made whole over the batch's axes; of its dims those before `first` are gone."""
+        for dim, axes in enumerate(self._batch_dims(var)[first:]):
+            if axes:
+                x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        return x
+
+    def scattered(self, var: Var, gradient: Any, *, first: int = 0) -> Any:
+        """A gradient summed over the axes that its value is sharded over, each device keeping its part."""
+        for dim, axes in enumerate(self._batch_dims(var)[first:]):
+            if axes:
+                gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        return gradient
+
+    def reduced(self, var: Var, gradient: Any, *, scatter: bool) -> Any:
+        """A gradient summed over the batch's axes and laid out like its value; `scatter` is False where it is scattered already."""
+        stored = {a for axes in self._batch_dims(var) for a in axes}
+        over = tuple(a for a in self.batch_axes if a not in stored)
+        if over:
+            gradient = jax.lax.psum(gradient, over)
+        return (self.scattered(var, gradient) if scatter else gradient).astype(var.aval.dtype)
+
+    def staged(self, var: Var, x: Any, stages: Stages) -> Any:
+        """[layers, ...] → [stages, layers of a stage, ...]."""
+        return self.on_stages(var, stages.arrange(x))
+
+    def unstaged(self, var: Var, x: Any, stages: Stages) -> Any:
+        """The inverse of staged."""
+        return self.pinned(var, stages.restore(self.on_stages(var, x)))
+
+    def on_stages(self, var: Var, x: Any) -> Any:
+        """A staged value with its sharding."""
+        dims = self._other_dims(var)
+        rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
+        return self._constrained(x, PartitionSpec(self.axis, None, *rest))
+
+    def on_every_stage(self, num_stages: int, fn: Callable[..., Any], staged: Any, common: Any, out: Sequence[bool]) -> Any:
+        """fn(staged, common) on every stage: `staged` has a leading stage dim, which fn does not see.
+
+        out: for each result of fn whether it has a stage dim, or is the same on all stages.
+        """
+
+        def local(staged: Any, common: Any) -> Any:
+            found = fn(jax.tree.map(lambda x: x.reshape(x.shape[1:]), staged), common)
+            return tuple(jax.tree.map(lambda x: x[None], f) if o else f for f, o in zip(found, out, strict=True))
+
+        specs = tuple(PartitionSpec(self.axis) if o else PartitionSpec() for o in out)
+        axes = (self.axis,) if num_stages > 1 else ()
+        return self.manual(local, axes, (PartitionSpec(self.axis), PartitionSpec()), specs)(staged, common)
+
+    def shard_index(self) -> Any:
+        """Which part of the batch this is."""
+        return jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0)
+
+    def summed(self, x: Any) -> Any:
+        """The sum over all parts of the batch."""
+        return jax.lax.psum(x, self.batch_axes) if self.batch_axes else x
+
+    def _batch_dims(self, var: Var) -> list[tuple[str, ...]]:
+        return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]
+
+    def _other_dims(self, var: Var) -> list[Any] | None:
+        if var not in self.dims:
+            return None
+        return [tuple(a for a in axes if a not in self.batch_axes) or None for axes in self.dims[var]]
+
+    def _constrained(self, x: Any, spec: PartitionSpec) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))

@@ -1,0 +1,193 @@
+"""A small decoder in pieces for losses to be made of, and the comparison with the same loss unpipelined on one device.
+
+b batch, s seq, d embed, f ffn, v vocab, l layers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jgt
+from jgt.signal import context, tensor
+
+ROWS, SEQ, EMBED, FFN, VOCAB, LAYERS = 16, 4, 8, 16, 16, 4
+
+RULES = {
+    "axes": {"batch": ["data", "fsdp"]},
+    "signals": {
+        "embed": {"params": {"embed": [["stage", "tensor", "fsdp"], None]}},
+        "layers/mlp": {
+            "params": {"up": ["fsdp", "tensor"], "down": ["tensor", "fsdp"]},
+            "tensors": {"hidden": ["batch", None, "tensor"]},
+        },
+        "head": {"params": {"unembed": [["stage", "tensor"], "fsdp"]}, "tensors": {"logits": ["batch", None, ["stage", "tensor"]]}},
+    },
+    "default": "replicate",
+}
+
+
+def make_params(num_layers=LAYERS, **more):
+    """Parameters of the decoder; `more` are names with shapes."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
+
+    return {
+        "embed": normal(VOCAB, EMBED) * 4,
+        "layers": {"up": normal(num_layers, EMBED, FFN), "down": normal(num_layers, FFN, EMBED)},
+        "unembed": normal(VOCAB, EMBED) * 2,
+        **{name: normal(*shape) for name, shape in more.items()},
+    }
+
+
+def make_batch(num_rows=ROWS):
+    """tokens, targets, weights [b, s]; the first rows are padding, the others of uneven length."""
+    rng = np.random.default_rng(1)
+    length = rng.integers(1, SEQ + 1, num_rows)
+    length[: num_rows // 4] = 0
+    return {
+        "tokens": rng.integers(0, VOCAB, (num_rows, SEQ), np.int32),
+        "targets": rng.integers(0, VOCAB, (num_rows, SEQ), np.int32),
+        "weights": (np.arange(SEQ) < length[:, None]).astype(np.float32),
+    }
+
+
+def embed(params, batch):
+    """[b, s, d]."""
+    with context("embed"):
+        return params["embed"][batch["tokens"]]
+
+
+def norm(x):
+    """RMS norm without a scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def mlp(x, weights):
+    """[b, s, d] → [b, s, d]."""
+    with context("mlp"):
+        return x + tensor(jax.nn.silu(norm(x) @ weights["up"]), "hidden") @ weights["down"]
+
+
+def run_layers(params, x, layer=mlp):
+    """x through every layer(x, weights)."""
+    with context("layers"):
+        return jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])[0]
+
+
+def logits_of(params, x, table="unembed"):
+    """[b, s, d] → [b, s, v]."""
+    with context("head"):
+        return tensor(jnp.einsum("bsd,vd->bsv", norm(x), params[table]), "logits")
+
+
+def nats(logits, batch):
+    """The loss of each target [b, s]."""
+    with context("loss"):
+        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def weighted(nats, batch):
+    """The mean over what is not padding."""
+    return jnp.sum(nats * batch["weights"]) / jnp.sum(batch["weights"])
+
+
+def decoder_loss(params, batch):
+    """The whole of it."""
+    return weighted(nats(logits_of(params, run_layers(params, embed(params, batch))), batch), batch)
+
+
+def compiled(fn):
+    """`fn` under jit. What LLVM would optimize takes a third of the compilation and changes nothing here."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def mesh_of(**sizes):
+    """A mesh of data, fsdp, stage and tensor over the first devices; sizes are 1 unless given."""
+    sizes = dict.fromkeys(("data", "fsdp", "stage", "tensor"), 1) | sizes
+    return jgt.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def pipeline_of(**options):
+    """The layers' pipeline, of 4 microbatches unless given."""
+    return jgt.Pipeline(**{"signal": "layers", "microbatches": 4} | options)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """A loss with arguments. What it gives unpipelined on one device is computed once."""
+
+    loss: Callable[..., Any]
+    params: Any
+    inputs: tuple[Any, ...]
+    rules: Any
+    has_aux: bool = False
+
+    @cached_property
+    def expected(self):
+        """Results, and gradients by the parameters."""
+        found = self.derivatives(self.loss)
+        for path, gradient in jax.tree.leaves_with_path(found[1]):
+            assert np.abs(gradient).max() > 1e-4, f"the loss does not depend on {jax.tree_util.keystr(path)}"
+        return found
+
+    def derivatives(self, loss):
+        """The same of another loss."""
+        return jax.device_get(compiled(jax.value_and_grad(loss, has_aux=self.has_aux))(self.params, *self.inputs))
+
+    def pipelined(self, mesh, **options):
+        """The loss over a mesh."""
+        return jgt.shard(self.loss, self.rules, mesh, pipeline=pipeline_of(**options))
+
+
+def case(loss=decoder_loss, params=None, *inputs, rules=RULES, has_aux=False):
+    """A case, with the decoder's own arguments unless given."""
+    return Case(
+        loss=loss,
+        params=make_params() if params is None else params,
+        inputs=inputs or (make_batch(),),
+        rules=jgt.make_rules(rules),
+        has_aux=has_aux,
+    )
+
+
+def assert_close(got, want, tolerance):
+    """Every leaf is within `tolerance` of the largest entry of what it should be; whole numbers are equal."""
+
+    def check(path, got, want):
+        got, want = np.asarray(got), np.asarray(want)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        if not np.issubdtype(want.dtype, np.integer):
+            got, want = got.astype(np.float64), want.astype(np.float64)
+            error = np.abs(got - want).max() / max(np.abs(want).max(), np.finfo(np.float32).tiny)
+            assert error <= tolerance, f"{jax.tree_util.keystr(path)}: off by {error:.1e} of its largest entry"
+        else:
+            np.testing.assert_array_equal(got, want)
+
+    jax.tree.map_with_path(check, got, want)
+
+
+def assert_values(got, want):
+    """Results are within 1e-6, relative to those above 1."""
+
+    def check(got, want):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * max(1.0, float(np.abs(want).max())))
+
+    jax.tree.map(check, got, want)
+
+
+def assert_exact(case, mesh, **options):
+    """Trained and evaluated through a pipeline, a case gives what it gives on one device."""
+    pipelined = case.pipelined(mesh, **options)
+    values, gradients = case.derivatives(pipelined)
+    assert_values(values, case.expected[0])
+    assert_close(gradients, case.expected[1], 1e-5)
+    assert_values(compiled(pipelined)(case.params, *case.inputs), case.expected[0])
