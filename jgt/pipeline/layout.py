@@ -51,31 +51,70 @@ class Layout:
         return PartitionSpec(*[axes or None for axes in self._batch_dims(var)])
 
     def pinned(self, var: Var, x: Any) -> Any:
-        """A gathered value with its sharding over the axes that are left to the partitioner, where that is known."""
+        """A value that is whole over the batch's axes, with its sharding over the others, where that is known."""
         dims = self._other_dims(var)
         return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
-    def gathered(self, var: Var, x: Any, *, first: int = 0) -> Any:
-        """A value made whole over the batch's axes; of its dims those before `first` are gone."""
-        for dim, axes in enumerate(self._batch_dims(var)[first:]):
-            if axes:
-                x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-        return x
+    def gathered(self, var: Var, x: Any) -> Any:
+        """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
+        dims = self._other_dims(var)
+        return x if dims is None else self._constrained(x, PartitionSpec(*dims))
 
-    def scattered(self, var: Var, gradient: Any, *, first: int = 0) -> Any:
-        """A gradient summed over the axes that its value is sharded over, each device keeping its part."""
-        for dim, axes in enumerate(self._batch_dims(var)[first:]):
-            if axes:
-                gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-        return gradient
+    def summed(self, x: Any) -> Any:
+        """The sum over all parts of the batch."""
+        return jax.lax.psum(x, self.batch_axes) if self.batch_axes else x
 
-    def reduced(self, var: Var, gradient: Any, *, scatter: bool) -> Any:
-        """A gradient summed over the batch's axes and laid out like its value; `scatter` is False where it is scattered already."""
+    def parts(self, var: Var, gradient: Any) -> Any:
+        """A gradient of one part of the batch, as it leaves the shard_map: stacked with the others', or their sum."""
+        return gradient[None] if self._is_stacked(var) else self.summed(gradient)
+
+    def parts_spec(self, var: Var) -> PartitionSpec:
+        """The batch axes of what `parts` gives."""
+        return PartitionSpec(self.batch_axes) if self._is_stacked(var) else PartitionSpec()
+
+    def reduced(self, var: Var, parts: Any) -> Any:
+        """The sum of all parts, laid out like the value: reduce-scattered over the axes that the value is stored over."""
+        if not self._is_stacked(var):
+            return parts.astype(var.aval.dtype)
+        stored = self._batch_dims(var)
+        over = tuple(a for a in self.batch_axes if not any(a in axes for axes in stored))
+
+        def local(part: Any) -> Any:
+            gradient = part[0]
+            if over:
+                gradient = jax.lax.psum(gradient, over)
+            return _each(stored, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+
+        # All axes are manual here: in a shard_map over some of them the partitioner gathers operands over the others first.
+        whole = PartitionSpec(self.batch_axes, *(self._other_dims(var) or ()))
+        return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*[a or None for a in self.dims[var]]))(parts).astype(var.aval.dtype)
+
+    def rest_summed(self, var: Var, gradient: Any) -> Any:
+        """A gradient that is scattered already over the axes its value is stored over, summed over the others."""
         stored = {a for axes in self._batch_dims(var) for a in axes}
         over = tuple(a for a in self.batch_axes if a not in stored)
-        if over:
-            gradient = jax.lax.psum(gradient, over)
-        return (self.scattered(var, gradient) if scatter else gradient).astype(var.aval.dtype)
+        return (jax.lax.psum(gradient, over) if over else gradient).astype(var.aval.dtype)
+
+    def gathered_layer(self, var: Var, x: Any) -> Any:
+        """One layer of a weight, on one stage, made whole over the batch's axes."""
+        return self._on_layer(var, x, lambda x, axes, dim: jax.lax.all_gather(x, axes, axis=dim, tiled=True))
+
+    def scattered_layer(self, var: Var, gradient: Any) -> Any:
+        """The gradient of one layer, on one stage, summed over the axes that the weight is stored over."""
+        return self._on_layer(var, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+
+    def _on_layer(self, var: Var, x: Any, collective: Callable[[Any, Any, int], Any]) -> Any:
+        stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
+        if not any(stored):
+            return x
+        # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
+        mixed = any(a and b for a, b in zip(stored, others, strict=True))
+        axes = () if mixed else tuple(a for axes in others if axes for a in axes)
+        spec = PartitionSpec(*others)
+        return self.manual(lambda x: _each(stored, x, collective), axes, spec, spec)(x)
+
+    def _is_stacked(self, var: Var) -> bool:
+        return bool(self.batch_axes) and var in self.dims
 
     def staged(self, var: Var, x: Any, stages: Stages) -> Any:
         """[layers, ...] → [stages, layers of a stage, ...]."""
@@ -109,17 +148,22 @@ class Layout:
         """Which part of the batch this is."""
         return jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0)
 
-    def summed(self, x: Any) -> Any:
-        """The sum over all parts of the batch."""
-        return jax.lax.psum(x, self.batch_axes) if self.batch_axes else x
-
     def _batch_dims(self, var: Var) -> list[tuple[str, ...]]:
         return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]
 
     def _other_dims(self, var: Var) -> list[Any] | None:
         if var not in self.dims:
             return None
-        return [tuple(a for a in axes if a not in self.batch_axes) or None for axes in self.dims[var]]
+        sizes = dict(self.mesh.shape)
+        return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
 
     def _constrained(self, x: Any, spec: PartitionSpec) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
+
+
+def _each(dims: Sequence[tuple[str, ...]], x: Any, collective: Callable[[Any, Any, int], Any]) -> Any:
+    """A collective along every dim that has axes."""
+    for dim, axes in enumerate(dims):
+        if axes:
+            x = collective(x, axes, dim)
+    return x

@@ -200,12 +200,12 @@ class Loop:
         split, layout = self._split, self._layout
 
         def gather(weights: Values) -> Values:
-            return [layout.gathered(v, x, first=1) for v, x in zip(split.weights, weights, strict=True)] if self._gather_layers else weights
+            return [layout.gathered_layer(v, x) for v, x in zip(split.weights, weights, strict=True)] if self._gather_layers else weights
 
         with_gradients = Floats.among([v.aval for v in split.weights]).take(split.weights)
 
         def scatter(index: int, gradient: Any) -> Any:
-            return layout.scattered(with_gradients[index], gradient, first=1) if self._gather_layers else gradient
+            return layout.scattered_layer(with_gradients[index], gradient) if self._gather_layers else gradient
 
         def make(own: Any, everywhere: Any) -> tuple[()]:
             local = split.local.changed(lambda p: self._ends.rewrite(p, split.place))

@@ -58,43 +58,56 @@ class Executor:
             loop = self._loop(ends, table.forward_only(), stages, staged, None)
             return self._finished(ends, table, loop.run()["totals"])
 
-        return self._manual(run, (), WHOLE)(weights, common, inputs, statistics)
+        return self._manual(run, (), WHOLE)(*self._gathered(weights, common), inputs, statistics)
 
     def train(self, table: Table, weights: Values, common: Values, inputs: Values, statistics: Values, seeds: Values) -> Results:
         """The totals, and the gradients of Σ seed · total, reduced and laid out like what they belong to.
 
         seeds: one for each total; those of totals that are no floats are ignored.
         """
-        split = self.split
+        split, layout = self.split, self.layout
+        by_step = self.gather == "step"
 
         def run(weights: Values, common: Values, inputs: Values, statistics: Values, seeds: Values) -> tuple[Values, Values, Values]:
             ends, stages, staged = self._prepare(table, weights, common, inputs, statistics)
             loop = self._loop(ends, table, stages, staged, ends.seeds(seeds, self._num_parts(table)))
             state = loop.run()
             sums = state["staged"]["sums"]
-            by_step = self.gather == "step"
-            of_weights = [
-                self.layout.reduced(v, self.layout.unstaged(v, g, stages), scatter=by_step) for v, g in zip(_floats(split.weights), sums.weights, strict=True)
-            ]
+            of_weights = [layout.unstaged(v, g, stages) for v, g in zip(_floats(split.weights), sums.weights, strict=True)]
             in_layers = dict(zip(_floats(split.in_layers), sums.common, strict=True))
-            of_common = []
-            for var, gradient in zip(_floats(split.common), state["common"], strict=True):
-                whole = gradient + jnp.sum(in_layers[var], axis=0) if var in in_layers else gradient
-                of_common.append(self.layout.reduced(var, self.layout.pinned(var, whole), scatter=True))
-            return self._finished(ends, table, state["totals"]), of_weights, of_common
+            of_common = [
+                layout.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
+                for v, g in zip(_floats(split.common), state["common"], strict=True)
+            ]
+            leave = layout.parts if by_step else layout.rest_summed
+            return (
+                self._finished(ends, table, state["totals"]),
+                [leave(v, g) for v, g in zip(_floats(split.weights), of_weights, strict=True)],
+                [layout.parts(v, g) for v, g in zip(_floats(split.common), of_common, strict=True)],
+            )
 
-        out = (WHOLE, self._specs(_floats(split.weights)), self._specs(_floats(split.common)))
-        totals, of_weights, of_common = self._manual(run, (WHOLE,), out)(weights, common, inputs, statistics, seeds)
-        return Results(totals=totals, weights=of_weights, common=of_common)
+        spec = layout.parts_spec if by_step else layout.spec
+        out = (WHOLE, [spec(v) for v in _floats(split.weights)], [layout.parts_spec(v) for v in _floats(split.common)])
+        totals, of_weights, of_common = self._manual(run, (WHOLE,), out)(*self._gathered(weights, common), inputs, statistics, seeds)
+        if by_step:
+            of_weights = [layout.reduced(v, g) for v, g in zip(_floats(split.weights), of_weights, strict=True)]
+        return Results(
+            totals=totals,
+            weights=of_weights,
+            common=[layout.reduced(v, g) for v, g in zip(_floats(split.common), of_common, strict=True)],
+        )
+
+    def _gathered(self, weights: Values, common: Values) -> tuple[Values, Values]:
+        split, gathered = self.split, self.layout.gathered
+        if self.gather == "step":
+            weights = [gathered(v, w) for v, w in zip(split.weights, weights, strict=True)]
+        return weights, [gathered(v, c) for v, c in zip(split.common, common, strict=True)]
 
     def _manual(self, run: Any, more: tuple[PartitionSpec, ...], out: Any) -> Any:
         axes = self.layout.batch_axes
         rows = [PartitionSpec(axes or None) if i.kind == "rows" else WHOLE for i in self.inputs]
-        specs = (self._specs(self.split.weights), self._specs(self.split.common), rows, WHOLE, *more)
-        return self.layout.manual(run, axes, specs, out)
-
-    def _specs(self, variables: Sequence[Any]) -> list[PartitionSpec]:
-        return [self.layout.spec(v) for v in variables]
+        weights = [WHOLE if self.gather == "step" else self.layout.spec(v) for v in self.split.weights]
+        return self.layout.manual(run, axes, (weights, WHOLE, rows, WHOLE, *more), out)
 
     def _num_parts(self, table: Table) -> int:
         return table.num_microbatches * self.layout.num_shards
@@ -102,10 +115,8 @@ class Executor:
     def _prepare(self, table: Table, weights: Values, common: Values, inputs: Values, statistics: Values) -> tuple[Ends, Stages, Values]:
         layout, split = self.layout, self.split
         stages = Stages(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
-        if self.gather == "step":
-            weights = [layout.gathered(v, w) for v, w in zip(split.weights, weights, strict=True)]
-        whole = [layout.pinned(v, layout.gathered(v, c)) for v, c in zip(split.common, common, strict=True)]
         batch = Batch.of(self.inputs, inputs, statistics, layout.shard_index(), layout.num_shards, table.num_microbatches)
+        whole = [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)]
         return Ends(split, self.rewrite, batch, whole), stages, [layout.staged(v, w, stages) for v, w in zip(split.weights, weights, strict=True)]
 
     def _loop(self, ends: Ends, table: Table, stages: Stages, weights: Values, seeds: Values | None) -> Loop:

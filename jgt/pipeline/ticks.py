@@ -49,9 +49,8 @@ def arrays_of(table: Table) -> Ticks:
         "head": _common(table.forward, last),
         "embed_back": _common(table.backward, 0),
     }
-    active = [tuple(kind for kind in KINDS if any(table.rows(kind)[tick])) for tick in range(table.num_ticks)]
+    active: list[tuple[Kind, ...]] = [tuple(kind for kind in KINDS if any(table.rows(kind)[tick])) for tick in range(table.num_ticks)]
     segments, start = [], 0
-    kinds: tuple[Kind, ...]
     for kinds, group in itertools.groupby(active):
         end = start + len(list(group))
         if kinds:

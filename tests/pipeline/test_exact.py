@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
-from models import assert_exact, case, decoder_loss, make_params, mesh_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import assert_exact, case, decoder_loss, make_batch, make_params, mesh_of
 
 from jgt.pipeline.schedule import VIRTUAL
 
@@ -14,19 +16,20 @@ MESHES = [
 ]
 
 
-def name_of(sizes):
-    return "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+def name_of(values):
+    return "-".join(f"{name}{value}" for name, value in values.items())
 
 
 @pytest.fixture(scope="module")
 def decoder():
-    """The decoder with a number of layers."""
+    """The decoder with a number of layers, and a batch of a number of rows."""
     known = {}
 
-    def _decoder(num_layers):
-        if num_layers not in known:
-            known[num_layers] = case(decoder_loss, make_params(num_layers))
-        return known[num_layers]
+    def _decoder(num_layers, num_rows=16):
+        key = (num_layers, num_rows)
+        if key not in known:
+            known[key] = case(decoder_loss, make_params(num_layers), make_batch(num_rows))
+        return known[key]
 
     return _decoder
 
@@ -35,3 +38,117 @@ def decoder():
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_every_schedule_on_every_mesh(decoder, schedule, sizes):
     assert_exact(decoder(8), mesh_of(**sizes), schedule=schedule)
+
+
+@pytest.mark.parametrize("gather", ["step", "layer"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"stage": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"stage": 2, "fsdp": 2, "tensor": 2}, {"schedule": "zb", "remat": "stage"}),
+        ({"data": 2, "fsdp": 2, "stage": 2}, {"schedule": "interleaved"}),
+        ({"fsdp": 4, "stage": 2}, {"remat": "layer"}),
+    ],
+    ids=name_of,
+)
+def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, options, gather):
+    assert_exact(decoder(4), mesh_of(**sizes), gather=gather, **options)
+
+
+@pytest.mark.parametrize("remat", ["layer", "stage"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
+    assert_exact(decoder(8), mesh_of(stage=2, tensor=2, data=2), schedule=schedule, remat=remat)
+
+
+@pytest.mark.parametrize(
+    ("stage", "microbatches", "schedule"),
+    [
+        (4, 2, "1f1b"),
+        (4, 2, "zigzag"),
+        (4, 3, "zb_interleaved"),
+        (4, 6, "1f1b"),
+        (4, 6, "interleaved"),
+        (2, 3, "zb"),
+        (4, 1, "gpipe"),
+        (2, 1, "zb_interleaved"),
+    ],
+)
+def test_fewer_microbatches_than_stages_or_no_multiple_of_them(decoder, stage, microbatches, schedule):
+    assert_exact(decoder(8, 12), mesh_of(stage=stage, data=2), schedule=schedule, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stage", "options"),
+    [
+        (5, 2, {"schedule": "1f1b"}),
+        (5, 4, {"schedule": "zb", "remat": "stage"}),
+        (7, 2, {"schedule": "interleaved", "virtual": 3}),
+        (5, 2, {"schedule": "zigzag", "remat": "layer"}),
+        (6, 2, {"schedule": "zb_interleaved"}),
+        (6, 4, {"schedule": "gpipe", "gather": "layer"}),
+    ],
+    ids=str,
+)
+def test_layers_that_the_chunks_do_not_divide(decoder, num_layers, stage, options):
+    assert_exact(decoder(num_layers), mesh_of(stage=stage, fsdp=2), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "virtual": 3}, {"schedule": "zigzag"}, {"schedule": "zb"}], ids=str)
+def test_one_stage_is_a_pipeline_too(decoder, options):
+    assert_exact(decoder(8), mesh_of(stage=1, data=2, tensor=2), **options)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb_interleaved", "virtual": 1}], ids=str)
+def test_one_layer_for_each_stage(decoder, options):
+    assert_exact(decoder(4), mesh_of(stage=4, tensor=2), **options)
+
+
+def one_by_one(stages, backward):
+    """A table with one item a tick: all forward, then backward in another order of microbatches."""
+    last = len(stages) - 1
+    forward = [("F", m, g) for m in range(len(backward)) for g in range(last + 1)]
+    items = [*forward, *(("B", m, g) for m in backward for g in range(last, -1, -1))]
+    rows = [["-"] * (max(stages) + 1) for _ in items]
+    for row, (kind, m, g) in zip(rows, items, strict=True):
+        row[stages[g]] = f"{kind}{m}.{g}"
+    return "\n".join(map(",".join, rows))
+
+
+TABLES = {
+    "reversed stages, weight gradients late": (
+        2,
+        "-,F0.0\nF0.1,F1.0\nF1.1,-\nB0.1,-\nB1.1 W0.1,B0.0\nW1.1,B1.0 W0.0\n-,W1.0\n",
+    ),
+    "neighbours on one stage": (4, one_by_one((0, 0, 1, 1), [1, 3, 0, 2])),
+    "chunks anywhere": (2, one_by_one((1, 3, 0, 2, 2, 3, 1, 0), [1, 0])),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_one_s_own(decoder, tmp_path, name):
+    microbatches, text = TABLES[name]
+    (tmp_path / "own.csv").write_text(text)
+    stage = text.splitlines()[0].count(",") + 1
+    assert_exact(decoder(8), mesh_of(stage=stage, data=2), schedule=str(tmp_path / "own.csv"), microbatches=microbatches)
+
+
+@st.composite
+def pipelines(draw):
+    """A number of layers, axes and options that fit together."""
+    schedule = draw(st.sampled_from(sorted(VIRTUAL)))
+    stage = draw(st.sampled_from([1, 2, 4]))
+    virtual = draw(st.integers(1, 3)) if VIRTUAL[schedule] is None else None
+    num_layers = draw(st.integers(stage * (VIRTUAL[schedule] or virtual), 12))
+    data = draw(st.sampled_from([1, 2]))
+    sizes = {"stage": stage, "data": data, "tensor": draw(st.sampled_from([1, 2] if stage * data <= 4 else [1]))}
+    microbatches = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if 12 // data % n == 0]))
+    remat = draw(st.sampled_from(["none", "layer", "stage"]))
+    return num_layers, sizes, {"schedule": schedule, "virtual": virtual, "microbatches": microbatches, "remat": remat}
+
+
+@given(pipelines())
+@settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+def test_sampled_pipelines(decoder, sampled):
+    num_layers, sizes, options = sampled
+    assert_exact(decoder(num_layers, 12), mesh_of(**sizes), **options)

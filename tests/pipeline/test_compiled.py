@@ -1,0 +1,170 @@
+"""The compiled program: nothing unrolls, memory does not grow with microbatches, traffic is where it should be, no device branches alone."""
+
+import itertools
+from collections import Counter
+from functools import cache
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import COLLECTIVES, Module, spanned
+from models import RULES, decoder_loss, mesh_of, pipeline_of
+
+import jgt
+from jgt.pipeline.schedule import VIRTUAL
+
+# Large enough for a table of indices to be nothing beside one activation. A dim of the vocabulary is known by its factor 101.
+SEQ, EMBED, FFN, PRIME, LAYERS = 64, 64, 128, 101, 8
+VOCAB = 4 * PRIME
+STAGES = {"data": 2, "stage": 4}
+SHARDED = {"data": 2, "fsdp": 2, "stage": 2}
+FLAT = ("1f1b", "interleaved", "zigzag", "zb")
+
+
+@cache
+def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=tuple(STAGES.items()), gather="step"):
+    """Loss and gradients of the decoder, a row in a microbatch on each data shard."""
+    sizes = dict(sizes)
+    rows = microbatches * sizes["data"] * sizes.get("fsdp", 1)
+    weights = {"up": (num_layers, EMBED, FFN), "down": (num_layers, FFN, EMBED)}
+    params = {"embed": (VOCAB, EMBED), "layers": weights, "unembed": (VOCAB, EMBED)}
+    shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), params, is_leaf=lambda x: isinstance(x, tuple))
+    batch = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct((rows, SEQ), dtype) for name, dtype in batch.items()}
+    pipeline = pipeline_of(schedule=schedule, microbatches=microbatches, gather=gather)
+    loss = jgt.shard(decoder_loss, jgt.make_rules(RULES), mesh_of(**sizes), pipeline=pipeline)
+    return jax.jit(jax.value_and_grad(loss)).lower(shapes, batch)
+
+
+@cache
+def compiled(*args, **kwargs):
+    """Without LLVM's optimisations: XLA's own are what is looked at."""
+    return lowered(*args, **kwargs).compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+@cache
+def module(*args, **kwargs):
+    """What was compiled, read."""
+    return Module.of(compiled(*args, **kwargs).as_text())
+
+
+def sharded(gather):
+    """1f1b over a mesh with an fsdp axis."""
+    return module("1f1b", 8, sizes=tuple(SHARDED.items()), gather=gather)
+
+
+# -- nothing unrolls ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_the_program_is_as_long_for_more_microbatches_and_for_more_layers(schedule):
+    lines = [len(lowered(schedule, *numbers).as_text().splitlines()) for numbers in ((8, 8), (64, 8), (8, 32))]
+    assert lines[0] == lines[1] == lines[2]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def temporary(schedule, microbatches):
+    return compiled(schedule, microbatches).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("schedule", FLAT)
+def test_memory_is_the_same_for_more_microbatches_of_the_same_size(schedule):
+    assert temporary(schedule, 64) <= 1.02 * temporary(schedule, 8)
+
+
+def test_gpipe_saves_every_microbatch():
+    saved = (64 - 8) * (LAYERS // STAGES["stage"]) * SEQ * FFN * 4
+    assert temporary("gpipe", 64) - temporary("gpipe", 8) > saved
+
+
+@pytest.mark.parametrize("schedule", FLAT)
+def test_nothing_is_as_large_as_the_logits_of_a_batch(schedule):
+    """Of the rows of one data shard; the whole batch has twice as many."""
+    logits = 64 * SEQ * VOCAB // STAGES["stage"]
+    largest = max(itertools.chain.from_iterable(i.sizes for i in module(schedule, 64).instructions()))
+    assert LAYERS // STAGES["stage"] * EMBED * FFN <= largest < logits
+
+
+@pytest.mark.parametrize("schedule", FLAT)
+def test_a_stage_has_its_part_of_the_vocabulary_and_one_microbatch_of_logits(schedule):
+    sizes = {prod(s) for i in module(schedule, 64).instructions() for s in i.shapes if any(dim % PRIME == 0 for dim in s)}
+    assert sizes
+    assert max(sizes) == SEQ * PRIME == EMBED * PRIME
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------
+
+
+def talk(module, sizes, *, in_loops):
+    """(kind, axes, elements of each array) of every collective."""
+    return [(i.kind, spanned(i, sizes), i.sizes) for i in module.collectives(in_loops=in_loops)]
+
+
+def axes_in_loops(module, sizes):
+    return frozenset().union(*(axes for _, axes, _ in talk(module, sizes, in_loops=True)))
+
+
+@pytest.mark.parametrize("schedule", FLAT)
+def test_loops_talk_between_stages_only(schedule):
+    assert axes_in_loops(module(schedule, 8), STAGES) == {"stage"}
+
+
+def test_loops_talk_between_stages_only_where_weights_are_gathered_once_a_step():
+    assert axes_in_loops(sharded("step"), SHARDED) == {"stage"}
+
+
+def test_loops_gather_layers_one_by_one_where_they_are_told_to():
+    found = [(kind, sizes) for kind, axes, sizes in talk(sharded("layer"), SHARDED, in_loops=True) if axes == {"fsdp"}]
+    assert {kind for kind, _ in found} == {"all-gather", "reduce-scatter"}
+    for kind, sizes in found:
+        assert sizes == [EMBED * FFN // (1 if kind == "all-gather" else SHARDED["fsdp"])]
+    assert axes_in_loops(sharded("layer"), SHARDED) == {"stage", "fsdp"}
+
+
+TABLE, STACK = VOCAB // SHARDED["stage"] * EMBED, LAYERS // SHARDED["stage"] * EMBED * FFN
+
+
+def reductions(gather, kind, axis):
+    """How many arrays of each size are reduced over an axis outside of loops; scalars apart."""
+    found = [s for k, axes, sizes in talk(sharded(gather), SHARDED, in_loops=False) if k == kind and axis in axes for s in sizes if s > 1]
+    return Counter(found)
+
+
+def test_gradients_are_reduced_once_after_the_loops():
+    assert reductions("step", "all-reduce", "data") == {TABLE: 2, STACK: 2}
+    assert reductions("step", "reduce-scatter", "fsdp") == {TABLE // 2: 2, STACK // 2: 2}
+    assert reductions("step", "all-reduce", "fsdp") == {}
+
+
+def test_gradients_that_are_scattered_layer_by_layer_are_reduced_over_the_other_axis_once():
+    assert reductions("layer", "all-reduce", "data") == {TABLE: 2, STACK // 2: 2}
+    assert reductions("layer", "reduce-scatter", "fsdp") == {TABLE // 2: 2}
+
+
+def test_a_device_never_holds_weights_or_gradients_of_another_stage():
+    largest = {sizes[0] for kind, _, sizes in talk(sharded("step"), SHARDED, in_loops=False) if kind == "all-gather"}
+    assert largest == {TABLE, STACK}
+
+
+# -- branches ----------------------------------------------------------------------------------------------------
+
+ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *COLLECTIVES}
+"""What a value may not come from to be the same on all devices."""
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zigzag", "zb_interleaved"])
+def test_all_devices_take_a_branch_together(schedule):
+    program = module(schedule, 8)
+    predicates = [program.sources(computation, conditional.operands[0]) for computation, conditional in program.conditionals()]
+    assert len(predicates) >= 3
+    for sources in predicates:
+        assert not sources & ALONE
+        assert {"constant", "dynamic-slice"} <= sources
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "gpipe"])
+def test_one_chunk_a_stage_needs_no_branches(schedule):
+    assert not list(module(schedule, 8).conditionals())
