@@ -17,6 +17,7 @@ import jax.extend.core as jex
 import jax.extend.linear_util as lu
 from jax._src import source_info_util
 from jax._src.core import get_axis_env
+from jax._src.interpreters import batching
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.signal import PREFIX
@@ -85,14 +86,21 @@ def fresh(var: Var) -> Var:
 
 def moved(equation: Equation, into: Equation, rename: Mapping[Var, Any], outvars: Sequence[Var]) -> Equation:
     """An equation of the program that the call `into` holds, as it stands in the program around: renamed, signals prefixed."""
-    stack = into.source_info.name_stack + equation.source_info.name_stack
+    info = equation.source_info if source_of(equation) else into.source_info
     invars = [rename.get(a, a) if is_var(a) else a for a in equation.invars]
-    return equation.replace(invars=invars, outvars=list(outvars), source_info=equation.source_info.replace(name_stack=stack))
+    stack = into.source_info.name_stack + equation.source_info.name_stack
+    return equation.replace(invars=invars, outvars=list(outvars), source_info=info.replace(name_stack=stack))
 
 
 def is_call(equation: Equation) -> bool:
     """Whether an equation is a jax.jit inside the program, which means nothing but its content."""
     return {"jaxpr", "donated_invars", "inline"} <= equation.params.keys()
+
+
+def is_elementwise(equation: Equation) -> bool:
+    """Whether JAX knows the primitive to work on each element alone."""
+    batcher = batching.fancy_primitive_batchers.get(equation.primitive)
+    return getattr(getattr(batcher, "func", None), "__name__", "") in ("vectorized_batcher", "broadcast_batcher")
 
 
 def scan_sizes(equation: Equation) -> tuple[int, int]:
@@ -116,8 +124,9 @@ def depends(fn: Callable[..., Any], args: Any, rest: Any) -> bool:
 
 
 def source_of(equation: Equation) -> str:
-    """The user's file:line that an equation comes from."""
-    return source_info_util.summarize(equation.source_info)
+    """The user's file:line that an equation comes from; nothing for what JAX traced for itself."""
+    text = source_info_util.summarize(equation.source_info)
+    return "" if text == source_info_util.summarize(source_info_util.new_source_info()) else text
 
 
 def place_of(equation: Equation, around: Place) -> Place:

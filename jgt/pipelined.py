@@ -186,7 +186,7 @@ def pipelined_call(
     micro = program if rows == found.num_rows else call.trace_rows(batched, rows)
     larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (call.trace_rows(batched, 2 * found.num_rows), 2.0)
     try:
-        cut = split(micro, program, larger, ratio=ratio, signal=pipeline.signal, num_params=num_params)
+        cut = split(micro, program, larger, ratio=ratio, signal=pipeline.signal, num_params=num_params, trusted=pipeline.per_microbatch)
     except SplitError as error:
         problems.append(pipeline.problem("signal", str(error)))
         return None

@@ -14,7 +14,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"[a-z]+\d*\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%\S+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%\S+)"
+)
 _EXPLICIT = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")

@@ -18,7 +18,9 @@ class Pipeline:
     schedule: gpipe, 1f1b, interleaved, zigzag, zb, zb_interleaved, or the path of a CSV table. microbatches: parts of the
     batch. virtual: chunks of layers on each stage, where the schedule leaves it open. remat: none keeps what the model's
     own derivative keeps, layer recomputes each layer from its input, stage each chunk from its input. gather: weights that
-    are sharded over the batch's axes are made whole once a step, or layer by layer each time.
+    are sharded over the batch's axes are made whole once a step, or layer by layer each time. per_microbatch: signals in which
+    what depends on several rows (routing with a capacity, batch statistics, balance losses) is meant of one microbatch on one
+    data shard; anywhere else it is an error, because the result would differ from the unpipelined one.
     """
 
     signal: str
@@ -28,6 +30,7 @@ class Pipeline:
     virtual: Count | None = None
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"
+    per_microbatch: tuple[str, ...] = ()
     lines: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The file:line of each key, for messages; of the section under the key ""."""
 

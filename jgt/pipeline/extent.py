@@ -2,7 +2,7 @@
 
 A value either has rows (a dim that grows with the batch) or does not; and it has a degree: 0 if twice the batch leaves it
 alike (a mean), 1 if it doubles it (a sum). A pipeline may add up what has degree 1 over its microbatches and average what
-has degree 0; anything else that depends on the whole batch has no meaning for a part of it.
+has degree 0; anything else that depends on the whole batch has no meaning for a part of it. Nor has what mixes rows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jgt import jaxpr as jx
-from jgt.jaxpr import Equation, Program, Var
+from jgt.jaxpr import Equation, Place, Program, Var
+from jgt.pipeline.rows import growing, mixing
 
 _LINEAR = frozenset(
     ["neg", "convert_element_type", "reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "reduce_sum", "copy", "copy_p", "slice", "dynamic_slice", "gather", "concatenate", "rev", "cumsum", "reduce_precision", "name", "sharding_constraint", "stop_gradient", "mul", "div", "add", "sub", "add_any", "dot_general", "real"]
@@ -46,15 +49,21 @@ class Feed:
 
     var: Any
     equation: Equation
+    source: str
 
 
 @dataclass
 class Growth:
-    """The extents of a program's values, and what is fed back into rows."""
+    """The extents of a program's values, and what is fed back into rows.
+
+    trusted: signals under which everything is taken as it is for the rows at hand: sums as sums, all else as means.
+    """
 
     ratio: float
+    trusted: tuple[str, ...] = ()
     extents: dict[Var, Extent] = field(default_factory=dict)
     feeds: list[Feed] = field(default_factory=list)
+    _source: str = ""
 
     def of(self, atom: Any) -> Extent:
         """The extent of a variable or literal."""
@@ -62,8 +71,8 @@ class Growth:
             return self.extents.get(atom, SAME)
         return Extent(zero=_is_zero(atom.val))
 
-    def follow(self, eqns: Sequence[Equation], other: Sequence[Equation]) -> None:
-        """Adds the extents of the results of `eqns`; `other` are the same equations at another batch size.
+    def follow(self, eqns: Sequence[Equation], other: Sequence[Equation], around: Place) -> None:
+        """Adds the extents of the results of `eqns`, which stand at `around`; `other` are the same at another batch size.
 
         Raises ValueError where the two are not the same program.
         """
@@ -72,16 +81,40 @@ class Growth:
         for equation, twin in zip(eqns, other, strict=True):
             if equation.primitive.name != twin.primitive.name:
                 raise ValueError(f"{jx.source_of(equation)}: {equation.primitive.name} at one batch size is {twin.primitive.name} at another")
-            self._equation(equation, twin)
+            outer = self._source
+            self._source = jx.source_of(equation) or outer
+            self._equation(equation, twin, jx.place_of(equation, around))
+            self._source = outer
 
-    def _equation(self, equation: Equation, twin: Equation) -> None:
+    def closed_over(self, constants: Mapping[Var, Any], other: Mapping[Var, Any]) -> None:
+        """Adds the extents of arrays that two programs close over."""
+        for (var, value), twin in zip(constants.items(), other.values(), strict=True):
+            if value.shape != twin.shape:
+                is_uniform = bool((np.asarray(value) == np.asarray(value).flat[0]).all())
+                problem = "" if is_uniform else "a constant array with a row for each sequence of the batch"
+                self.extents[var] = Extent(rows=True, problem=problem)
+
+    def _equation(self, equation: Equation, twin: Equation, place: Place) -> None:
         given = [self._operand(a, b) for a, b in zip(equation.invars, twin.invars, strict=True)]
-        inner = self._inner(equation, twin, given)
+        inner = self._inner(equation, twin, given, place)
+        is_trusted = any(place.inside(tuple(signal.split("/"))) for signal in self.trusted)
         for index, (var, other) in enumerate(zip(equation.outvars, twin.outvars, strict=True)):
-            rows = _shape(var) != _shape(other)
-            found = self._result(equation, given, rows) if inner is None else replace(inner[index], rows=rows or inner[index].rows)
-            if not jx.is_dropped(var):
-                self.extents[var] = found
+            if jx.is_dropped(var):
+                continue
+            rows = bool(growing(var, other))
+            if inner is not None:
+                found = replace(inner[index], rows=rows or inner[index].rows)
+            elif is_trusted:
+                found = self._trusted(given, rows)
+            else:
+                found = self._result(equation, given, rows)
+                mixed = mixing(equation, twin) if rows and not found.problem else None
+                found = found if mixed is None else self._mixed(mixed, rows=True)
+            self.extents[var] = found
+
+    @staticmethod
+    def _trusted(given: Sequence[Extent], rows: bool) -> Extent:
+        return Extent(rows=rows, of_batch=any(e.of_batch or e.rows for e in given))
 
     def _operand(self, atom: Any, twin: Any) -> Extent:
         if jx.is_var(atom) or jx.is_var(twin):
@@ -118,7 +151,7 @@ class Growth:
         for atom, extent in zip(equation.invars, given, strict=True):
             fed = extent.of_batch and not extent.rows
             if fed:
-                self.feeds.append(Feed(atom, equation))
+                self.feeds.append(Feed(atom, equation, self._source))
             kept.append(SAME if fed else extent)
         return kept
 
@@ -136,11 +169,11 @@ class Growth:
         values = given[1:] if name == "select_n" else given
         degrees = {e.degree for e in values if not e.zero}
         if len(degrees) > 1:
-            return self._mixed(equation, "adds or compares what grows with the batch and what does not", rows)
+            return self._mixed("it adds or compares what grows with the batch and what does not", rows)
         (degree,) = degrees or {0}
         is_linear = name in _LINEAR or name == "select_n"
         if degree and not is_linear:
-            return self._mixed(equation, f"{name} is not linear, but is taken of a sum over the batch", rows)
+            return self._mixed(f"{name} is not linear, but is taken of a sum over the batch", rows)
         return Extent(rows, degree, of_batch, exact and (is_linear or rows))
 
     def _reduced(self, equation: Equation, given: Sequence[Extent]) -> Extent:
@@ -150,12 +183,12 @@ class Growth:
             return Extent(False, 1 + sum(e.degree for e in given), True)
         if name in ("scatter-add", "scatter_add") and given[0].zero:
             return Extent(False, 1 + given[-1].degree, True)
-        return self._mixed(equation, f"{name} over the batch is neither a sum nor a mean", False)
+        return self._mixed(f"{name} over the batch is neither a sum nor a mean", rows=False)
 
-    def _mixed(self, equation: Equation, why: str, rows: bool) -> Extent:
-        return Extent(rows, 0, True, problem=f"{jx.source_of(equation)}: {why}")
+    def _mixed(self, why: str, rows: bool) -> Extent:
+        return Extent(rows, 0, True, problem=f"{self._source}: {why}" if self._source else why)
 
-    def _inner(self, equation: Equation, twin: Equation, given: Sequence[Extent]) -> list[Extent] | None:
+    def _inner(self, equation: Equation, twin: Equation, given: Sequence[Extent], place: Place) -> list[Extent] | None:
         """The extents of the results of an equation that holds programs; None for any other."""
         pairs = list(zip(jx.subprograms(equation), jx.subprograms(twin), strict=True))
         condition = equation.params.get("cond_jaxpr")
@@ -163,25 +196,26 @@ class Growth:
         if not fitting:
             return None
         if jx.is_scan(equation) and equation.params["length"] != twin.params["length"]:
-            return [self._mixed(equation, "a loop over the rows of the batch", False) for _ in equation.outvars]
+            return [self._mixed("it is a loop over the rows of the batch", rows=False) for _ in equation.outvars]
         by_var = {a: e for a, e in zip(equation.invars, given, strict=True) if jx.is_var(a)}
         loops = jx.is_scan(equation) or "body_jaxpr" in equation.params
         found: list[Extent] | None = None
         for a, b in fitting:
-            outs = self._through(equation, a, b, by_var, given, loops)
+            outs = self._through(equation, a, b, by_var, place, loops)
             found = outs if found is None else [_joined(x, y) for x, y in zip(found, outs, strict=True)]
         return found
 
     def _through(
-        self, equation: Equation, program: Program, twin: Program, by_var: Mapping[Var, Extent], given: Sequence[Extent], loops: bool
+        self, equation: Equation, program: Program, twin: Program, by_var: Mapping[Var, Extent], place: Place, loops: bool
     ) -> list[Extent]:
         inner, other = jx.body(program), jx.body(twin)
         outer = jx.operands(equation, program)
+        self.closed_over(jx.constants(program), jx.constants(twin))
         entering = [SAME if o is None else by_var[o] if jx.is_var(o) else self.of(o) for o in outer]
         while True:
             self.extents.update(zip(inner.invars, entering, strict=True))
             num_feeds = len(self.feeds)
-            self.follow(inner.eqns, other.eqns)
+            self.follow(inner.eqns, other.eqns, place)
             leaving = [self._operand(a, b) for a, b in zip(inner.outvars, other.outvars, strict=True)]
             if not loops:
                 return leaving
@@ -215,10 +249,6 @@ def _joined(a: Extent, b: Extent) -> Extent:
     if a.degree != b.degree:
         return Extent(a.rows, 0, True, problem="a loop carries what grows with the batch next to what does not")
     return Extent(a.rows or b.rows, a.degree, a.of_batch or b.of_batch, a.exact and b.exact)
-
-
-def _shape(var: Any) -> tuple[int, ...]:
-    return tuple(getattr(var.aval, "shape", ()))
 
 
 def _is_zero(value: Any) -> bool:

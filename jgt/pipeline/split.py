@@ -68,11 +68,14 @@ class Split:
     """For a weight or common value that is a parameter, or one cast or scaled, the parameter's index."""
 
 
-def split(micro: Program, whole: Program, larger: Program, *, ratio: float, signal: str, num_params: int) -> Split:
-    """Cuts a function of parameters and inputs; `larger` is traced at `ratio` times the rows of `whole`. Raises SplitError."""
+def split(micro: Program, whole: Program, larger: Program, *, ratio: float, signal: str, num_params: int, trusted: tuple[str, ...] = ()) -> Split:
+    """Cuts a function of parameters and inputs; `larger` is traced at `ratio` times the rows of `whole`.
+
+    trusted: signals under which values of one microbatch stand for those of the batch. Raises SplitError.
+    """
     flat, full, twin = (flatten(program, _dissolves(signal)) for program in (micro, whole, larger))
     layers = _layer_scan(flat, signal)
-    growth = _growth(full, twin, ratio, num_params)
+    growth = _growth(full, twin, Growth(ratio, trusted), num_params)
     align = _alignment(full, flat)
     return _Splitter(flat, full, growth, align, layers, num_params).split()
 
@@ -115,12 +118,12 @@ def _layer_scan(flat: Flat, signal: str) -> int:
     raise SplitError(f"no signal of the program is {signal!r}. Layer scans stand under: {others}")
 
 
-def _growth(full: Flat, twin: Flat, ratio: float, num_params: int) -> Growth:
-    growth = Growth(ratio)
+def _growth(full: Flat, twin: Flat, growth: Growth, num_params: int) -> Growth:
+    growth.closed_over(full.consts, twin.consts)
     for var, other in list(zip(full.invars, twin.invars, strict=True))[num_params:]:
         growth.extents[var] = Extent(rows=var.aval.shape != other.aval.shape)
     try:
-        growth.follow(full.eqns, twin.eqns)
+        growth.follow(full.eqns, twin.eqns, Place())
     except ValueError as error:
         raise SplitError(f"the program is another one at another batch size: {error}. Write it so that only its shapes depend on the batch") from None
     return growth
@@ -231,7 +234,7 @@ class _Splitter:
             extent = self.growth.of(var)
             leaves = equation is self.full_scan or any(self.growth.of(a).rows for a in equation.invars)
             if leaves:
-                self._check(var, extent, equation is not self.full_scan)
+                self._check(var, extent)
                 found[var] = None
                 continue
             for atom in equation.invars:
@@ -242,15 +245,18 @@ class _Splitter:
             raise SplitError("no result of the function depends on its layers")
         return tuple(sorted(found, key=lambda var: self.maker[var]))
 
-    def _check(self, var: Var, extent: Extent, must_be_exact: bool) -> None:
+    def _check(self, var: Var, extent: Extent) -> None:
         problem = extent.problem
         if not problem and extent.degree not in (0, 1):
             problem = f"it grows like the batch to the power of {extent.degree}"
-        if not problem and must_be_exact and not extent.exact:
-            problem = "it is a quotient or a function of sums inside one region; take it outside of jax.checkpoint"
+        if not problem and not extent.exact:
+            problem = "it is a product, quotient or function of sums over the batch, taken inside of a region or of the layers"
         if problem:
             where = jx.source_of(self.full.eqns[self.maker[var]])
-            raise SplitError(f"a result depends on a value at {where} that is neither a sum nor a mean over the batch ({problem})")
+            raise SplitError(
+                f"a result depends on a value{f' at {where}' if where else ''} that its microbatches cannot be added up to: {problem}. "
+                "If it is meant of one microbatch, name its signal under pipeline.per_microbatch"
+            )
 
     def _statistics(self, frontier: Sequence[Var]) -> tuple[Var, ...]:
         """What must be known of the whole batch before its microbatches run: sums of inputs that rows are multiplied with."""
@@ -261,8 +267,8 @@ class _Splitter:
                 continue
             if feed.var not in self.maker or self.full_marks.get(feed.var, 0) & (PARAMS | LAYERS):
                 raise SplitError(
-                    f"{jx.source_of(feed.equation)}: a value that is computed from the whole batch and the parameters is used for each row of it again "
-                    "(batch statistics). A microbatch does not have the whole batch"
+                    f"{feed.source}: a value that is computed from the whole batch and the parameters is used for each row of it again (batch statistics). "
+                    "A microbatch does not have the whole batch; if it is meant of one microbatch, name its signal under pipeline.per_microbatch"
                 )
             found[feed.var] = None
         return tuple(found)

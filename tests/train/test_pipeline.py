@@ -1,0 +1,203 @@
+"""Runs through a pipeline: on every step the numbers of one device, and checkpoints that go on without it or with another."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_processes import run_both
+
+from train.config import load
+from train.data.batches import open_data
+from train.feed import Feed
+from train.loop import train
+from train.setup import prepare
+
+CONFIG = Path(__file__).parents[2] / "configs" / "pipeline.yaml"
+STEPS = 20
+CLIP = 0.5
+SMALL = (
+    "model.layers=8",
+    "model.embed=32",
+    "model.ffn=64",
+    "model.seq=32",
+    "train.batch=16",
+    f"train.steps={STEPS}",
+    "train.eval_every=0",
+    "train.eval_batches=null",
+    f"checkpoint.every={STEPS // 2}",
+    "optimizer.schedule=constant",
+    "optimizer.warmup=2",
+    f"optimizer.clip={CLIP}",
+    "sample={tokens: 0, prompt: '12', temperature: 0}",
+    "data.source=text",
+    "data.eval_tokens=1000",
+)
+ONE_DEVICE = ("pipeline=null", "rules=null", "sample.tokens=20")
+TWO_STAGES = ("sample.tokens=20",)
+FOUR_STAGES = (
+    "mesh={data: 1, fsdp: 2, stage: 4, tensor: 1}",
+    "pipeline={signal: layers, axis: stage, schedule: interleaved, microbatches: 4}",
+)
+PIPELINES = pytest.mark.parametrize("pipeline", [TWO_STAGES, FOUR_STAGES], ids=["1f1b", "interleaved"])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the logged steps of a run directory say, and its folder."""
+
+    folder: Path
+    losses: np.ndarray
+    norms: np.ndarray
+    eval_loss: float
+
+
+@pytest.fixture(scope="module")
+def small(text_file):
+    """configs/pipeline.yaml in small, with overrides."""
+    return lambda *overrides: load(CONFIG, [f"data.path={text_file}", *SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def curve(small, tmp_path_factory):
+    """The curve of a run, which trains once."""
+    known = {}
+
+    def _curve(*overrides):
+        if overrides not in known:
+            folder = tmp_path_factory.mktemp("run")
+            train(small(f"run.dir={folder}", *overrides))
+            known[overrides] = read(folder)
+        return known[overrides]
+
+    return _curve
+
+
+def read(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    (evaluation,) = (row for row in rows if "eval_loss" in row)
+    return Curve(folder, *(np.array([row[key] for row in steps]) for key in ("loss", "grad_norm")), evaluation["eval_loss"])
+
+
+def opened(run):
+    """A run's parts and its data, without a directory."""
+    setup, config = prepare(run), run.config
+    data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
+    return setup, Feed(data, setup.batch_shardings, config.train.batch, config.model.seq)
+
+
+def first_steps(run, number=4):
+    """Losses and norms of a run's first steps."""
+    setup, feed = opened(run)
+    state, step = setup.init(), setup.compile_train_step()
+    found = []
+    for batch in islice(feed.train(0), number):
+        state, metrics = step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(found).T
+
+
+def assert_near(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=tolerance)
+
+
+# -- the numbers of one device -----------------------------------------------------------------------------------
+
+
+def test_the_reference_learns_and_its_gradients_are_clipped(curve):
+    reference = curve(*ONE_DEVICE)
+    assert reference.losses[-1] < reference.losses[0] - 0.5
+    assert (reference.norms > CLIP).sum() > STEPS / 2
+
+
+@PIPELINES
+def test_losses_and_norms_are_those_of_one_device(curve, pipeline):
+    found, reference = curve(*pipeline), curve(*ONE_DEVICE)
+    assert len(found.losses) == STEPS
+    assert_near(found.losses, reference.losses)
+    assert_near(found.norms, reference.norms)
+    assert_near([found.eval_loss], [reference.eval_loss])
+
+
+@pytest.fixture(scope="module")
+def start(small):
+    """Parameters before the first step and their loss on the held-out text."""
+    known = {}
+
+    def _start(*overrides):
+        if overrides not in known:
+            setup, feed = opened(small(*overrides))
+            params, evaluate = setup.init().params, setup.compile_eval_step()
+            sums = np.sum([jax.device_get(evaluate(params, batch)) for batch in feed.evaluation(None)], axis=0, dtype=np.float64)
+            known[overrides] = jax.device_get(params), sums[0] / sums[1]
+        return known[overrides]
+
+    return _start
+
+
+@PIPELINES
+def test_parameters_start_with_the_bits_of_one_device(start, pipeline):
+    jax.tree.map(np.testing.assert_array_equal, start(*pipeline)[0], start(*ONE_DEVICE)[0])
+
+
+@PIPELINES
+def test_the_same_parameters_have_the_same_evaluation_loss(start, pipeline):
+    assert start(*pipeline)[1] == pytest.approx(start(*ONE_DEVICE)[1], rel=1e-6, abs=0)
+
+
+def test_a_batch_in_two_parts_through_the_pipeline_is_the_whole_batch(small, curve):
+    losses, norms = first_steps(
+        small("train.accumulate=2", "mesh={data: 4, stage: 2, fsdp: 1, tensor: 1}", "pipeline.schedule=gpipe", "pipeline.microbatches=2")
+    )
+    assert_near(losses, curve(*ONE_DEVICE).losses)
+    assert_near(norms, curve(*ONE_DEVICE).norms)
+
+
+def test_bf16_is_near_f32(small, curve):
+    losses, reference = first_steps(small("model.dtype=bf16"))[0], curve(*ONE_DEVICE).losses
+    assert_near(losses, reference, 2e-2)
+    assert not np.allclose(losses, reference[:4], rtol=0, atol=1e-5)
+
+
+def test_the_sample_is_that_of_one_device(curve):
+    written = (curve(*TWO_STAGES).folder / "sample.txt").read_text()
+    assert len(written) == 22
+    assert written == (curve(*ONE_DEVICE).folder / "sample.txt").read_text()
+
+
+# -- going on ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [ONE_DEVICE, FOUR_STAGES], ids=["without", "four-stages"])
+def test_a_checkpoint_of_two_stages_goes_on_elsewhere(curve, small, tmp_path, capsys, other):
+    folder = tmp_path / "run"
+    shutil.copytree(curve(*TWO_STAGES).folder, folder)
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    capsys.readouterr()
+    train(small(f"run.dir={folder}", *other))
+    assert f"Resumed from step {STEPS // 2} in {folder}" in capsys.readouterr().out
+    found, reference = read(folder), curve(*ONE_DEVICE)
+    assert_near(found.losses, reference.losses)
+    assert_near(found.norms, reference.norms)
+
+
+# -- several processes -------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_across_two_processes_has_the_curve_of_one(curve, text_file, tmp_path, pytestconfig):
+    mesh = ("mesh={stage: 2, data: 4, fsdp: 1, tensor: 1}", "devices.virtual_cpu=4", "pipeline.microbatches=4")
+    overrides = [f"data.path={text_file}", *SMALL, *mesh, "train.steps=4"]
+    command = ["-m", "train", "--config", str(CONFIG), f"run.dir={tmp_path}/run", *overrides]
+    first, _ = run_both(
+        lambda port, i: [*command, "--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(i)], pytestconfig.rootpath
+    )
+    assert "Mesh: stage 2 x data 4 x fsdp 1 x tensor 1 = 8 x cpu on 2 processes" in first
+    found = read(tmp_path / "run")
+    assert len(found.losses) == 4
+    assert_near(found.losses, curve(*TWO_STAGES).losses)
