@@ -103,6 +103,35 @@ def is_elementwise(equation: Equation) -> bool:
     return getattr(getattr(batcher, "func", None), "__name__", "") in ("vectorized_batcher", "broadcast_batcher")
 
 
+def key_kind(aval: Any) -> str:
+    """The generator of a typed random key, as jax.random.wrap_key_data takes it."""
+    return aval.dtype._impl.name
+
+
+def is_random_key(program: Program, index: int) -> bool:
+    """Whether random numbers are drawn from an argument of a program: its bits are made a key."""
+    reached = {body(program).invars[index]}
+    for equation in body(program).eqns:
+        if not any(is_var(a) and a in reached for a in equation.invars):
+            continue
+        if equation.primitive.name in ("random_wrap", "threefry2x32"):
+            return True
+        for inner in subprograms(equation):
+            if any(o in reached and is_random_key(inner, i) for i, o in enumerate(operands(equation, inner)) if o is not None and is_var(o)):
+                return True
+        reached.update(equation.outvars)
+    return False
+
+
+def draws(equation: Equation) -> Iterator[Var]:
+    """The random bits that an equation draws, also in the programs inside of it."""
+    if equation.primitive.name in ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma"):
+        yield from equation.outvars
+    for program in subprograms(equation):
+        for inner in body(program).eqns:
+            yield from draws(inner)
+
+
 def scan_sizes(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many carry; the rest is scanned over."""
     # Told from ranks: JAX 0.10 has num_consts and num_carry, later versions keep trees.

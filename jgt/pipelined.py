@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +21,10 @@ from jgt.pipeline.layout import Dims, Layout
 from jgt.pipeline.run import Executor
 from jgt.pipeline.schedule import Table
 from jgt.pipeline.split import Split, SplitError, split
-from jgt.placement import ParameterPlace, input_rule, is_key, path_text
+from jgt.microbatches import find_microbatches
+from jgt.placement import ParameterPlace
 from jgt.rewrite import Rewriter, partition_spec
-from jgt.rules import Matcher, Rules, SpecRule
+from jgt.rules import Matcher, Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,8 @@ class Pipelined:
             return [None if g is None else _scaled(g, first) for g in gradients], [None] * len(inputs)
 
         run.defvjp(forward, backward, symbolic_zeros=True)
-        return run(list(params), list(inputs))
+        # Nested shard_maps need to be compiled, also where the caller does not.
+        return jax.jit(run)(list(params), list(inputs))
 
     def _executor(self) -> Executor:
         dims = {var: self.param_dims[index] for var, index in self.split.like.items()}
@@ -161,7 +162,8 @@ def pipelined_call(
     before = len(problems)
     num_params = len(parameters)
     sizes = dict(mesh.shape)
-    found = _inputs(call.named[num_params:], rules, sizes)
+    found = find_microbatches(call.named[num_params:], rules, sizes, lambda index: jx.is_random_key(program, num_params + index))
+    problems += found.problems
     if pipeline.axis not in sizes:
         problems.append(pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, sizes)}"))
         return None
@@ -171,8 +173,7 @@ def pipelined_call(
         problems.append(pipeline.problem("microbatches", "no input of the function has a batch to split: an array besides the parameters"))
     if pipeline.axis in found.axes:
         problems.append(pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch"))
-    shards = math.prod(sizes[a] for a in found.axes)
-    problems += _division_problems(pipeline, found.num_rows, shards)
+    problems += found.division_problems(pipeline)
     num_stages = sizes[pipeline.axis]
     table = None
     try:
@@ -182,11 +183,23 @@ def pipelined_call(
     if len(problems) > before or table is None:
         return None
     batched = [False] * num_params + [i.kind == "rows" for i in found.inputs]
-    rows = found.num_rows // (pipeline.microbatches * shards)
-    micro = program if rows == found.num_rows else call.trace_rows(batched, rows)
-    larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (call.trace_rows(batched, 2 * found.num_rows), 2.0)
+    keys = [num_params + index for index, one in enumerate(found.inputs) if one.kind == "key"]
+    rows = found.num_rows // (pipeline.microbatches * found.num_shards)
+
+    def trace(num_rows: int) -> Program:
+        try:
+            return call.trace_rows(batched, num_rows)
+        except Exception as error:
+            names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind.kind == "rows")
+            raise SplitError(
+                f"with {num_rows} instead of {found.num_rows} rows in {names} the function fails: {str(error).splitlines()[0]}. "
+                "If one of them is not the batch, give it the rule [] under inputs:"
+            ) from error
+
     try:
-        cut = split(micro, program, larger, ratio=ratio, signal=pipeline.signal, num_params=num_params, trusted=pipeline.per_microbatch)
+        micro = program if rows == found.num_rows else trace(rows)
+        larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
+        cut = split(micro, program, larger, ratio=ratio, signal=pipeline.signal, num_params=num_params, keys=keys, trusted=pipeline.per_microbatch)
     except SplitError as error:
         problems.append(pipeline.problem("signal", str(error)))
         return None
@@ -244,48 +257,6 @@ def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str
         return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])
 
     return tuple(place(i, p) for i, p in enumerate(parameters))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    inputs: list[Input]
-    dims: list[Dims]
-    axes: tuple[str, ...]
-    num_rows: int
-
-
-def _inputs(named: Sequence[tuple[Any, Any]], rules: Rules, sizes: Mapping[str, int]) -> _Inputs:
-    """What each input is to a pipeline. The batch is the first dim of the first input that the rules shard there, or has one."""
-    matcher = Matcher(rules)
-    found = [(x, *input_rule(matcher, path_text(path[2:] or path[1:]), x)) for path, x in named]
-    keys = [is_key(x) for x, _, _ in found]
-    arrays = [(x, rule, dims) for (x, rule, dims), key in zip(found, keys, strict=True) if x.shape and not key]
-    sharded = next(((x, dims) for x, _, dims in arrays if dims and dims[0]), None)
-    leading = sharded or next(((x, ()) for x, rule, _ in arrays if rule is None or rule.spec), None)
-    num_rows = 0 if leading is None else leading[0].shape[0]
-
-    def kind(x: Any, rule: SpecRule | None, key: bool) -> Input:
-        if key:
-            return Input(kind="key")
-        whole = not x.shape or x.shape[0] != num_rows or (rule is not None and not rule.spec)
-        return Input(kind="whole" if whole else "rows")
-
-    return _Inputs(
-        inputs=[kind(x, rule, key) for (x, rule, _), key in zip(found, keys, strict=True)],
-        dims=[dims for _, _, dims in found],
-        axes=tuple(axis for axis in sharded[1][0] if sizes.get(axis, 1) > 1) if sharded else (),
-        num_rows=num_rows,
-    )
-
-
-def _division_problems(pipeline: Pipeline, num_rows: int, shards: int) -> Iterator[str]:
-    if num_rows % (pipeline.microbatches * shards) == 0:
-        return
-    over = f" on each of {shards} data shards" if shards > 1 else ""
-    per_shard, left = divmod(num_rows, shards)
-    fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
-    allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {pipeline.microbatches * shards}"
-    yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide the batch of {num_rows}{over}. {allowed}")
 
 
 def _floats(values: Sequence[Any]) -> list[Any]:

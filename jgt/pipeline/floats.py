@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgt import jaxpr as jx
+
 Values = list[Any]
 
 
@@ -24,7 +26,7 @@ def raw(x: Any) -> Any:
 
 def whole_like(x: Any, like: Any) -> Any:
     """The inverse of raw."""
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
+    return jax.random.wrap_key_data(x, impl=jx.key_kind(like)) if _is_key(like) else x
 
 
 def raw_shape(like: Any) -> jax.ShapeDtypeStruct:

@@ -112,7 +112,7 @@ class Layer:
         self._arguments = flat.invars
         self._ahead = cut(flat, ahead)
         self._saving = cut(flat, [*ahead, *self.saved])
-        self._again = cut(flat, [a for a in dict.fromkeys(residuals) if a not in self.saved])
+        self._again = cut(flat, list(dict.fromkeys(a for a in residuals if jx.is_var(a) and a not in self.saved)))
         self._residuals = residuals
 
         def backward(residuals: Values, cotangents: Values) -> tuple[Values, Values, Values]:
@@ -170,7 +170,7 @@ class Layer:
     def _all_residuals(self, weights: Values, common: Values, local: Values, index: Any, saved: Values) -> Values:
         known = self._bound(weights, common, local, index, None)
         again = dict(zip(self._again.outputs, self._call(self._again, known), strict=True)) | dict(zip(self.saved, saved, strict=True))
-        return [again[a] for a in self._residuals]
+        return [again[a] if jx.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in self._residuals]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,16 +68,18 @@ class Split:
     """For a weight or common value that is a parameter, or one cast or scaled, the parameter's index."""
 
 
-def split(micro: Program, whole: Program, larger: Program, *, ratio: float, signal: str, num_params: int, trusted: tuple[str, ...] = ()) -> Split:
+def split(
+    micro: Program, whole: Program, larger: Program, *, ratio: float, signal: str, num_params: int, keys: Sequence[int] = (), trusted: tuple[str, ...] = ()
+) -> Split:
     """Cuts a function of parameters and inputs; `larger` is traced at `ratio` times the rows of `whole`.
 
-    trusted: signals under which values of one microbatch stand for those of the batch. Raises SplitError.
+    keys: the arguments that are random keys, of which each part of the batch gets its own. trusted: signals under which values of one microbatch stand for those of the batch. Raises SplitError.
     """
     flat, full, twin = (flatten(program, _dissolves(signal)) for program in (micro, whole, larger))
     layers = _layer_scan(flat, signal)
     growth = _growth(full, twin, Growth(ratio, trusted), num_params)
     align = _alignment(full, flat)
-    return _Splitter(flat, full, growth, align, layers, num_params).split()
+    return _Splitter(flat, full, growth, align, layers, num_params).split(keys)
 
 
 def _dissolves(signal: str) -> Any:
@@ -158,8 +160,9 @@ class _Splitter:
     def _argument_marks(params: Sequence[Var], inputs: Sequence[Var]) -> dict[Var, int]:
         return dict.fromkeys(params, PARAMS) | dict.fromkeys(inputs, DATA)
 
-    def split(self) -> Split:
+    def split(self, keys: Sequence[int]) -> Split:
         frontier = self._frontier()
+        self._check_draws(frontier, keys)
         totals = tuple(Total(var=self._micro(var), is_mean=self.growth.of(var).degree == 0) for var in frontier)
         fed = self._statistics(frontier)
         statistics = tuple(map(self._micro, fed))
@@ -175,6 +178,8 @@ class _Splitter:
         common = _unique(a for a in [*constants, *read_by_head, *read_by_embed] if self._of(a) == PARAMS)
         shared = _unique([*weights, *common])
         given = (*shared, *statistics)
+        before, after = cut(self.full, fed), cut(self.full, self.full.outvars, frontier)
+        self._check_whole(before, after)
         return Split(
             scan=self.scan,
             place=jx.place_of(self.scan, Place()),
@@ -186,7 +191,7 @@ class _Splitter:
             weights=weights,
             common=common,
             in_layers=_unique(a for a in constants if self._of(a) == PARAMS),
-            before=cut(self.full, fed),
+            before=before,
             statistics=statistics,
             embed=cut(self.flat, travel, given),
             travel=travel,
@@ -194,7 +199,7 @@ class _Splitter:
             local=cut(self.flat, _unique(a for a in [*constants, *scanned] if jx.is_var(a) and self._of(a) in (0, DATA)), statistics),
             head=cut(self.flat, [t.var for t in totals], (*results, *extras, *given)),
             totals=totals,
-            after=cut(self.full, self.full.outvars, frontier),
+            after=after,
             after_totals=frontier,
             num_extras=len(extras),
             like={var: index for var in shared if (index := self._origin(var)) is not None},
@@ -272,6 +277,29 @@ class _Splitter:
                 )
             found[feed.var] = None
         return tuple(found)
+
+    def _check_draws(self, frontier: Sequence[Var], keys: Sequence[int]) -> None:
+        """Random numbers with rows must come from an argument, or each microbatch would draw the same."""
+        reached = self._reached(frontier)
+        from_keys = marks(self.full, {self.full.invars[index]: 1 for index in keys})
+        for equation in self.full.eqns:
+            if not any(v in reached and not from_keys.get(v, 0) for v in equation.outvars):
+                continue
+            if any(self.growth.of(var).rows for var in jx.draws(equation)):
+                raise SplitError(
+                    f"{jx.source_of(equation)}: random numbers with a row for each sequence are drawn from a key that is no argument of the function: "
+                    "every microbatch would draw the same. Pass the key as an argument, besides the parameters"
+                )
+
+    def _check_whole(self, *parts: Part) -> None:
+        """Nothing that is drawn by rows may be needed of the whole batch: microbatches draw their own."""
+        for part in parts:
+            for equation in jx.body(part.program).eqns:
+                if any(self.growth.of(var).rows for var in jx.draws(equation)):
+                    raise SplitError(
+                        f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed besides what the microbatches draw, "
+                        "which differs. Draw them outside and pass them as an input"
+                    )
 
     def _reached(self, outputs: Sequence[Var]) -> set[Var]:
         needed = set(outputs)
