@@ -29,7 +29,7 @@ def pipeline(microbatches: int, schedule: str = "1f1b") -> str:
 def schedules(*common: str) -> dict[str, list[str]]:
     """Every schedule on one mesh."""
     names = ("1f1b", "gpipe", "interleaved", "zigzag", "zb", "zb_interleaved")
-    return {name: [RULES, *common, pipeline(16, name)] for name in names}
+    return {name: [RULES, *common, pipeline(8, name)] for name in names}
 
 
 ROWS: dict[str, dict[str, list[str]]] = {
@@ -42,7 +42,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "stage 2 x fsdp 2 x tensor 2": [RULES, mesh(fsdp=2, stage=2, tensor=2), pipeline(4)],
         "stage 4 x fsdp 2": [RULES, mesh(fsdp=2, stage=4), pipeline(8)],
     },
-    "schedules": schedules("model.layers=8", "train.remat=none", mesh(stage=4, tensor=2)),
+    "schedules": schedules("model.layers=8", "model.seq=128", "train.remat=none", mesh(stage=4, tensor=2)),
     "compile": {
         "accumulate 4": [RULES, mesh(fsdp=2, data=2, tensor=2), "train.accumulate=4"],
         "1f1b": [RULES, mesh(fsdp=2, stage=2, tensor=2), pipeline(4)],

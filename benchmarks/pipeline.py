@@ -7,7 +7,7 @@ in a process of its own, in which the programs take turns step by step; figures 
 
     two_stages     stage 2 on 2 devices, 16 microbatches, against data 2 on the same devices; `bubble` is (M + S - 1) / M
     eight_devices  stage 2 x fsdp 2 x tensor 2 with 4 microbatches, stage 4 x fsdp 2 with 8, and fsdp_tensor without stages
-    schedules      8 layers over stage 4 x tensor 2, 16 microbatches, remat none: every schedule against 1f1b
+    schedules      8 layers, sequence 128, stage 4 x tensor 2, 8 microbatches, remat none: every schedule against 1f1b
     compile        CPU-seconds to trace and compile, against gradient accumulation over as many parts
 """
 

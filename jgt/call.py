@@ -58,7 +58,7 @@ class Call:
     ) -> Traced:
         """Traces, places and rewrites; the first positional argument holds the parameters. Raises InputError, ValueError."""
         tree = self._parameter_tree()
-        program, out_tree = jx.trace(self._flat, *self.arrays)
+        program, out_tree = jx.trace(self._flat, *(map(_plain, self.arrays) if pipeline is not None else self.arrays))
         matcher = Matcher(rules)
         rewriter = Rewriter(matcher, mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
         rewriter.problems += [*problems, *rules.axis_problems(mesh.axis_names)]
@@ -81,7 +81,7 @@ class Call:
     def trace_rows(self, which: Sequence[bool], num_rows: int) -> jx.Program:
         """The program with this many rows in the arrays of which the first dim is the batch."""
         shapes = [
-            jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) if batched else x for batched, x in zip(which, self.arrays, strict=True)
+            jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) if batched else _plain(x) for batched, x in zip(which, self.arrays, strict=True)
         ]
         return jx.trace(self._flat, *shapes)[0]
 
@@ -131,6 +131,11 @@ class Call:
                     f"{path_text(path[2:]) or 'it'} is {type(x).__name__}. Pass {x!r} in another argument"
                 )
         return positional[0]
+
+
+def _plain(x: Any) -> jax.ShapeDtypeStruct:
+    """An argument without its sharding, which would name a mesh that the inside of a shard_map does not have."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def _place_parameters(

@@ -17,7 +17,6 @@ import jax.extend.core as jex
 import jax.extend.linear_util as lu
 from jax._src import source_info_util
 from jax._src.core import get_axis_env
-from jax._src.interpreters import batching
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.signal import PREFIX
@@ -95,12 +94,6 @@ def moved(equation: Equation, into: Equation, rename: Mapping[Var, Any], outvars
 def is_call(equation: Equation) -> bool:
     """Whether an equation is a jax.jit inside the program, which means nothing but its content."""
     return {"jaxpr", "donated_invars", "inline"} <= equation.params.keys()
-
-
-def is_elementwise(equation: Equation) -> bool:
-    """Whether JAX knows the primitive to work on each element alone."""
-    batcher = batching.fancy_primitive_batchers.get(equation.primitive)
-    return getattr(getattr(batcher, "func", None), "__name__", "") in ("vectorized_batcher", "broadcast_batcher")
 
 
 def key_kind(aval: Any) -> str:
@@ -346,3 +339,44 @@ def checkpointed(program: Program, policy: Callable[..., Any], *, in_scan: bool)
     """The same program inside jax.checkpoint with this policy."""
     fn = jax.checkpoint(jex.jaxpr_as_fun(program), policy=policy, prevent_cse=not in_scan)
     return jax.make_jaxpr(fn)(*[v.aval for v in body(program).invars])
+
+
+def is_float(atom: Any) -> bool:
+    """Whether an operand or result has derivatives: it holds real numbers."""
+    return jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether it holds real or complex numbers."""
+    return jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.inexact)
+
+
+def is_integer(atom: Any) -> bool:
+    """Whether it holds whole numbers."""
+    return jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.integer)
+
+
+def has_own_derivative(equation: Equation) -> bool:
+    """Whether an equation is a call of a jax.custom_jvp or jax.custom_vjp function."""
+    return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+
+
+def backward_of(equation: Equation) -> Program:
+    """The backward pass of one equation: its operands and the cotangents of its float results → those of its float operands.
+
+    Literals are no operands of it, and results that are never used have no cotangent.
+    """
+    invars = list(dict.fromkeys(a for a in equation.invars if is_var(a)))
+    outvars = [v for v in equation.outvars if not is_dropped(v)]
+    floats = [is_float(v) for v in invars]
+    run = jex.jaxpr_as_fun(program_of(next(subprograms(equation)), invars, [equation], outvars))
+
+    def backward(args: list[Any], cotangents: list[Any]) -> Any:
+        def forward(given: list[Any]) -> list[Any]:
+            left = iter(given)
+            found = run(*[next(left) if f else x for f, x in zip(floats, args, strict=True)])
+            return [x for x, v in zip(found, outvars, strict=True) if is_float(v)]
+
+        return jax.vjp(forward, [x for f, x in zip(floats, args, strict=True) if f])[1](cotangents)[0]
+
+    return trace(backward, [v.aval for v in invars], [v.aval for v in outvars if is_float(v)])[0]

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt import jaxpr as jx
 from jgt.document import InputError, nearest
 from jgt.jaxpr import Place, Program, Var
+from jgt.microbatches import find_microbatches
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.custom import find_table
 from jgt.pipeline.ends import Input, Rewrite
@@ -21,7 +22,6 @@ from jgt.pipeline.layout import Dims, Layout
 from jgt.pipeline.run import Executor
 from jgt.pipeline.schedule import Table
 from jgt.pipeline.split import Split, SplitError, split
-from jgt.microbatches import find_microbatches
 from jgt.placement import ParameterPlace
 from jgt.rewrite import Rewriter, partition_spec
 from jgt.rules import Matcher, Rules
@@ -174,6 +174,13 @@ def pipelined_call(
     if pipeline.axis in found.axes:
         problems.append(pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch"))
     problems += found.division_problems(pipeline)
+    late = [axis for axis in found.axes if list(sizes).index(axis) > list(sizes).index(pipeline.axis)]
+    if late:
+        # XLA wants the manual axes of shard_maps inside each other in the order of the mesh.
+        problems.append(
+            pipeline.problem("axis", f"in the mesh {pipeline.axis} must come after {', '.join(late)}, over which the batch is split. "
+            "Where devices are placed may stay: jgt.make_mesh(sizes, axis_names=...)")
+        )
     num_stages = sizes[pipeline.axis]
     table = None
     try:

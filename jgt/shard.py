@@ -28,6 +28,9 @@ def shard(
 
     Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
     nothing is one, unless `partial` says that `fn` is only a part of what the rules speak of (inference without a loss).
+
+    With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
+    the batch, and its gradient is that of the first one by the parameters.
     """
     if rules is None or mesh is None:
         return fn

@@ -12,6 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.custom import find_table
+from jgt.pipeline.simulate import simulate
 from train.setup import Setup
 
 WIDTH_OF_FILES = 160
@@ -43,6 +46,8 @@ class Screen:
     def setup(self, setup: Setup) -> None:
         """The mesh and where the parameters are."""
         self.say(describe_mesh(setup))
+        if setup.run.pipeline is not None:
+            self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         rows = [
             [p.path, ", ".join(p.signals) or "(none)", "x".join(map(str, p.shape)), p.spec, size_text(p.bytes_per_device(setup.mesh))]
             for p in setup.placement.parameters
@@ -80,6 +85,16 @@ def _shown(name: str, metrics: Mapping[str, Any]) -> str:
     if name == "lr":
         return f"lr {value:.2e}"
     return f"{name} {value:.4f}"
+
+
+def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:
+    """The schedule, its bubble if the passes of a layer cost alike, and its peak."""
+    table = find_table(pipeline.schedule, num_stages, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
+    found = simulate(table)
+    return (
+        f"Pipeline: {table.name} over {pipeline.axis} {num_stages}, {table.num_microbatches} microbatches: "
+        f"bubble {found.bubble:.1%}, at most {found.peak:g} activations of a stage at once"
+    )
 
 
 def describe_mesh(setup: Setup) -> str:

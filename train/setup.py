@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import jgt
 from jgt.document import InputError, nearest
 from jgt.placement import Placement
-from jgt.rules import Rules
+from jgt.rules import Matcher, Rules, expand
 from train.config import Run, batch_problems
 from train.loss import Batch, Loss, make_loss
 from train.models.build import Model, build
@@ -139,6 +139,22 @@ def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractM
         alone = {"data": 1}
         mesh = jgt.make_mesh(alone, devices=jax.devices()[:1]) if num_devices is None else jgt.abstract_mesh(alone)
         return mesh, Rules(default="replicate")
+    order = _axis_names(run, run.rules)
     if num_devices is not None:
-        return jgt.abstract_mesh(run.mesh, num_devices=num_devices, where=where), run.rules
-    return jgt.make_mesh(run.mesh, where=where), run.rules
+        return jgt.abstract_mesh(run.mesh, num_devices=num_devices, axis_names=order, where=where), run.rules
+    return jgt.make_mesh(run.mesh, axis_names=order, where=where), run.rules
+
+
+def _input_axes(rules: Rules) -> tuple[tuple[str, ...], ...]:
+    rule = Matcher(rules).input("inputs", 2)
+    return () if rule is None else expand(rule.spec, 2)
+
+
+def _axis_names(run: Run, rules: Rules) -> list[str]:
+    """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
+    names = list(run.mesh)
+    if run.pipeline is None or run.pipeline.axis not in names:
+        return names
+    batch = {axis for axes in _input_axes(rules)[:1] for axis in axes}
+    first = [name for name in names if name in batch]
+    return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]

@@ -17,25 +17,34 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jgt.mesh.sizes import resolve_sizes
 
 
-def make_mesh(sizes: Mapping[str, int], *, devices: Sequence[Any] | None = None, where: str = "mesh") -> Mesh:
+def make_mesh(
+    sizes: Mapping[str, int], *, devices: Sequence[Any] | None = None, axis_names: Sequence[str] | None = None, where: str = "mesh"
+) -> Mesh:
     """A mesh over all devices (or those given, also of hardware that is only described), Auto axes.
 
     `sizes` go from the outermost axis to the innermost; one may be -1. Outer axes are laid over hosts, inner ones stay
-    inside a host, where links are fast. Raises InputError when the product is not the number of devices. Warns, with
-    the axis, when an axis other than the outermost ones must cross hosts.
+    inside a host, where links are fast. axis_names: the order of the axes in the mesh, where it is not that of the
+    placement. Raises InputError when the product is not the number of devices. Warns, with the axis, when an axis other
+    than the outermost ones must cross hosts.
     """
     devices = list(jax.devices() if devices is None else devices)
     resolved = resolve_sizes(sizes, len(devices), where)
-    return Mesh(arrange(resolved, devices), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved))
+    names = list(resolved)
+    order = names if axis_names is None else list(axis_names)
+    placed = np.transpose(arrange(resolved, devices), [names.index(name) for name in order])
+    return Mesh(placed, tuple(order), axis_types=(AxisType.Auto,) * len(order))
 
 
-def abstract_mesh(sizes: Mapping[str, int], *, num_devices: int | None = None, where: str = "mesh") -> AbstractMesh:
+def abstract_mesh(
+    sizes: Mapping[str, int], *, num_devices: int | None = None, axis_names: Sequence[str] | None = None, where: str = "mesh"
+) -> AbstractMesh:
     """A mesh without devices, to check rules for hardware that is not here. A size of -1 needs `num_devices`.
 
     Raises InputError like `make_mesh`.
     """
     resolved = resolve_sizes(sizes, num_devices, where)
-    return AbstractMesh(tuple(resolved.values()), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved))
+    order = tuple(resolved if axis_names is None else axis_names)
+    return AbstractMesh(tuple(resolved[name] for name in order), order, axis_types=(AxisType.Auto,) * len(order))
 
 
 def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:

@@ -71,7 +71,7 @@ class Layer:
     recompute: only what travels into the layer is saved. apart: weight gradients have a program of their own.
     """
 
-    def __init__(self, body: Callable[..., Values], shapes: Shapes, *, recompute: bool, apart: bool, keeps: Callable[..., Any] | None = None):
+    def __init__(self, body: Callable[..., Values], shapes: Shapes, *, recompute: bool, apart: bool):
         self._shapes = shapes
         self._weights, self._common, self._travel = (Floats.among(v) for v in (shapes.weights, shapes.common, shapes.travel))
         index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -93,7 +93,7 @@ class Layer:
             return self._travel.take(after), self._travel.leave(after)
 
         if recompute:
-            run = jax.checkpoint(run, policy=keeps, prevent_cse=False)
+            run = jax.checkpoint(run, prevent_cse=False)
 
         def forward(w: Values, c: Values, x: Values, still: Values, moving: Values) -> tuple[Values, Values]:
             nonlocal tree

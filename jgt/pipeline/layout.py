@@ -80,14 +80,14 @@ class Layout:
         over = tuple(a for a in self.batch_axes if not any(a in axes for axes in stored))
 
         def local(part: Any) -> Any:
-            gradient = part[0]
-            if over:
-                gradient = jax.lax.psum(gradient, over)
-            return _each(stored, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+            gradient = _each(stored, part[0], lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+            return jax.lax.psum(gradient, over) if over else gradient
 
         # All axes are manual here: in a shard_map over some of them the partitioner gathers operands over the others first.
         whole = PartitionSpec(self.batch_axes, *(self._other_dims(var) or ()))
-        return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*[a or None for a in self.dims[var]]))(parts).astype(var.aval.dtype)
+        # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
+        made = [(*(others or ()), *axes) or None for others, axes in zip(self._other_dims(var) or (), stored, strict=True)]
+        return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(var.aval.dtype)
 
     def rest_summed(self, var: Var, gradient: Any) -> Any:
         """A gradient that is scattered already over the axes its value is stored over, summed over the others."""

@@ -7,7 +7,6 @@ its embedding, layers and head run inside, tick by tick.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,10 @@ from typing import Any
 from jgt import jaxpr as jx
 from jgt.jaxpr import Equation, Place, Program, Var
 from jgt.parts import Flat, Part, cut, flatten, marks
-from jgt.pipeline.extent import Extent, Growth
+from jgt.pipeline.align import AlignmentError, alignment
+from jgt.pipeline.extent import Extent
+from jgt.pipeline.growth import Growth
+from jgt.pipeline.rows import Rows, shape_of
 
 PARAMS, DATA, LAYERS = 1, 2, 4
 
@@ -77,8 +79,8 @@ def split(
     """
     flat, full, twin = (flatten(program, _dissolves(signal)) for program in (micro, whole, larger))
     layers = _layer_scan(flat, signal)
-    growth = _growth(full, twin, Growth(ratio, trusted), num_params)
-    align = _alignment(full, flat)
+    growth = _growth(full, twin, ratio, num_params, trusted)
+    align = _alignment(full, flat, growth)
     return _Splitter(flat, full, growth, align, layers, num_params).split(keys)
 
 
@@ -120,28 +122,34 @@ def _layer_scan(flat: Flat, signal: str) -> int:
     raise SplitError(f"no signal of the program is {signal!r}. Layer scans stand under: {others}")
 
 
-def _growth(full: Flat, twin: Flat, growth: Growth, num_params: int) -> Growth:
-    growth.closed_over(full.consts, twin.consts)
-    for var, other in list(zip(full.invars, twin.invars, strict=True))[num_params:]:
-        growth.extents[var] = Extent(rows=var.aval.shape != other.aval.shape)
+def _growth(full: Flat, twin: Flat, ratio: float, num_params: int, trusted: tuple[str, ...]) -> Growth:
+    inputs = list(zip(full.invars, twin.invars, strict=True))[num_params:]
+    rows = _num_rows(full, twin) or (1, round(ratio))
+    growth = Growth(rows, trusted)
+    for var, other in inputs:
+        growth.extents[var] = Extent(Rows(0) if shape_of(var) != shape_of(other) else None)
     try:
+        growth.closed_over(full.consts, twin.consts)
         growth.follow(full.eqns, twin.eqns, Place())
     except ValueError as error:
         raise SplitError(f"the program is another one at another batch size: {error}. Write it so that only its shapes depend on the batch") from None
     return growth
 
 
-def _alignment(full: Flat, micro: Flat) -> Mapping[int, int]:
+def _num_rows(full: Flat, other: Flat) -> tuple[int, int] | None:
+    """The rows of the batch of two programs, as far as they have inputs with rows."""
+    sizes = ((shape_of(a), shape_of(b)) for a, b in zip(full.invars, other.invars, strict=True))
+    return next(((a[0], b[0]) for a, b in sizes if a != b), None)
+
+
+def _alignment(full: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:
     """The micro program's equation for each of the whole one's. A microbatch of one row may leave some out."""
-    a, b = ([_signature(e) for e in flat.eqns] for flat in (full, micro))
-    if a == b:
-        return {i: i for i in range(len(a))}
-    blocks = difflib.SequenceMatcher(a=a, b=b, autojunk=False).get_matching_blocks()
-    return {block.a + i: block.b + i for block in blocks for i in range(block.size)}
-
-
-def _signature(equation: Equation) -> tuple[str, str, int]:
-    return equation.primitive.name, jx.place_of(equation, Place()).path, len(equation.outvars)
+    try:
+        return alignment(full.eqns, micro.eqns, _num_rows(full, micro) or (1, 1), growth)
+    except AlignmentError as error:
+        raise SplitError(
+            f"{error}. Write it so that only its shapes depend on the batch, or use fewer microbatches, so that each has more than one row on each device"
+        ) from None
 
 
 class _Splitter:

@@ -1,0 +1,258 @@
+"""What layers read besides their weights and the activation: of the inputs, of each layer's number, of parameters, of random keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import (
+    EMBED,
+    LAYERS,
+    RULES,
+    SEQ,
+    assert_close,
+    assert_exact,
+    assert_trained,
+    assert_values,
+    case,
+    compiled,
+    embed,
+    logits_of,
+    make_batch,
+    make_params,
+    mesh_of,
+    mlp,
+    nats,
+    run_layers,
+    weighted,
+)
+
+import jgt
+from jgt.pipeline.schedule import VIRTUAL
+from jgt.signal import context
+
+SIZES = {"stage": 2, "tensor": 2, "data": 2}
+
+
+def attend(x, query, memory, mask):
+    """[b, s, d] reads memory [b, t, d] where mask [b, s, t] says so."""
+    with context("attn"):
+        scores = jnp.where(mask, jnp.einsum("bsd,btd->bst", x @ query, memory), -1e9)
+        return x + jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), memory)
+
+
+def loss_of(params, x, batch):
+    """What follows the layers."""
+    return weighted(nats(logits_of(params, x), batch), batch)
+
+
+# -- of the inputs ------------------------------------------------------------------------------------------------
+
+
+def packed_batch():
+    """Two sequences in each row: segments and positions [b, s]; and a prefix [b, 3]."""
+    batch = make_batch()
+    starts = np.random.default_rng(2).integers(1, SEQ, (len(batch["tokens"]), 1))
+    segments = (np.arange(SEQ) >= starts).astype(np.int32)
+    prefix = np.random.default_rng(3).integers(0, SEQ, (len(starts), 3), np.int32)
+    return batch | {"segments": segments, "positions": np.arange(SEQ, dtype=np.int32) - segments * starts.astype(np.int32), "prefix": prefix}
+
+
+def attention_params(num_layers):
+    params = make_params(num_layers, positions=(SEQ, EMBED))
+    query = np.random.default_rng(4).normal(0, EMBED**-0.5, (num_layers, EMBED, EMBED)).astype(np.float32)
+    return params | {"layers": params["layers"] | {"query": query}}
+
+
+def packed(params, batch):
+    """Layers read positions, a mask of segments, their own number and whether they see the segment or only their neighbours."""
+    num_layers = len(params["layers"]["query"])
+    same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
+    causal = same & jnp.tril(jnp.ones((SEQ, SEQ), bool))[None]
+    near = causal & (jnp.abs(jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]) < 2)[None]
+    turn = jnp.cos(batch["positions"].astype(jnp.float32))[..., None]
+
+    def layer(x, scanned):
+        weights, number, is_near = scanned
+        x = attend(x * (1 + 0.1 * turn), weights["query"], x, jnp.where(is_near, near, causal))
+        return mlp(x, weights) * (1 - 0.1 * number), None
+
+    x = embed(params, batch) + params["positions"][batch["positions"]]
+    with context("layers"):
+        x, _ = jax.lax.scan(layer, x, (params["layers"], jnp.arange(num_layers), jnp.arange(num_layers) % 2 == 0))
+    return loss_of(params, x, batch)
+
+
+def prefixed(params, batch):
+    """Every layer reads a prefix that parameters encode."""
+    with context("encoder"):
+        memory = jnp.tanh(params["positions"][batch["prefix"]])
+    everywhere = jnp.ones((1, 1, 1), bool)
+
+    def layer(x, weights):
+        return mlp(attend(x, weights["query"], memory, everywhere), weights), jnp.mean(memory * x[:, :3])
+
+    x = embed(params, batch)
+    with context("layers"):
+        x, overlap = jax.lax.scan(layer, x, params["layers"])
+    return loss_of(params, x, batch) + 0.1 * jnp.sum(overlap)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [(packed, {"schedule": "zb_interleaved", "remat": "stage"}), (prefixed, {"schedule": "zigzag"}), (prefixed, {"schedule": "zb", "remat": "layer"})],
+    ids=["packed", "prefixed", "prefixed recomputed"],
+)
+def test_layers_read_more_than_the_activation(loss, options):
+    """The chunks do not divide the layers, so that some read as padding."""
+    assert_exact(case(loss, attention_params(5), packed_batch()), mesh_of(**SIZES), **options)
+
+
+# -- of parameters ------------------------------------------------------------------------------------------------
+
+
+def tied(params, batch):
+    """One table embeds and unembeds; a matrix and a scale stand in every layer, and the matrix in the head once more."""
+
+    def layer(x, weights):
+        x = mlp(x, weights)
+        return x + jnp.tanh(x @ params["shared"]) * params["scale"][None]
+
+    x = run_layers({"layers": params["layers"]}, embed(params, batch), layer)
+    with context("head"):
+        x = x @ params["shared"]
+    return weighted(nats(logits_of(params, x, "embed"), batch), batch)
+
+
+TIED_RULES = {
+    **RULES,
+    "params": {"embed": [["stage", "tensor", "fsdp"], None]},
+    "signals": {
+        "layers/mlp": RULES["signals"]["layers/mlp"],
+        "head": {"tensors": RULES["signals"]["head"]["tensors"]},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_layers", "options"),
+    [(SIZES, LAYERS, {}), ({"stage": 2, "fsdp": 2}, 5, {"schedule": "zb", "remat": "layer", "gather": "layer"})],
+    ids=["1f1b", "zb"],
+)
+def test_parameters_that_are_read_in_several_places(sizes, num_layers, options):
+    params = make_params(num_layers, shared=(EMBED, EMBED), scale=(1, EMBED))
+    del params["unembed"]
+    assert_trained(case(tied, params, make_batch(), rules=TIED_RULES), mesh_of(**sizes), **options)
+
+
+# -- in bf16 ------------------------------------------------------------------------------------------------------
+
+
+def in_bf16(params, batch):
+    """Parameters are f32 and cast as a whole, outside of the layers; activations are bf16."""
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return weighted(nats(logits_of(small, run_layers(small, embed(small, batch))).astype(jnp.float32), batch), batch)
+
+
+@pytest.fixture(scope="module")
+def rounded():
+    """The model in bf16."""
+    return case(in_bf16)
+
+
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_bf16_on_every_schedule(rounded, schedule):
+    """bf16 has 8 bits: sums in another order differ by some 2^-8 a term, of which a gradient has a few that partly cancel."""
+    value, gradients = rounded.derivatives(rounded.pipelined(mesh_of(**SIZES), schedule=schedule))
+    np.testing.assert_allclose(value, rounded.expected[0], rtol=0, atol=2**-8 * rounded.expected[0])
+    assert_close(gradients, rounded.expected[1], 2**-5)
+
+
+# -- of random keys -----------------------------------------------------------------------------------------------
+
+
+def dropped(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x / 0.8, 0)
+
+
+def mean_loss(params, x, batch):
+    return jnp.mean(nats(logits_of(params, x), batch))
+
+
+def scanned_keys(params, batch, key):
+    keys = jax.random.split(key, LAYERS)
+    x = embed(params, batch)
+    with context("layers"):
+        x, _ = jax.lax.scan(lambda x, s: (dropped(mlp(x, s[0]), s[1]), None), x, (params["layers"], keys))
+    return mean_loss(params, x, batch)
+
+
+def folded_keys(params, batch, key):
+    x = embed(params, batch)
+    with context("layers"):
+        x, _ = jax.lax.scan(lambda x, s: (dropped(mlp(x, s[0]), jax.random.fold_in(key, s[1])), None), x, (params["layers"], jnp.arange(LAYERS)))
+    return mean_loss(params, x, batch)
+
+
+def carried_keys(params, batch, key):
+    def layer(carry, weights):
+        x, key = carry
+        key, own = jax.random.split(key)
+        return (dropped(mlp(x, weights), own), key), None
+
+    x = embed(params, batch)
+    with context("layers"):
+        (x, _), _ = jax.lax.scan(layer, (x, key), params["layers"])
+    return mean_loss(params, x, batch)
+
+
+def keys_everywhere(params, batch, key):
+    """Before the layers, in them and after them."""
+    first, inside, last = jax.random.split(key, 3)
+    x = dropped(embed(params, batch), first)
+    x = run_layers(params, x, lambda x, weights: dropped(mlp(x, weights), inside))
+    return mean_loss(params, dropped(x, last), batch)
+
+
+def by_parts(loss, num_parts, num_shards):
+    """The mean over the parts that a pipeline makes, each with its own key."""
+
+    def mean(params, batch, key):
+        def split(x):
+            return jnp.swapaxes(x.reshape(num_shards, num_parts, -1, *x.shape[1:]), 0, 1).reshape(num_shards * num_parts, -1, *x.shape[1:])
+
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_parts * num_shards))
+        return jnp.mean(jax.vmap(loss, (None, 0, 0))(params, jax.tree.map(split, batch), keys))
+
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("loss", "key", "options"),
+    [
+        (scanned_keys, jax.random.key, {}),
+        (folded_keys, jax.random.PRNGKey, {"schedule": "zb", "remat": "stage"}),
+        (carried_keys, jax.random.PRNGKey, {"schedule": "interleaved"}),
+        (keys_everywhere, jax.random.key, {"schedule": "zigzag", "remat": "layer"}),
+        (keys_everywhere, jax.random.PRNGKey, {}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_every_part_draws_from_a_key_of_its_own(loss, key, options):
+    dropout = case(loss, None, make_batch(), key(3))
+    value, gradients = dropout.derivatives(dropout.pipelined(mesh_of(**SIZES), **options))
+    expected, expected_gradients = dropout.derivatives(by_parts(loss, 4, 2))
+    assert_values(value, expected)
+    assert_close(gradients, expected_gradients, 1e-5)
+
+
+@pytest.mark.parametrize(("loss", "key"), [(scanned_keys, jax.random.key), (carried_keys, jax.random.PRNGKey), (keys_everywhere, jax.random.key)], ids=lambda x: x.__name__)
+def test_a_key_that_is_no_argument_is_refused(loss, key):
+    closed = case(lambda params, batch: loss(params, batch, key(3)))
+    with pytest.raises(jgt.InputError, match="a key that is no argument of the function"):
+        jax.eval_shape(closed.pipelined(mesh_of(**SIZES)), closed.params, *closed.inputs)
+
+
+def test_evaluation_draws_as_training_does():
+    dropout = case(scanned_keys, None, make_batch(), jax.random.key(3))
+    pipelined = dropout.pipelined(mesh_of(stage=2, data=2))
+    assert_values(compiled(pipelined)(dropout.params, *dropout.inputs), compiled(by_parts(scanned_keys, 4, 2))(dropout.params, *dropout.inputs))
