@@ -36,11 +36,11 @@ class Microbatches:
             return
         if self.num_rows % (pipeline.microbatches * self.num_shards) == 0:
             return
-        over = f" on each of {self.num_shards} data shards" if self.num_shards > 1 else ""
         per_shard, left = divmod(self.num_rows, self.num_shards)
+        batch = f"the batch of {self.num_rows}" + (f", of which each of {self.num_shards} data shards has {per_shard}" if self.num_shards > 1 else "")
         fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
         allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {pipeline.microbatches * self.num_shards}"
-        yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide the batch of {self.num_rows}{over}. {allowed}")
+        yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide {batch}. {allowed}")
 
 
 def find_microbatches(

@@ -213,7 +213,7 @@ def pipelined_call(
     if table.num_chunks > cut.num_layers:
         held = f"{num_stages} stages" if table.virtual == 1 else f"{num_stages} stages with {table.virtual} chunks each"
         problems.append(
-            pipeline.problem("signal", f"{pipeline.signal!r} has {cut.num_layers} layers, too few for {held}. Make {pipeline.axis} or virtual smaller")
+            pipeline.problem("signal", f"{pipeline.signal!r} has {cut.num_layers} layer{'s' * (cut.num_layers != 1)}, too few for {held}. Make {pipeline.axis} or virtual smaller")
         )
         return None
     parameters = _staged_places(parameters, cut, pipeline.axis, num_stages)

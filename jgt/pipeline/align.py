@@ -73,7 +73,7 @@ class _Comparison:
         # Dims move where one of size 1 is gone: only what else is a number can be compared.
         for key, value in equation.params.items():
             other = twin.params.get(key)
-            if isinstance(value, int | float) and isinstance(other, int | float) and value != other and _ranks(equation) == _ranks(twin):
+            if isinstance(value, int | float) and isinstance(other, int | float) and repr(value) != repr(other) and _ranks(equation) == _ranks(twin):
                 raise self._error(equation, f"has {key}={value} for the one, {other} for the other")
 
     def _error(self, equation: Equation, what: str) -> AlignmentError:

@@ -2,7 +2,7 @@
 
 A microbatch is some neighbouring rows of the batch. What it computes for its rows is what the whole batch would have, if
 every equation makes row i of its results of row i of its operands. So the dim of the rows is followed through a program,
-equation by equation (`primitives`, `indexing`); whatever is not known to keep rows apart, and in their order, counts as
+equation by equation (`primitives`, `moves`, `indexing`); whatever is not known to keep rows apart, and in their order, counts as
 mixing them.
 """
 

@@ -266,8 +266,9 @@ class _Splitter:
             problem = "it is a product, quotient or function of sums over the batch, taken inside of a region or of the layers"
         if problem:
             where = jx.source_of(self.full.eqns[self.maker[var]])
+            place = f" at {where}" if where and not problem.startswith(where) else ""
             raise SplitError(
-                f"a result depends on a value{f' at {where}' if where else ''} that its microbatches cannot be added up to: {problem}. "
+                f"a result depends on a value{place} that its microbatches cannot be added up to: {problem}. "
                 "If it is meant of one microbatch, name its signal under pipeline.per_microbatch"
             )
 
@@ -280,7 +281,7 @@ class _Splitter:
                 continue
             if feed.var not in self.maker or self.full_marks.get(feed.var, 0) & (PARAMS | LAYERS):
                 raise SplitError(
-                    f"{feed.source}: a value that is computed from the whole batch and the parameters is used for each row of it again (batch statistics). "
+                    f"{feed.source}: a value that is computed from the whole batch and the parameters is used for each row of it again (batch statistics), or chooses what to do with it. "
                     "A microbatch does not have the whole batch; if it is meant of one microbatch, name its signal under pipeline.per_microbatch"
                 )
             found[feed.var] = None

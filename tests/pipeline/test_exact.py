@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import assert_exact, case, decoder_loss, make_batch, make_params, mesh_of
+from models import assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
 
 from jgt.pipeline.schedule import VIRTUAL
 
@@ -37,28 +37,29 @@ def decoder():
 @pytest.mark.parametrize("sizes", MESHES, ids=name_of)
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_every_schedule_on_every_mesh(decoder, schedule, sizes):
-    assert_exact(decoder(8), mesh_of(**sizes), schedule=schedule)
+    # Forward only is another program, of which one mesh for each schedule will do.
+    check = assert_exact if sizes == {"stage": 2, "tensor": 2, "data": 2} else assert_trained
+    check(decoder(8), mesh_of(**sizes), schedule=schedule)
 
 
-@pytest.mark.parametrize("gather", ["step", "layer"])
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
         ({"stage": 2, "fsdp": 2, "tensor": 2}, {}),
-        ({"stage": 2, "fsdp": 2, "tensor": 2}, {"schedule": "zb", "remat": "stage"}),
+        ({"stage": 2, "fsdp": 2, "tensor": 2}, {"schedule": "zb", "remat": "stage", "gather": "layer"}),
         ({"data": 2, "fsdp": 2, "stage": 2}, {"schedule": "interleaved"}),
-        ({"fsdp": 4, "stage": 2}, {"remat": "layer"}),
+        ({"data": 2, "fsdp": 2, "stage": 2}, {"gather": "layer", "remat": "layer"}),
     ],
     ids=name_of,
 )
-def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, options, gather):
-    assert_exact(decoder(4), mesh_of(**sizes), gather=gather, **options)
+def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, options):
+    assert_exact(decoder(4), mesh_of(**sizes), **options)
 
 
 @pytest.mark.parametrize("remat", ["layer", "stage"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
-    assert_exact(decoder(8), mesh_of(stage=2, tensor=2, data=2), schedule=schedule, remat=remat)
+    assert_trained(decoder(8), mesh_of(stage=2, tensor=2, data=2), schedule=schedule, remat=remat)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
     ],
 )
 def test_fewer_microbatches_than_stages_or_no_multiple_of_them(decoder, stage, microbatches, schedule):
-    assert_exact(decoder(8, 12), mesh_of(stage=stage, data=2), schedule=schedule, microbatches=microbatches)
+    assert_trained(decoder(8, 12), mesh_of(stage=stage, data=2), schedule=schedule, microbatches=microbatches)
 
 
 @pytest.mark.parametrize(
@@ -91,17 +92,17 @@ def test_fewer_microbatches_than_stages_or_no_multiple_of_them(decoder, stage, m
     ids=str,
 )
 def test_layers_that_the_chunks_do_not_divide(decoder, num_layers, stage, options):
-    assert_exact(decoder(num_layers), mesh_of(stage=stage, fsdp=2), **options)
+    assert_trained(decoder(num_layers), mesh_of(stage=stage, fsdp=2), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "virtual": 3}, {"schedule": "zigzag"}, {"schedule": "zb"}], ids=str)
 def test_one_stage_is_a_pipeline_too(decoder, options):
-    assert_exact(decoder(8), mesh_of(stage=1, data=2, tensor=2), **options)
+    assert_trained(decoder(8), mesh_of(stage=1, data=2, tensor=2), **options)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb_interleaved", "virtual": 1}], ids=str)
 def test_one_layer_for_each_stage(decoder, options):
-    assert_exact(decoder(4), mesh_of(stage=4, tensor=2), **options)
+    assert_trained(decoder(4), mesh_of(stage=4, tensor=2), **options)
 
 
 def one_by_one(stages, backward):
@@ -130,7 +131,7 @@ def test_tables_of_one_s_own(decoder, tmp_path, name):
     microbatches, text = TABLES[name]
     (tmp_path / "own.csv").write_text(text)
     stage = text.splitlines()[0].count(",") + 1
-    assert_exact(decoder(8), mesh_of(stage=stage, data=2), schedule=str(tmp_path / "own.csv"), microbatches=microbatches)
+    assert_trained(decoder(8), mesh_of(stage=stage, data=2), schedule=str(tmp_path / "own.csv"), microbatches=microbatches)
 
 
 @st.composite
@@ -151,4 +152,4 @@ def pipelines(draw):
 @settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_sampled_pipelines(decoder, sampled):
     num_layers, sizes, options = sampled
-    assert_exact(decoder(num_layers, 12), mesh_of(**sizes), **options)
+    assert_trained(decoder(num_layers, 12), mesh_of(**sizes), **options)
