@@ -177,8 +177,10 @@ class Loop:
     ) -> tuple[State, Values]:
         """fn(own, everywhere) → (the buffers of these names that change, what all stages see), on every stage."""
         own = self._staged | {"item": item, "buffers": {name: state["staged"][name] for name in names}}
-        # Without the barrier XLA fuses what one slot writes into what the next one reads, and copies whole buffers for it.
-        changed, shown = jax.lax.optimization_barrier(self._on_every_stage(fn, own, self._everywhere() | dict(more), (True, not shows)))
+        found = self._on_every_stage(fn, own, self._everywhere() | dict(more), (True, not shows))
+        # XLA dissolves a loop over one layer, fuses what one slot writes into what the next one reads, and copies whole
+        # buffers for it. A loop over more layers keeps the slots apart by itself.
+        changed, shown = jax.lax.optimization_barrier(found) if self._stages.per_chunk == 1 else found
         return state | {"staged": state["staged"] | changed}, shown
 
     def _on_every_stage(self, fn: Callable[..., Any], own: Any, everywhere: Any, out: tuple[bool, ...]) -> Any:

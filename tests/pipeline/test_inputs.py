@@ -104,7 +104,7 @@ def prefixed(params, batch):
 )
 def test_layers_read_more_than_the_activation(loss, options):
     """The chunks do not divide the layers, so that some read as padding."""
-    assert_exact(case(loss, attention_params(5), packed_batch()), mesh_of(**SIZES), **options)
+    assert_exact(case(loss, attention_params(3), packed_batch()), mesh_of(**SIZES), **options)
 
 
 # -- of parameters ------------------------------------------------------------------------------------------------

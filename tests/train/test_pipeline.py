@@ -199,7 +199,7 @@ def test_a_pipeline_across_two_processes_has_the_curve_of_one(curve, text_file, 
     first, _ = run_both(
         lambda port, i: [*command, "--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(i)], pytestconfig.rootpath
     )
-    assert "Mesh: stage 2 x data 4 x fsdp 1 x tensor 1 = 8 x cpu on 2 processes" in first
+    assert "Mesh: data 4 x fsdp 1 x stage 2 x tensor 1 = 8 x cpu on 2 processes" in first
     found = read(tmp_path / "run")
     assert len(found.losses) == 4
     assert_near(found.losses, curve(*TWO_STAGES).losses)
