@@ -15,6 +15,8 @@ from jgt.pipeline.__main__ import _parser as schedule_parser
 from jgt.pipeline.report import number, percent
 from jgt.pipeline.schedule import VIRTUAL, make_table, virtual_of
 from jgt.pipeline.simulate import simulate
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.schedule import VIRTUAL
 from jgt.rules import load
 from train.__main__ import _parser as train_parser
 from train.config import Config
@@ -27,6 +29,7 @@ README, RULES, TRAINING, PYTHON, SCHEDULES = (
 )
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
+PIPELINE = ROOT / "docs/pipeline.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -169,6 +172,16 @@ def test_every_choice_of_a_key_stands_there(name):
         options = [hint, *typing.get_args(hint)]
         choices = [c for option in options if typing.get_origin(option) is typing.Literal for c in typing.get_args(option)]
         assert all(f"`{choice}`" in types[key] for choice in choices), key
+
+
+def test_every_key_of_a_pipeline_stands_with_its_default():
+    documented = keys_and_defaults(section(PIPELINE, "## Keys"))
+    fields = {f.name: f.default for f in dataclasses.fields(Pipeline) if f.init}
+    required = {name for name, default in fields.items() if default is dataclasses.MISSING}
+    assert {key for key, default in documented.items() if default == "required"} == required
+    plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}
+    assert plain == {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in required}
+    assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in VIRTUAL)
 
 
 def test_every_section_stands_there():

@@ -23,6 +23,7 @@ MESHES = {
     "tensor": "{data: 2, tensor: 4}",
     "sequence": "{data: 2, tensor: 4}",
     "fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}",
+    "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
 }
 RULES = Path(__file__).parents[2] / "configs" / "rules"
 STEPS = 20
