@@ -93,11 +93,15 @@ class Rewriter:
         if self._stage is None:
             return
         signal, axis = self._stage
-        if any(s == signal or s.startswith(f"{signal}/") for s in signals) and any(axis in axes for axes in dims):
+        if any(map(self._in_stage, signals)) and any(axis in axes for axes in dims):
             yield (
                 f"{rule.where}: {rule.pattern}: the {what} lies in the pipeline of {signal!r}, which has the axis {axis} for itself. "
                 f"Take {axis} out of this spec; the pipeline splits the layers over it"
             )
+
+    def _in_stage(self, path: str) -> bool:
+        """Whether a signal lies in the one that a pipeline runs."""
+        return self._stage is not None and f"{path}/".startswith(f"{self._stage[0]}/")
 
     def _program(
         self,
@@ -159,6 +163,11 @@ class Rewriter:
     def _save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
         name = jx.tensor_name(equation)
         rule = None if name is None else self.matcher.save(name, place.path)
+        if rule is not None and rule.action == "offload" and self._stage is not None and self._in_stage(place.path):
+            self.problems.append(
+                f"{rule.where}: save: {name}: offload is not possible inside a pipeline, whose buffers stay on the device. Use keep or recompute, or "
+                "pipeline.remat"
+            )
         return {} if rule is None or name is None else {name: rule}
 
     def _add_saves(self, saves: dict[str, SaveRule], more: Mapping[str, SaveRule]) -> None:

@@ -12,11 +12,10 @@ import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
 from jgt.pipeline.__main__ import _parser as schedule_parser
+from jgt.pipeline.config import Pipeline
 from jgt.pipeline.report import number, percent
 from jgt.pipeline.schedule import VIRTUAL, make_table, virtual_of
 from jgt.pipeline.simulate import simulate
-from jgt.pipeline.config import Pipeline
-from jgt.pipeline.schedule import VIRTUAL
 from jgt.rules import load
 from train.__main__ import _parser as train_parser
 from train.config import Config

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-Count = Annotated[int, Bound(low=1)]
+Count = Annotated[int, Bound(low=1, high=10_000)]
 
 
 @dataclass(frozen=True, kw_only=True)

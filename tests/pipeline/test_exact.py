@@ -56,8 +56,7 @@ def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, optio
     assert_exact(decoder(4), mesh_of(**sizes), **options)
 
 
-@pytest.mark.parametrize("remat", ["layer", "stage"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "layer"), ("zb", "stage")])
 def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
     assert_trained(decoder(8), mesh_of(stage=2, tensor=2, data=2), schedule=schedule, remat=remat)
 
@@ -65,12 +64,9 @@ def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
 @pytest.mark.parametrize(
     ("stage", "microbatches", "schedule"),
     [
-        (4, 2, "1f1b"),
         (4, 2, "zigzag"),
-        (4, 3, "zb_interleaved"),
         (4, 6, "1f1b"),
         (4, 6, "interleaved"),
-        (2, 3, "zb"),
         (4, 1, "gpipe"),
         (2, 1, "zb_interleaved"),
     ],
@@ -82,11 +78,9 @@ def test_fewer_microbatches_than_stages_or_no_multiple_of_them(decoder, stage, m
 @pytest.mark.parametrize(
     ("num_layers", "stage", "options"),
     [
-        (5, 2, {"schedule": "1f1b"}),
         (5, 4, {"schedule": "zb", "remat": "stage"}),
         (7, 2, {"schedule": "interleaved", "virtual": 3}),
         (5, 2, {"schedule": "zigzag", "remat": "layer"}),
-        (6, 2, {"schedule": "zb_interleaved"}),
         (6, 4, {"schedule": "gpipe", "gather": "layer"}),
     ],
     ids=str,
@@ -95,7 +89,7 @@ def test_layers_that_the_chunks_do_not_divide(decoder, num_layers, stage, option
     assert_trained(decoder(num_layers), mesh_of(stage=stage, fsdp=2), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "virtual": 3}, {"schedule": "zigzag"}, {"schedule": "zb"}], ids=str)
+@pytest.mark.parametrize("options", [{"schedule": "interleaved", "virtual": 3}, {"schedule": "zb"}], ids=str)
 def test_one_stage_is_a_pipeline_too(decoder, options):
     assert_trained(decoder(8), mesh_of(stage=1, data=2, tensor=2), **options)
 
@@ -149,7 +143,7 @@ def pipelines(draw):
 
 
 @given(pipelines())
-@settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_sampled_pipelines(decoder, sampled):
     num_layers, sizes, options = sampled
     assert_trained(decoder(num_layers, 12), mesh_of(**sizes), **options)
