@@ -155,6 +155,6 @@ def _axis_names(run: Run, rules: Rules) -> list[str]:
     names = list(run.mesh)
     if run.pipeline is None or run.pipeline.axis not in names:
         return names
-    batch = {axis for axes in _input_axes(rules)[:1] for axis in axes}
+    batch = {axis for axes in _input_axes(rules)[:1] for axis in axes} - {run.pipeline.axis}
     first = [name for name in names if name in batch]
     return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]

@@ -34,8 +34,15 @@ def decoder():
     return _decoder
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=name_of)
-@pytest.mark.parametrize("schedule", VIRTUAL)
+def grid():
+    """Every schedule on every mesh; by default every axis alone and all of them together."""
+    for schedule in VIRTUAL:
+        for sizes in MESHES:
+            is_corner = sum(n > 1 for n in sizes.values()) == 1 + (sizes["stage"] == 4) or min(sizes.values()) == 2
+            yield pytest.param(schedule, sizes, id=f"{schedule}-{name_of(sizes)}", marks=() if is_corner else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("schedule", "sizes"), list(grid()))
 def test_every_schedule_on_every_mesh(decoder, schedule, sizes):
     # Forward only is another program, of which one mesh for each schedule will do.
     check = assert_exact if sizes == {"stage": 2, "tensor": 2, "data": 2} else assert_trained
