@@ -15,6 +15,7 @@ from jgt.pipeline.ends import Input
 from jgt.pipeline.layout import Dims
 from jgt.placement import input_rule, is_key, path_text
 from jgt.rules import Matcher, Rules, SpecRule
+from jgt.rules.spec import min_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Microbatches:
         if not self.num_rows:
             yield pipeline.problem("microbatches", "no input of the function has a batch to split: an array besides the parameters")
             return
-        if self.num_rows % (pipeline.microbatches * self.num_shards) == 0:
+        if pipeline.microbatches < 1 or self.num_rows % (pipeline.microbatches * self.num_shards) == 0:
             return
         per_shard, left = divmod(self.num_rows, self.num_shards)
         batch = f"the batch of {self.num_rows}" + (f", of which each of {self.num_shards} data shards has {per_shard}" if self.num_shards > 1 else "")
@@ -54,7 +55,7 @@ def find_microbatches(
     names = [path_text(path[2:] or path[1:]) for path, _ in named]
     found = [(x, *_rule(matcher, name, x, is_drawn_from(i) if is_key(x) else False)) for i, (name, (_, x)) in enumerate(zip(names, named, strict=True))]
     split = [(name, x, rule, dims) for name, (x, rule, dims, key) in zip(names, found, strict=True) if not key and dims and dims[0]]
-    free = [x for x, rule, _, key in found if x.shape and not key and (rule is None or rule.spec)]
+    free = [x for x, rule, _, key in found if x.shape and not key and not _is_whole(rule)]
     num_rows = split[0][1].shape[0] if split else free[0].shape[0] if free else 0
     axes = split[0][3][0] if split else ()
     problems = [
@@ -74,7 +75,7 @@ def find_microbatches(
     def kind(x: Any, rule: SpecRule | None, key: bool) -> Input:
         if key:
             return Input(kind="key")
-        whole = not x.shape or x.shape[0] != num_rows or (rule is not None and not rule.spec)
+        whole = not x.shape or x.shape[0] != num_rows or _is_whole(rule)
         return Input(kind="whole" if whole else "rows")
 
     axes = tuple(axis for axis in axes if mesh.get(axis, 1) > 1)
@@ -87,6 +88,11 @@ def find_microbatches(
         num_shards=math.prod(mesh.get(axis, 1) for axis in axes),
         problems=tuple(problems),
     )
+
+
+def _is_whole(rule: SpecRule | None) -> bool:
+    """Whether a rule says [] of an input: it is alike for all rows."""
+    return rule is not None and min_rank(rule.spec) == 0
 
 
 def _rule(matcher: Matcher, name: str, x: Any, drawn_from: bool) -> tuple[SpecRule | None, Dims, bool]:

@@ -169,8 +169,6 @@ def pipelined_call(
         return None
     if jx.mesh_around() is not None or jx.vmapped_axes():
         raise ValueError("a pipelined function cannot stand inside shard_map, or a vmap over a mesh axis; put them inside of it")
-    if not found.num_rows:
-        problems.append(pipeline.problem("microbatches", "no input of the function has a batch to split: an array besides the parameters"))
     if pipeline.axis in found.axes:
         problems.append(pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch"))
     problems += found.division_problems(pipeline)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-Count = Annotated[int, Bound(low=1, high=10_000)]
+Count = Annotated[int, Bound(low=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,14 @@ class Pipeline:
     per_microbatch: tuple[str, ...] = ()
     lines: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The file:line of each key, for messages; of the section under the key ""."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what a YAML file's reader would have refused."""
+        for key, allowed in (("remat", ("none", "layer", "stage")), ("gather", ("step", "layer"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, which is not one of {', '.join(allowed)}")
+        if isinstance(self.per_microbatch, str):
+            raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
 
     def located(self, lines: Mapping[str, str]) -> Pipeline:
         """The same, with the lines that its keys stand in."""

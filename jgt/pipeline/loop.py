@@ -57,7 +57,6 @@ class Loop:
         return state
 
     def _tick(self, segment: Segment, state: State, rows: Mapping[str, Any]) -> tuple[State, None]:
-        rows = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(jnp.int32), rows)
         work, items = rows["common"], rows["staged"]
         from_head: Values = []
         if "F" in segment.kinds:

@@ -13,8 +13,6 @@ from jgt.pipeline.buffers import Buffers, Grid, plan
 from jgt.pipeline.schedule import KINDS, Item, Kind, Row, Table
 
 Arrays = dict[str, Any]
-INDEX = np.int16
-"""Of the tables, whose length is the only thing that grows with the microbatches; a loop widens a tick's entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +83,18 @@ def _staged(table: Table, buffers: Buffers, kind: Kind) -> Arrays:
         "on": _grid(rows, lambda item: True, False),
         "microbatch": _grid(rows, lambda item: item.microbatch, 0),
         "chunk": _grid(rows, lambda item: table.local_chunk(item.chunk), 0),
-        "saved": np.asarray(buffers.saved.at(rows), INDEX),
+        "saved": np.asarray(buffers.saved.at(rows), np.int32),
     }
     if kind != "W":
         sends = buffers.forward if kind == "F" else buffers.backward
         arrays["first"] = _grid(rows, lambda item: item.chunk == 0, False)
         arrays["last"] = _grid(rows, lambda item: item.chunk == table.num_chunks - 1, False)
-        arrays["read"] = np.asarray(sends.inbox.at(rows), INDEX)
-        arrays["into"] = {str(shift): np.asarray(grid, INDEX) for shift, grid in sends.into.items()}
+        arrays["read"] = np.asarray(sends.inbox.at(rows), np.int32)
+        arrays["into"] = {str(shift): np.asarray(grid, np.int32) for shift, grid in sends.into.items()}
     if kind == "F" and buffers.head_waits:
         arrays["from_head"] = _from_head(table, buffers)
     if kind != "F":
-        arrays["stashed"] = np.asarray(buffers.stashed.at(rows), INDEX)
+        arrays["stashed"] = np.asarray(buffers.stashed.at(rows), np.int32)
     return arrays
 
 
@@ -104,11 +102,11 @@ def _from_head(table: Table, buffers: Buffers) -> np.ndarray:
     """The slot of the backward inbox for the cotangent that the head makes in a tick."""
     ends: list[list[Item | None]] = [[item if item and item.chunk == table.num_chunks - 1 else None for item in row] for row in table.forward]
     grid: Grid = buffers.backward.inbox.at(tuple(map(tuple, ends)))
-    return np.asarray(grid, INDEX)
+    return np.asarray(grid, np.int32)
 
 
 def _grid(rows: Sequence[Row], value: Any, nothing: Any) -> np.ndarray:
-    kind = bool if isinstance(nothing, bool) else INDEX
+    kind = bool if isinstance(nothing, bool) else np.int32
     return np.asarray([[nothing if item is None else value(item) for item in row] for row in rows], kind)
 
 
@@ -116,5 +114,5 @@ def _common(rows: Sequence[Row], chunk: int) -> Arrays:
     found = [next((item for item in row if item and item.chunk == chunk), None) for row in rows]
     return {
         "on": np.asarray([item is not None for item in found]),
-        "microbatch": np.asarray([0 if item is None else item.microbatch for item in found], INDEX),
+        "microbatch": np.asarray([0 if item is None else item.microbatch for item in found], np.int32),
     }

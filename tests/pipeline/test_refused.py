@@ -1,0 +1,160 @@
+"""What a pipeline cannot do is refused where it is asked for, with what to do instead."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import RULES, case, decoder_loss, embed, logits_of, make_batch, make_params, mesh_of, mlp, nats, pipeline_of, run_layers, weighted
+
+import jgt
+from jgt.signal import context
+
+SIZES = {"stage": 2, "tensor": 2, "data": 2}
+
+
+def ask(loss=decoder_loss, *, mesh=None, rules=RULES, num_layers=4, inputs=None, derivative=lambda fn: fn, **options):
+    """Traces a pipelined loss, or a derivative of it; nothing is compiled."""
+    pipelined = jgt.shard(loss, jgt.make_rules(rules), mesh or mesh_of(**SIZES), pipeline=pipeline_of(**options))
+    jax.eval_shape(derivative(pipelined), make_params(num_layers), *(inputs or (make_batch(),)))
+
+
+def test_what_is_asked_here_is_possible():
+    ask()
+    ask(derivative=jax.grad)
+
+
+def rules_with(**signals):
+    return RULES | {"signals": RULES["signals"] | signals}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"signal": "layer"}, "pipeline: signal: no signal of the program is 'layer'. Layer scans stand under: 'layers'"),
+        ({"signal": "head"}, "pipeline: signal: the signal 'head' holds no layer scan"),
+        ({"axis": "stages"}, "pipeline: axis: the mesh has no axis 'stages'. Did you mean 'stage'?"),
+        ({"microbatches": 3}, "3 microbatches do not divide the batch of 16, of which each of 2 data shards has 8. These divide it: 1, 2, 4, 8"),
+        ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
+        ({"schedule": "interleave"}, "there is no schedule 'interleave'. Did you mean 'interleaved'?"),
+        ({"num_layers": 1}, "'layers' has 1 layer, too few for 2 stages. Make stage or virtual smaller"),
+        ({"rules": RULES | {"inputs": {"**": ["stage", "..."]}}}, "the inputs are sharded over stage"),
+        ({"rules": RULES | {"inputs": {"tokens": [None, "batch"], "**": ["batch", "..."]}}}, "the batch must be the first dim in a pipeline"),
+        ({"rules": rules_with(**{"layers/mlp": {"params": {"up": [None, "stage"]}}})}, "layers/mlp.*the parameter layers/up lies in the pipeline|which has the axis stage for itself"),
+        ({"rules": rules_with(**{"layers/mlp": {"tensors": {"hidden": ["batch", None, "stage"]}}})}, "which has the axis stage for itself"),
+        ({"rules": rules_with(**{"layers/mlp": {"save": {"hidden": "offload"}}})}, "offload is not possible inside a pipeline"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", " ", value)[:40],
+)
+def test_sections_and_rules(options, message):
+    with pytest.raises(jgt.InputError, match=message.replace("?", r"\?") if "|" not in message else message):
+        ask(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"remat": "full"}, "none, layer, stage"), ({"gather": "never"}, "step, layer"), ({"per_microbatch": "moe"}, r"\('moe',\)")])
+def test_options_that_do_not_exist(options, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline_of(**options)
+
+
+def test_the_stage_axis_comes_after_those_of_the_batch():
+    early = jgt.make_mesh({"stage": 2, "data": 2, "fsdp": 1, "tensor": 2})
+    with pytest.raises(jgt.InputError, match="in the mesh stage must come after data"):
+        ask(mesh=early)
+    # The same devices for the same parts.
+    late = jgt.make_mesh({"stage": 2, "data": 2, "fsdp": 1, "tensor": 2}, axis_names=("data", "fsdp", "stage", "tensor"))
+    assert late.devices.shape == (2, 1, 2, 2)
+    assert late.devices[1, 0, 0, 1] == early.devices[0, 1, 0, 1]
+    ask(mesh=late)
+
+
+def two_scans(params, batch):
+    x = run_layers(params, run_layers(params, embed(params, batch)))
+    return weighted(nats(logits_of(params, x), batch), batch)
+
+
+def in_reverse(params, batch):
+    x = embed(params, batch)
+    with context("layers"):
+        x, _ = jax.lax.scan(lambda x, weights: (mlp(x, weights), None), x, params["layers"], reverse=True)
+    return weighted(nats(logits_of(params, x), batch), batch)
+
+
+def rows(params, batch):
+    return decoder_loss(params, batch), nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+
+
+def without_layers(params, batch):
+    x = run_layers(params, embed(params, batch))
+    return jnp.sum(params["unembed"] ** 2) + 0 * batch["weights"].sum(), x.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (two_scans, "the signal 'layers' holds 2 scans"),
+        (in_reverse, "goes in reverse"),
+        (rows, "has a row for each sequence of the batch|holds 2 scans"),
+        (without_layers, "no result of the function depends on its layers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_functions(loss, message):
+    with pytest.raises(jgt.InputError, match=message):
+        ask(loss)
+
+
+def rows_only(params, batch):
+    return nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+
+
+def test_a_row_for_each_sequence():
+    with pytest.raises(jgt.InputError, match="result 0 of the function has a row for each sequence of the batch"):
+        ask(rows_only)
+
+
+def test_a_gradient_needs_a_loss_that_is_linear_in_its_sums():
+    def log_of_mean(params, batch):
+        return jnp.log(decoder_loss(params, batch))
+
+    ask(log_of_mean)  # Forward, it may be any function of sums.
+    with pytest.raises(ValueError, match="the loss is not linear in what it sums up over the batch"):
+        ask(log_of_mean, derivative=jax.grad)
+
+
+def test_a_gradient_is_that_of_the_first_result():
+    def with_other(params, batch):
+        loss = decoder_loss(params, batch)
+        return loss, 2 * loss
+
+    with pytest.raises(ValueError, match="through its first result only"):
+        ask(with_other, derivative=lambda fn: jax.grad(lambda *args: fn(*args)[1]))
+
+
+def test_a_gradient_is_by_the_parameters():
+    by_weights = make_batch()
+    with pytest.raises(ValueError, match="by its first argument, the parameters, only"):
+        ask(
+            derivative=lambda fn: lambda params, batch: jax.grad(lambda w: fn(params, batch | {"weights": w}))(batch["weights"]),
+            inputs=(by_weights,),
+        )
+
+
+def test_a_batch_that_is_none():
+    constant = case(lambda params, scale: scale * decoder_loss(params, make_batch()), None, jnp.float32(2))
+    with pytest.raises(jgt.InputError, match="no input of the function has a batch to split"):
+        jax.eval_shape(constant.pipelined(mesh_of(**SIZES)), constant.params, *constant.inputs)
+
+
+def test_an_input_that_is_no_batch_but_as_long():
+    """Positions of a sequence as long as the batch has rows: told by the rule []."""
+    batch = make_batch(4)  # as many rows as tokens
+
+    def positioned(params, batch):
+        x = embed(params, batch) * (1 + batch["scale"][None, :, None])
+        return weighted(nats(logits_of(params, run_layers(params, x)), batch), batch)
+
+    inputs = (batch | {"scale": jnp.arange(4.0)},)
+    with pytest.raises(jgt.InputError, match=r"If one of them is not the batch, give it the rule \[\] under inputs:"):
+        ask(positioned, inputs=inputs, microbatches=2, mesh=mesh_of(stage=2))
+    ask(positioned, inputs=inputs, microbatches=2, mesh=mesh_of(stage=2), rules=RULES | {"inputs": {"scale": [], "**": ["batch", "..."]}})
