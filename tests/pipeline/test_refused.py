@@ -5,7 +5,21 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from models import RULES, case, decoder_loss, embed, logits_of, make_batch, make_params, mesh_of, mlp, nats, pipeline_of, run_layers, weighted
+from models import (
+    RULES,
+    case,
+    decoder_loss,
+    embed,
+    logits_of,
+    make_batch,
+    make_params,
+    mesh_of,
+    mlp,
+    nats,
+    pipeline_of,
+    run_layers,
+    weighted,
+)
 
 import jgt
 from jgt.signal import context
@@ -40,14 +54,14 @@ def rules_with(**signals):
         ({"num_layers": 1}, "'layers' has 1 layer, too few for 2 stages. Make stage or virtual smaller"),
         ({"rules": RULES | {"inputs": {"**": ["stage", "..."]}}}, "the inputs are sharded over stage"),
         ({"rules": RULES | {"inputs": {"tokens": [None, "batch"], "**": ["batch", "..."]}}}, "the batch must be the first dim in a pipeline"),
-        ({"rules": rules_with(**{"layers/mlp": {"params": {"up": [None, "stage"]}}})}, "layers/mlp.*the parameter layers/up lies in the pipeline|which has the axis stage for itself"),
+        ({"rules": rules_with(**{"layers/mlp": {"params": {"up": [None, "stage"]}}})}, "up: the parameter layers/up lies in the pipeline of 'layers'"),
         ({"rules": rules_with(**{"layers/mlp": {"tensors": {"hidden": ["batch", None, "stage"]}}})}, "which has the axis stage for itself"),
         ({"rules": rules_with(**{"layers/mlp": {"save": {"hidden": "offload"}}})}, "offload is not possible inside a pipeline"),
     ],
     ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", " ", value)[:40],
 )
 def test_sections_and_rules(options, message):
-    with pytest.raises(jgt.InputError, match=message.replace("?", r"\?") if "|" not in message else message):
+    with pytest.raises(jgt.InputError, match=re.escape(message)):
         ask(**options)
 
 
@@ -80,10 +94,6 @@ def in_reverse(params, batch):
     return weighted(nats(logits_of(params, x), batch), batch)
 
 
-def rows(params, batch):
-    return decoder_loss(params, batch), nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
-
-
 def without_layers(params, batch):
     x = run_layers(params, embed(params, batch))
     return jnp.sum(params["unembed"] ** 2) + 0 * batch["weights"].sum(), x.shape[0]
@@ -94,7 +104,6 @@ def without_layers(params, batch):
     [
         (two_scans, "the signal 'layers' holds 2 scans"),
         (in_reverse, "goes in reverse"),
-        (rows, "has a row for each sequence of the batch|holds 2 scans"),
         (without_layers, "no result of the function depends on its layers"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
