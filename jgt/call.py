@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt import jaxpr as jx
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
-from jgt.pipelined import pipelined_call
 from jgt.placement import ParameterPlace, Placement, input_rule, path_text
 from jgt.problems import misfit_problems
 from jgt.rewrite import Dims, Rewriter
 from jgt.rules import Matcher, Rules, SpecRule, expand, fits_rank, misfits
+from jgt.staging import stage
 from jgt.uses import Use, parameter_uses
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -67,15 +67,15 @@ class Call:
         pins |= _place_inputs(self.named, len(parameters), matcher, rewriter)
         new_program = rewriter.rewrite(program, pins if not rewriter.problems else {})
         found = [*matcher.problems, *rewriter.problems, *(() if partial else matcher.unreached())]
-        pipelined = None
+        staged = None
         if pipeline is not None:
-            pipelined = pipelined_call(self, program, pipeline, rules, mesh, parameters, found)
+            staged = stage(self, program, pipeline, rules, mesh, parameters, found)
         if found:
             raise InputError(found)
-        if pipelined is not None:
-            parameters = pipelined.parameters
+        if staged is not None:
+            parameters = staged.parameters
         placement = Placement(rules=rules, mesh=mesh, parameters=parameters, tree=tree, tensors=tuple(matcher.tensors))
-        run = pipelined.run if pipelined is not None else lambda arrays: jx.evaluate(new_program, arrays)
+        run = staged.run if staged is not None else lambda arrays: jx.evaluate(new_program, arrays)
         return Traced(placement=placement, run=run, out_tree=out_tree)
 
     def trace_rows(self, which: Sequence[bool], num_rows: int) -> jx.Program:

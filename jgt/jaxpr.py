@@ -297,6 +297,20 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
     return mesh if mesh.manual_axes else None
 
 
+def pinned(x: jax.Array, forward: NamedSharding | None, backward: NamedSharding) -> jax.Array:
+    """A value with its sharding (None: as it is), and its cotangent with another."""
+    pin = jax.lax.with_sharding_constraint
+    if forward == backward:
+        return pin(x, forward)
+
+    def ahead(x: jax.Array) -> jax.Array:
+        return x if forward is None else pin(x, forward)
+
+    identity = jax.custom_vjp(ahead)
+    identity.defvjp(lambda x: (ahead(x), None), lambda _, cotangent: (pin(cotangent, backward),))
+    return identity(x)
+
+
 def constrained(
     var: Var, forward: NamedSharding | None, backward: NamedSharding, like: Equation | None
 ) -> tuple[list[Equation], Var]:
@@ -304,23 +318,17 @@ def constrained(
 
     They stand where `like` does: same signals, and same mesh context where that is a shard_map's.
     """
-    pin = jax.lax.with_sharding_constraint
     context = _nothing if like is None or manual_mesh(like) is None else lambda: like.ctx.manager
     if forward == backward:
         with context():
-            program = jax.make_jaxpr(lambda x: pin(x, forward))(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+            program = jax.make_jaxpr(lambda x: pinned(x, forward, backward))(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
         # Same aval as before (weak type, varying axes): only the constraint's own equation is taken over.
         new = type(body(program).outvars[0])(var.aval)
         equation = body(program).eqns[0].replace(invars=[var], outvars=[new])
         return [_like(equation, like)], new
 
-    def ahead(x: jax.Array) -> jax.Array:
-        return x if forward is None else pin(x, forward)
-
-    identity = jax.custom_vjp(ahead)
-    identity.defvjp(lambda x: (ahead(x), None), lambda _, cotangent: (pin(cotangent, backward),))
     with context():
-        program = jax.make_jaxpr(identity)(var.aval)
+        program = jax.make_jaxpr(lambda x: pinned(x, forward, backward))(var.aval)
     inner = body(program)
     rename = {inner.invars[0]: var}
     eqns = [e.replace(invars=[rename.get(a, a) if is_var(a) else a for a in e.invars]) for e in inner.eqns]

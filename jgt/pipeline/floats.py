@@ -64,6 +64,11 @@ class Floats:
         return [next(a) if f else next(b) for f in self.which]
 
 
+def float_variables(variables: Sequence[Any]) -> list[Any]:
+    """The variables of a program that have gradients."""
+    return Floats.among([v.aval for v in variables]).take(variables)
+
+
 def wide_zeros(x: Any) -> Any:
     """Zeros to add up values like x in: half precision is added up in f32."""
     is_half = is_float(x) and jnp.dtype(x.dtype).itemsize < 4

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt.pipeline.ends import Batch, Ends, call
-from jgt.pipeline.floats import Floats, Values, is_float, wide_zeros
+from jgt.pipeline.floats import Values, float_variables, is_float, wide_zeros
 from jgt.pipeline.layer import Body, Layer, Shapes
 from jgt.pipeline.layout import Layout
 from jgt.pipeline.slots import Chunk, Stage, Sums
@@ -205,7 +205,7 @@ class Loop:
         def gather(weights: Values) -> Values:
             return [layout.gathered_layer(v, x) for v, x in zip(split.weights, weights, strict=True)] if self._gather_layers else weights
 
-        with_gradients = Floats.among([v.aval for v in split.weights]).take(split.weights)
+        with_gradients = float_variables(split.weights)
 
         def scatter(index: int, gradient: Any) -> Any:
             return layout.scattered_layer(with_gradients[index], gradient) if self._gather_layers else gradient
@@ -264,7 +264,7 @@ class Loop:
         if self._seeds is not None:
             kept = zip(self._split.common, ends.common, strict=True)
             state["common"] = [self._layout.pinned(v, wide_zeros(c)) for v, c in kept if is_float(c)]
-            floats = Floats.among([v.aval for v in self._split.weights]).take(self._split.weights)
+            floats = float_variables(self._split.weights)
             staged["sums"] = Sums([self._layout.on_stages(v, s) for v, s in zip(floats, staged["sums"].weights, strict=True)], staged["sums"].common)
         return state
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jgt.pipeline.ends import Batch, Ends, Input, Rewrite
-from jgt.pipeline.floats import Floats, Values
+from jgt.pipeline.floats import Values, float_variables
 from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.schedule import Table
@@ -73,28 +73,28 @@ class Executor:
             loop = self._loop(ends, table, stages, staged, ends.seeds(seeds, self._num_parts(table)))
             state = loop.run()
             sums = state["staged"]["sums"]
-            of_weights = [layout.unstaged(v, g, stages) for v, g in zip(_floats(split.weights), sums.weights, strict=True)]
-            in_layers = dict(zip(_floats(split.in_layers), sums.common, strict=True))
+            of_weights = [layout.unstaged(v, g, stages) for v, g in zip(float_variables(split.weights), sums.weights, strict=True)]
+            in_layers = dict(zip(float_variables(split.in_layers), sums.common, strict=True))
             of_common = [
                 layout.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
-                for v, g in zip(_floats(split.common), state["common"], strict=True)
+                for v, g in zip(float_variables(split.common), state["common"], strict=True)
             ]
             leave = layout.parts if by_step else layout.rest_summed
             return (
                 self._finished(ends, table, state["totals"]),
-                [leave(v, g) for v, g in zip(_floats(split.weights), of_weights, strict=True)],
-                [layout.parts(v, g) for v, g in zip(_floats(split.common), of_common, strict=True)],
+                [leave(v, g) for v, g in zip(float_variables(split.weights), of_weights, strict=True)],
+                [layout.parts(v, g) for v, g in zip(float_variables(split.common), of_common, strict=True)],
             )
 
         spec = layout.parts_spec if by_step else layout.spec
-        out = (WHOLE, [spec(v) for v in _floats(split.weights)], [layout.parts_spec(v) for v in _floats(split.common)])
+        out = (WHOLE, [spec(v) for v in float_variables(split.weights)], [layout.parts_spec(v) for v in float_variables(split.common)])
         totals, of_weights, of_common = self._manual(run, (WHOLE,), out)(*self._gathered(weights, common), inputs, statistics, seeds)
         if by_step:
-            of_weights = [layout.reduced(v, g) for v, g in zip(_floats(split.weights), of_weights, strict=True)]
+            of_weights = [layout.reduced(v, g) for v, g in zip(float_variables(split.weights), of_weights, strict=True)]
         return Results(
             totals=totals,
             weights=of_weights,
-            common=[layout.reduced(v, g) for v, g in zip(_floats(split.common), of_common, strict=True)],
+            common=[layout.reduced(v, g) for v, g in zip(float_variables(split.common), of_common, strict=True)],
         )
 
     def _gathered(self, weights: Values, common: Values) -> tuple[Values, Values]:
@@ -125,7 +125,3 @@ class Executor:
 
     def _finished(self, ends: Ends, table: Table, totals: Values) -> Values:
         return ends.finished([self.layout.summed(t) for t in totals], self._num_parts(table))
-
-
-def _floats(variables: Sequence[Any]) -> list[Any]:
-    return Floats.among([v.aval for v in variables]).take(variables)
