@@ -50,7 +50,9 @@ class Stages:
         if not self.is_padded and self.stages == (*range(S), *reversed(range(S))):
             down, up = x.reshape(2, S, k, *x.shape[1:])
             return jnp.stack([down, jnp.flip(up, 0)], 1).reshape(S, -1, *x.shape[1:])
-        return jnp.take(x, np.maximum(self.ids, 0), axis=0)
+        # Slices, not a gather: XLA aborts on some gathers over a dim that a shard_map leaves to it.
+        parts = [x[layer : layer + count] for layer, count in self._runs(np.maximum(self.ids, 0).ravel())]
+        return jnp.concatenate(parts).reshape(S, -1, *x.shape[1:])
 
     def restore(self, x: Any) -> Any:
         """The inverse of arrange; what stands in padding is lost."""
@@ -62,4 +64,11 @@ class Stages:
             x = x.reshape(S, 2, k, *rest)
             return jnp.concatenate([x[:, 0], jnp.flip(x[:, 1], 0)]).reshape(self.num_layers, *rest)
         places = np.argsort(np.where(self.ids < 0, self.num_layers, self.ids).ravel(), kind="stable")[: self.num_layers]
-        return jnp.take(x.reshape(-1, *rest), places, axis=0)
+        flat = x.reshape(-1, *rest)
+        return jnp.concatenate([flat[place : place + count] for place, count in self._runs(places)])
+
+    @staticmethod
+    def _runs(places: np.ndarray) -> list[tuple[int, int]]:
+        """(first, length) of the runs of consecutive numbers."""
+        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        return [(int(run[0]), len(run)) for run in runs]
