@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt import jaxpr as jx
+from jgt import scopes
 from jgt.jaxpr import Place, Var
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import Input, Rewrite
@@ -24,7 +25,10 @@ from jgt.pipeline.split import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """A split program with all that running it takes. param_dims: axes of each dim of each parameter."""
+    """A split program with all that running it takes.
+
+    param_dims: axes of each dim of each parameter; param_signals: the region that each one is used in.
+    """
 
     split: Split
     table: Table
@@ -33,6 +37,7 @@ class Pipelined:
     batch_axes: tuple[str, ...]
     inputs: Sequence[Input]
     param_dims: Sequence[Dims]
+    param_signals: Sequence[tuple[str, ...]]
     rewrite: Rewrite
 
     def __call__(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -58,7 +63,8 @@ class Pipelined:
 
     def _executor(self) -> Executor:
         dims = {var: self.param_dims[index] for var, index in self.split.like.items()}
-        layout = Layout(mesh=self.mesh, axis=self.pipeline.axis, batch_axes=self.batch_axes, dims=dims)
+        signals = {var: self.param_signals[index] for var, index in self.split.like.items()}
+        layout = Layout(mesh=self.mesh, axis=self.pipeline.axis, batch_axes=self.batch_axes, dims=dims, signals=signals)
         options = self.pipeline
         return Executor(
             split=self.split, layout=layout, inputs=self.inputs, rewrite=self.rewrite, remat=options.remat, gather=options.gather
@@ -79,7 +85,8 @@ class Pipelined:
         split = self.split
         shared = dict(zip(split.shared.outputs, self._part(self._here(split.shared), params, inputs, full=False), strict=True))
         weights, common = [shared[v] for v in split.weights], [shared[v] for v in split.common]
-        totals = self._executor().evaluate(self.table, weights, common, inputs, self._statistics(inputs))
+        with scopes.pipeline():
+            totals = self._executor().evaluate(self.table, weights, common, inputs, self._statistics(inputs))
         return self._after(totals, params, inputs)
 
     def _after(self, totals: Sequence[Any], params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -103,7 +110,8 @@ class Pipelined:
         values = dict(zip(split.shared.outputs, found, strict=True))
         weights, common = [values[v] for v in split.weights], [values[v] for v in split.common]
         seeds = self._seeds(params, inputs)
-        results = self._executor().train(self.table, weights, common, inputs, self._statistics(inputs), seeds)
+        with scopes.pipeline():
+            results = self._executor().train(self.table, weights, common, inputs, self._statistics(inputs), seeds)
 
         def after(floats: list[Any]) -> tuple[Any, list[Any]]:
             found = self._after(results.totals, merged(floats), inputs)

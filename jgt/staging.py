@@ -71,6 +71,7 @@ def stage(
         batch_axes=found.axes,
         inputs=found.inputs,
         param_dims=[p.dims for p in parameters],
+        param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program; here the same rules are applied to its parts, each where it runs.
         rewrite=lambda program, place: Rewriter(Matcher(rules), mesh).rewrite_part(program, place),
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgt import signal
 from train.loss import Batch, Loss
 
 
@@ -35,9 +36,10 @@ def make_train_step(
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
         value, gradients = _value_and_gradients(loss, state.params, batch, accumulate, pin_gradients)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
+        with signal.context("optimizer"):
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
         return State(state.step + 1, params, opt_state), metrics
 
     return train_step

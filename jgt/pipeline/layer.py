@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt import jaxpr as jx
+from jgt import scopes
 from jgt.jaxpr import Program, Var
 from jgt.parts import Flat, Part, cut, flatten, marks
 from jgt.pipeline.floats import Floats, Values, raw, whole_like
@@ -45,7 +46,8 @@ class Body:
             own[a] if a in own else jax.lax.dynamic_index_in_dim(self._value(a, whole), layer, keepdims=False)
             for a in split.scan.invars[self._num_consts + self._num_carry :]
         ]
-        results = jx.evaluate(self._body, [*consts, *moving[: self._num_carry], *scanned])
+        with scopes.signals(split.place.signals):
+            results = jx.evaluate(self._body, [*consts, *moving[: self._num_carry], *scanned])
         new_ys = [jax.lax.dynamic_update_index_in_dim(y, results[self._num_carry + i], layer, 0) for y, i in zip(ys, self._ys, strict=True)]
         after = [*map(raw, results[: self._num_carry]), *travel[self._num_carry : num_moving], *new_ys]
         return [jnp.where(index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self._is_padded else after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt import jaxpr as jx
+from jgt import scopes
 from jgt.jaxpr import Var
 from jgt.pipeline.stages import Stages
 
@@ -23,13 +25,15 @@ FREE = PartitionSpec.UNCONSTRAINED
 class Layout:
     """A mesh with a stage axis and axes that split the batch; the other axes are the partitioner's.
 
-    dims: the axes of each dim of a value as it is stored; values that are not in it have no known layout.
+    dims: the axes of each dim of a value as it is stored; values that are not in it have no known layout. signals: the
+    region that each value is used in, for those who read the compiled program.
     """
 
     mesh: Mesh | AbstractMesh
     axis: str
     batch_axes: tuple[str, ...]
     dims: Mapping[Var, Dims]
+    signals: Mapping[Var, tuple[str, ...]]
 
     @property
     def num_shards(self) -> int:
@@ -58,7 +62,8 @@ class Layout:
     def gathered(self, var: Var, x: Any) -> Any:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
         dims = self._other_dims(var)
-        return x if dims is None else self._constrained(x, PartitionSpec(*dims))
+        with self._named(var):
+            return x if dims is None else self._constrained(x, PartitionSpec(*dims))
 
     def summed(self, x: Any) -> Any:
         """The sum over all parts of the batch."""
@@ -87,21 +92,25 @@ class Layout:
         whole = PartitionSpec(self.batch_axes, *(self._other_dims(var) or ()))
         # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
         made = [(*(others or ()), *axes) or None for others, axes in zip(self._other_dims(var) or (), stored, strict=True)]
-        return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(var.aval.dtype)
+        with self._named(var), scopes.backward():
+            return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(var.aval.dtype)
 
     def rest_summed(self, var: Var, gradient: Any) -> Any:
         """A gradient that is scattered already over the axes its value is stored over, summed over the others."""
         stored = {a for axes in self._batch_dims(var) for a in axes}
         over = tuple(a for a in self.batch_axes if a not in stored)
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(var.aval.dtype)
+        with self._named(var), scopes.backward():
+            return (jax.lax.psum(gradient, over) if over else gradient).astype(var.aval.dtype)
 
     def gathered_layer(self, var: Var, x: Any) -> Any:
         """One layer of a weight, on one stage, made whole over the batch's axes."""
-        return self._on_layer(var, x, lambda x, axes, dim: jax.lax.all_gather(x, axes, axis=dim, tiled=True))
+        with self._named(var):
+            return self._on_layer(var, x, lambda x, axes, dim: jax.lax.all_gather(x, axes, axis=dim, tiled=True))
 
     def scattered_layer(self, var: Var, gradient: Any) -> Any:
         """The gradient of one layer, on one stage, summed over the axes that the weight is stored over."""
-        return self._on_layer(var, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+        with self._named(var), scopes.backward():
+            return self._on_layer(var, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
 
     def _on_layer(self, var: Var, x: Any, collective: Callable[[Any, Any, int], Any]) -> Any:
         stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
@@ -147,6 +156,9 @@ class Layout:
     def shard_index(self) -> Any:
         """Which part of the batch this is."""
         return jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0)
+
+    def _named(self, var: Var) -> AbstractContextManager[None]:
+        return scopes.signals(self.signals.get(var, ()))
 
     def _batch_dims(self, var: Var) -> list[tuple[str, ...]]:
         return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]

@@ -7,16 +7,19 @@ is dropped. What ticks leave for each other waits in buffers with a stage dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jgt import scopes
 from jgt.pipeline.ends import Batch, Ends, call
 from jgt.pipeline.floats import Values, float_variables, is_float, wide_zeros
 from jgt.pipeline.layer import Body, Layer, Shapes
 from jgt.pipeline.layout import Layout
+from jgt.pipeline.schedule import Kind
 from jgt.pipeline.slots import Chunk, Stage, Sums
 from jgt.pipeline.stages import Stages
 from jgt.pipeline.ticks import Segment, Ticks
@@ -61,16 +64,23 @@ class Loop:
         from_head: Values = []
         if "F" in segment.kinds:
             entering = self._maybe(segment, work, "embed", lambda m, _: self._ends.embed(m), self._ends.no_travel)
-            state, leaving = self._forward(segment, state, items["F"], entering)
+            with self._counted(segment, "F"):
+                state, leaving = self._forward(segment, state, items["F"], entering)
             state, from_head = self._head(segment, state, work, leaving)
             if from_head and self._ticks.buffers.head_waits:
                 state, from_head = self._wait(state, items["F"]["from_head"], from_head), []
         if "B" in segment.kinds:
-            state, entered = self._backward(state, items["B"], from_head)
+            with self._counted(segment, "B"), scopes.backward():
+                state, entered = self._backward(state, items["B"], from_head)
             state = self._embed_back(segment, state, work, entered)
         if "W" in segment.kinds:
-            state = self._weight_gradients(state, items["W"])
+            with self._counted(segment, "W"), scopes.backward():
+                state = self._weight_gradients(state, items["W"])
         return state, None
+
+    def _counted(self, segment: Segment, kind: Kind) -> AbstractContextManager[None]:
+        """Slots without an item, and layers that are padding, are work for nothing."""
+        return scopes.useful(segment.share(kind) * self._stages.share)
 
     def _maybe(self, segment: Segment, work: Mapping[str, Any], name: str, do: Callable[[Any, Any], Any], skip: Callable[[], Any]) -> Any:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
@@ -80,9 +90,15 @@ class Loop:
         if name not in segment.common:
             return skip()
         on, microbatch = work[name]["on"], work[name]["microbatch"]
-        if name in segment.rarely:
-            return jax.lax.cond(on, lambda: do(microbatch, True), skip)
-        return do(microbatch, True if name in segment.always else on)
+        if name not in segment.rarely:
+            with scopes.useful(segment.share(name)):
+                return do(microbatch, True if name in segment.always else on)
+
+        def wanted() -> Any:
+            with scopes.taken(segment.share(name)):
+                return do(microbatch, True)
+
+        return jax.lax.cond(on, wanted, skip)
 
     # -- embedding and head ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgt import scopes
 from jgt.parts import Part
 from jgt.pipeline.floats import Values
 from jgt.pipeline.layer import Gradients, Layer
@@ -83,7 +84,8 @@ class Stage:
         self, item: Mapping[str, Any], chunk: Chunk, cotangents: Values, saved: Values, stashed: Values, sums: Sums
     ) -> tuple[Values, Values, Sums]:
         """The cotangents of what entered a chunk; gradients are added up, or what they need is stashed."""
-        again = self._again(item, chunk, saved) if self.keep_input else None
+        with scopes.recompute():
+            again = self._again(item, chunk, saved) if self.keep_input else None
 
         def one(carry: tuple[Values, Values, Sums], i: Any) -> tuple[tuple[Values, Values, Sums], None]:
             cotangents, stashed, sums = carry

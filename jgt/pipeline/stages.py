@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,11 @@ class Stages:
     def per_chunk(self) -> int:
         """Layers of a chunk, padding included."""
         return -(-self.num_layers // len(self.stages))
+
+    @property
+    def share(self) -> Fraction:
+        """How many of the layers that are computed are the model's own."""
+        return Fraction(self.num_layers, self.per_chunk * len(self.stages))
 
     @property
     def is_padded(self) -> bool:

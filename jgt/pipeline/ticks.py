@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ class Segment:
     common: Mapping[str, Arrays]
     always: frozenset[str]
     rarely: frozenset[str]
+
+    def share(self, name: str) -> Fraction:
+        """How much of the work of a kind or name is wanted: items over slots, stages included."""
+        arrays = next(a for n, a in [*self.staged.items(), *self.common.items()] if n == name)
+        on = arrays["on"]
+        return Fraction(int(np.sum(on)), on.size)
 
 
 @dataclass(frozen=True, kw_only=True)
