@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jgt.mesh.mesh import make_mesh as make_mesh
     from jgt.pipeline.config import Pipeline as Pipeline
     from jgt.placement import Placement as Placement
+    from jgt.plan.plan import Plan as Plan
+    from jgt.plan.plan import plan as plan
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
@@ -27,6 +29,7 @@ _OWNERS = {
     "InputError": "jgt.document",
     "Pipeline": "jgt.pipeline.config",
     "Placement": "jgt.placement",
+    "Plan": "jgt.plan.plan",
     "Rules": "jgt.rules",
     "abstract_mesh": "jgt.mesh.mesh",
     "init": "jgt.shard",
@@ -34,6 +37,7 @@ _OWNERS = {
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
     "place": "jgt.shard",
+    "plan": "jgt.plan.plan",
     "shard": "jgt.shard",
 }
 
@@ -41,6 +45,7 @@ __all__ = [
     "InputError",
     "Pipeline",
     "Placement",
+    "Plan",
     "Rules",
     "abstract_mesh",
     "init",
@@ -48,6 +53,7 @@ __all__ = [
     "make_mesh",
     "make_rules",
     "place",
+    "plan",
     "shard",
     "signal",
 ]

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 import jax.extend.linear_util as lu
 from jax._src import source_info_util
 from jax._src.core import get_axis_env
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.signal import PREFIX
 
@@ -388,3 +388,63 @@ def backward_of(equation: Equation) -> Program:
         return jax.vjp(forward, [x for f, x in zip(floats, args, strict=True) if f])[1](cotangents)[0]
 
     return trace(backward, [v.aval for v in invars], [v.aval for v in outvars if is_float(v)])[0]
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A program that is one jit call: what is in it, and its arguments' and results' shardings; None: not given."""
+
+    program: Program
+    in_shardings: tuple[NamedSharding | None, ...]
+    out_shardings: tuple[NamedSharding | None, ...]
+    donated: tuple[bool, ...]
+
+
+def jitted(program: Program) -> Jitted:
+    """A program as a jit call: the one that it consists of, or one around it."""
+    inner = body(program)
+    called = inner.eqns[0] if len(inner.eqns) == 1 else None
+    if called is not None and is_call(called) and list(called.invars) == list(inner.invars) and list(called.outvars) == list(inner.outvars):
+        params = called.params
+        return Jitted(params["jaxpr"], _named(params["in_shardings"]), _named(params["out_shardings"]), tuple(params["donated_invars"]))
+    num = len(inner.invars)
+    return Jitted(program, (None,) * num, (None,) * len(inner.outvars), (False,) * num)
+
+
+def _named(shardings: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
+    return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
+
+
+def meshes(program: Program) -> Iterator[Mesh | AbstractMesh]:
+    """Every mesh that a program names."""
+    for equation in body(program).eqns:
+        for value in equation.params.values():
+            yield from _meshes_in(value)
+        for inner in subprograms(equation):
+            yield from meshes(inner)
+
+
+def _meshes_in(value: Any) -> Iterator[Mesh | AbstractMesh]:
+    for item in value if isinstance(value, tuple | list) else (value,):
+        mesh = item.mesh if isinstance(item, NamedSharding) else item
+        if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
+            yield mesh
+
+
+def onto_mesh(program: Program, mesh: Mesh) -> Program:
+    """The same program on other devices: `mesh` has the axes of the mesh that it names."""
+    eqns = []
+    for equation in body(program).eqns:
+        params = map_subprograms(equation, lambda p: onto_mesh(p, mesh)) or dict(equation.params)
+        eqns.append(equation.replace(params={key: _onto(value, mesh) for key, value in params.items()}))
+    return with_body(program, eqns=eqns, outvars=body(program).outvars)
+
+
+def _onto(value: Any, mesh: Mesh) -> Any:
+    if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
+        return value.update(mesh=mesh) if hasattr(value, "update") else NamedSharding(mesh, value.spec, memory_kind=value.memory_kind)
+    if isinstance(value, Mesh):
+        return mesh
+    if isinstance(value, tuple | list) and any(isinstance(item, Mesh | NamedSharding) for item in value):
+        return type(value)(_onto(item, mesh) for item in value)
+    return value

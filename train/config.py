@@ -12,6 +12,7 @@ from jgt.document import Bound, InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.custom import find_table
+from jgt.plan.limits import Limit, read_budget
 from jgt.problems import misfit_problem
 from jgt.rules import Matcher, Rules, expand, misfits, rules_from_node
 from train.data.config import DataConfig, path_problems
@@ -126,16 +127,18 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    budget: Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A checked run: its config, mesh sizes and rules, and the documents they were read from."""
+    """A checked run: its config, mesh sizes, rules and budget, and the documents they were read from."""
 
     config: Config
     mesh: dict[str, int]
     rules: Rules | None
     pipeline: Pipeline | None
+    budget: tuple[Limit, ...]
     root: Node
     rules_root: Node | None
 
@@ -145,11 +148,12 @@ class Run:
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, defaults included and the rules inline, as the run directory keeps it."""
-        own = ("mesh", "rules", "pipeline")
+        own = ("mesh", "rules", "pipeline", "budget")
         sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in own}
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
-        return {**sections, "mesh": self.mesh, "rules": rules, "pipeline": pipeline}
+        budget = None if self.config.budget is None else self.config.budget.plain()
+        return {**sections, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
 
 
 def _lists(value: Any) -> Any:
@@ -211,7 +215,8 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if config.pipeline is not None:
         pipeline = _located(config.pipeline, root.find("pipeline"), folder)
         problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
-    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, root=root, rules_root=rules_root)
+    budget = () if config.budget is None else read_budget(config.budget, problems)
+    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root)
     if problems:
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
         # Of a section that could not be read only defaults are known: nothing to judge.
@@ -223,7 +228,7 @@ def _partly(root: Node) -> Config:
     """The sections that could be read, so that the others' problems are reported with theirs."""
     values = {}
     for name, child in root.value.items():
-        if name in ("mesh", "rules"):
+        if name in ("mesh", "rules", "budget"):
             values[name] = child
         elif name == "pipeline":
             values[name] = None if child.value is None else bind(child, Pipeline, [])

@@ -56,8 +56,8 @@ class Setup:
         make = jax.jit(_init(self.model, self.optimizer), out_shardings=self.shardings)
         return make(jax.random.key(self.run.config.run.seed))
 
-    def compile_train_step(self) -> Any:
-        """The compiled step: (state, batch) → (state, metrics). The state's buffers are donated."""
+    def train_step(self) -> Any:
+        """The step under jax.jit: (state, batch) → (state, metrics). The state's buffers are donated."""
 
         def pin(gradients: Any) -> Any:
             return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
@@ -65,13 +65,16 @@ class Setup:
         step = make_train_step(self.loss, self.optimizer, accumulate=self.run.config.train.accumulate, pin_gradients=pin)
         shardings = self.shardings
         whole = self.placement.replicated()
-        jitted = jax.jit(
+        return jax.jit(
             step,
             in_shardings=(shardings, self.batch_shardings),
             out_shardings=(shardings, {"loss": whole, "grad_norm": whole}),
             donate_argnums=0,
         )
-        return jitted.lower(self.shapes, self.batch_shapes).compile()
+
+    def compile_train_step(self) -> Any:
+        """The compiled step."""
+        return self.train_step().lower(self.shapes, self.batch_shapes).compile()
 
     def compile_eval_step(self) -> Any:
         """The compiled evaluation: (parameters, batch) → (Σ weights · nats, Σ weights)."""
@@ -82,13 +85,15 @@ class Setup:
         return jitted.lower(self.shapes.params, self.batch_shapes).compile()
 
 
-def prepare(run: Run, *, num_devices: int | None = None) -> Setup:
+def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] | None = None) -> Setup:
     """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
+
+    devices: those of the mesh, which may be of hardware that is only described; all that JAX finds if there are none.
 
     Raises InputError with every misfit of rules, mesh and shapes.
     """
     config = run.config
-    mesh, rules = _mesh_and_rules(run, num_devices)
+    mesh, rules = _mesh_and_rules(run, num_devices, devices)
     model = build(config.model, config.train.remat)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     shapes = jax.eval_shape(_init(model, optimizer), jax.random.key(config.run.seed))
@@ -131,18 +136,18 @@ def _init(model: Model, optimizer: optax.GradientTransformation) -> Any:
     return init
 
 
-def _mesh_and_rules(run: Run, num_devices: int | None) -> tuple[Mesh | AbstractMesh, Rules]:
+def _mesh_and_rules(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> tuple[Mesh | AbstractMesh, Rules]:
     where = f"{run.where('mesh')}: mesh"
     if run.rules is None:
         if num_devices is None and jax.process_count() > 1:
             raise InputError([f"{run.where('rules')}: rules: {jax.process_count()} processes need rules; without them a run is on one device"])
         alone = {"data": 1}
-        mesh = jgt.make_mesh(alone, devices=jax.devices()[:1]) if num_devices is None else jgt.abstract_mesh(alone)
+        mesh = jgt.make_mesh(alone, devices=(devices or jax.devices())[:1]) if num_devices is None else jgt.abstract_mesh(alone)
         return mesh, Rules(default="replicate")
     order = _axis_names(run, run.rules)
     if num_devices is not None:
         return jgt.abstract_mesh(run.mesh, num_devices=num_devices, axis_names=order, where=where), run.rules
-    return jgt.make_mesh(run.mesh, axis_names=order, where=where), run.rules
+    return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where), run.rules
 
 
 def _input_axes(rules: Rules) -> tuple[tuple[str, ...], ...]:

@@ -74,8 +74,11 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def host_of(device: Any) -> int:
-    """The host, or the slice of fast links, that a device belongs to: several processes may share one."""
-    if device.platform == "cpu":
+    """The host, or the slice of fast links, that a device belongs to: several processes may share one.
+
+    A device that is only described knows its process alone.
+    """
+    if device.platform == "cpu" or type(device.client).__name__ == "CompileOnlyPyClient":
         return device.process_index
     return getattr(device, "slice_index", device.process_index)
 

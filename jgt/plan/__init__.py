@@ -1,0 +1,1 @@
+"""What XLA will do with a run, told before it runs."""

@@ -1,0 +1,148 @@
+"""The collectives of a compiled program: bytes on the wire, axes, and the signal that each operand belongs to."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jgt.plan.groups import groups_of, spanned
+from jgt.plan.hlo import KINDS, Array, Instruction, Module, Spot
+from jgt.plan.neighbours import told
+from jgt.plan.origin import NONE, Origin, Phase, combined, phase_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Collectives that differ in nothing that is told here.
+
+    bytes: what one device sends in one of them, of a ring: (n-1)/n of the whole array for all-gather, reduce-scatter and
+    all-to-all over n devices, twice that for all-reduce, the operand for collective-permute. count: how many run in a step.
+    group: how many devices take part. source: file:line of the traced program.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    count: int
+    axes: tuple[str, ...]
+    signal: str
+    phase: Phase
+    source: str
+    group: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device sends in a step."""
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a collective's data that belongs to one operand of the traced program: what it is made of, and what takes it."""
+
+    array: Array
+    op_name: str
+    made_of: Spot
+    taken_as: tuple[Spot, ...]
+
+
+def collectives(module: Module, mesh: Mapping[str, int], num_devices: int) -> tuple[Collective, ...]:
+    """All collectives of a program, the largest first. Raises ValueError for groups that cannot be read."""
+    found: collections.Counter[Collective] = collections.Counter()
+    for one in each(module, mesh, num_devices):
+        found[replace(one, count=0)] += one.count
+    rows = [replace(one, count=count) for one, count in found.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.total_bytes, row.signal, row.kind, row.phase, row.source)))
+
+
+def each(module: Module, mesh: Mapping[str, int], num_devices: int) -> Iterator[Collective]:
+    """One entry for each piece of each collective that runs."""
+    for name, computation in module.computations.items():
+        if not module.times[name]:
+            continue
+        for instruction in computation.instructions.values():
+            if instruction.kind in KINDS:
+                yield from _read(module, name, instruction, mesh, num_devices)
+
+
+def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, int], num_devices: int) -> Iterator[Collective]:
+    groups = groups_of(instruction, num_devices)
+    group = 1 if not groups else len(groups[0])
+    if instruction.kind == "collective-permute":
+        groups = tuple(pair for pair in groups if pair[0] != pair[1])
+    axes = spanned(groups, mesh) if mesh else ()
+    found = list(pieces(module, at, instruction))
+    for piece in found:
+        origin, source = _told(module, instruction, piece, is_alone=len(found) == 1)
+        yield Collective(
+            kind=instruction.kind,
+            dtype=piece.array.dtype,
+            bytes=wire_bytes(instruction.kind, piece.array.num_bytes, group) if groups else 0,
+            count=module.times[at],
+            axes=axes,
+            signal=NONE if origin is None else origin.signal,
+            phase=phase_of(piece.op_name) if origin is None else origin.phase,
+            source=source,
+            group=group,
+        )
+
+
+def _told(module: Module, collective: Instruction, piece: Piece, *, is_alone: bool) -> tuple[Origin | None, str]:
+    """A piece's origin and source, from its name or its neighbours'."""
+    origin, spot = told(module, piece.op_name, [piece.made_of], piece.taken_as)
+    own = module.source(collective)
+    other = module.source(module.at(spot)) if spot else ""
+    return origin, (own or other) if is_alone else (other or own)
+
+
+def wire_bytes(kind: str, operand: int, group: int) -> int:
+    """What a device sends for an operand of so many bytes, over rings of `group` devices (see `Collective`)."""
+    if kind == "all-gather":
+        return operand * (group - 1)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return operand
+    return -(-operand * (group - 1) * (2 if kind == "all-reduce" else 1) // group)
+
+
+def pieces(module: Module, at: str, collective: Instruction) -> Iterator[Piece]:
+    """The data of a collective, operand by operand; several arrays that XLA put into one are taken apart again."""
+    instructions = module.computations[at].instructions
+    operands = [instructions[name] for name in collective.operands]
+    if collective.kind == "ragged-all-to-all":
+        operands = operands[:1]
+    for index, (operand, name) in enumerate(zip(operands, combined(collective.op_name, len(operands)), strict=True)):
+        parts = list(_concatenated(module, at, operand))
+        if len(parts) > 1:
+            yield from (replace(part, op_name=part.op_name or name) for part in parts)
+        else:
+            taken = tuple(Spot(at, spot) for spot in _results(module, at, collective, index, len(operands)))
+            yield from (Piece(array, name, Spot(at, operand.name), taken) for array in operand.arrays)
+
+
+def _results(module: Module, at: str, collective: Instruction, index: int, num_operands: int) -> Iterator[str]:
+    """The instructions that hold the result of one operand."""
+    computation = module.computations[at]
+    done = [name for name in computation.users.get(collective.name, ()) if computation.instructions[name].op.endswith("-done")]
+    for whole in done or [collective.name]:
+        if num_operands == 1:
+            yield whole
+            continue
+        for name in computation.users.get(whole, ()):
+            user = computation.instructions[name]
+            if user.op == "get-tuple-element" and user.attribute("index") == str(index):
+                yield name
+
+
+def _concatenated(module: Module, at: str, operand: Instruction) -> Iterator[Piece]:
+    """The arrays that a value is the concatenation of."""
+    if operand.op == "fusion":
+        at = operand.called[0]
+        operand = module.computations[at].instructions[module.computations[at].root]
+    instructions = module.computations[at].instructions
+    while operand.op in ("bitcast", "reshape", "copy"):
+        operand = instructions[operand.operands[0]]
+    if operand.op == "concatenate":
+        for name in operand.operands:
+            part = instructions[name]
+            yield Piece(part.arrays[0], part.op_name, Spot(at, name), ())

@@ -1,0 +1,153 @@
+"""A function compiled for devices that need not be here, from shapes alone: its trace, its text, its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jgt import jaxpr as jx
+from jgt.document import InputError
+from jgt.jaxpr import Program
+from jgt.mesh.mesh import make_mesh
+from jgt.placement import path_text
+from jgt.plan.chip import Target
+from jgt.plan.hlo import Module
+from jgt.plan.stderr import captured
+from jgt.plan.topology import devices_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An array that a function takes: which of its arguments it is in, its path there, what one device has of it, and where."""
+
+    position: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes on one device."""
+        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is kept in the host's memory."""
+        return self.sharding is not None and self.sharding.memory_kind == "pinned_host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What JAX and XLA made of a function. memory: JAX's CompiledMemoryStats; lines: what XLA said meanwhile."""
+
+    target: Target | None
+    mesh: Mesh
+    program: Program
+    arguments: tuple[Argument, ...]
+    text: str
+    memory: Any
+    lines: tuple[str, ...]
+    seconds: float
+
+    @property
+    def module(self) -> Module:
+        """The compiled program, read."""
+        return Module.of(self.text)
+
+
+def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target | None) -> Compiled:
+    """Traces, lowers and compiles `fn(*args)` for a target, or for the CPU devices at hand.
+
+    args: arrays or ShapeDtypeStructs; nothing is allocated. Shardings are those of jax.jit around `fn`, or of the arguments. Raises
+    InputError where devices and mesh do not fit.
+    """
+    started = time.perf_counter()
+    leaves = jax.tree.leaves_with_path(tuple(args))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(args))
+    whole = jax.make_jaxpr(fn)(*shapes)
+    call = jx.jitted(whole)
+    given = [_sharding(x) for _, x in leaves]
+    ins = [own or other for own, other in zip(call.in_shardings, given, strict=True)]
+    mesh = _mesh([*ins, *call.out_shardings], call.program, target)
+    program = jx.onto_mesh(call.program, mesh)
+    ins, outs = ([None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found] for found in (ins, call.out_shardings))
+    whole_spec = NamedSharding(mesh, jax.P())
+    jitted = jax.jit(
+        lambda *arrays: jx.evaluate(program, arrays),
+        in_shardings=tuple(whole_spec if s is None else s for s in ins),
+        out_shardings=outs,
+        donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
+    )
+    # Autotuning would need the GPU.
+    options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0"}
+    with captured() as lines:
+        compiled = jitted.lower(*jax.tree.leaves(shapes)).compile(compiler_options=options)
+    arguments = tuple(
+        Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s)
+        for (path, _), x, s in zip(leaves, jax.tree.leaves(shapes), ins, strict=True)
+    )
+    return Compiled(
+        target=target,
+        mesh=mesh,
+        program=call.program,
+        arguments=arguments,
+        text=compiled.as_text() or "",
+        memory=compiled.memory_analysis(),
+        lines=tuple(lines),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _plain_type(dtype: Any) -> np.dtype:
+    """numpy's type; of a random key that of its bits."""
+    return np.dtype(np.uint64) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: Target | None) -> Mesh:
+    """The mesh that a program names, on the devices that it is planned for."""
+    named = [s.mesh for s in shardings if s is not None and s.mesh.axis_names] + list(jx.meshes(program))
+    # Inside a shard_map some axes are manual: the same mesh, seen from there.
+    sizes = {tuple(mesh.shape.items()) for mesh in named}
+    if len(sizes) > 1:
+        shown = " and ".join(sorted(str(dict(s)) for s in sizes))
+        raise InputError([f"plan: the function names {len(sizes)} meshes: {shown}. A plan is of one mesh"])
+    concrete = next((mesh for mesh in named if isinstance(mesh, Mesh)), None)
+    axes = dict(sizes.pop()) if sizes else {"device": 1}
+    num_devices = int(np.prod(list(axes.values()), dtype=np.int64))
+    if target is not None:
+        if num_devices != target.num_devices:
+            shown = " x ".join(f"{axis}={size}" for axis, size in axes.items()) if named else "of a function without shardings"
+            raise InputError([f"--target {target.text} has {target.num_devices} devices, but the mesh {shown} has {num_devices}. Make them equal"])
+        if concrete is not None and concrete.devices.flat[0].device_kind == target.chip.name:
+            return concrete
+        return make_mesh(axes, devices=devices_of(target))
+    if concrete is not None:
+        return concrete
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise InputError(
+            [
+                f"plan: the mesh has {num_devices} devices, but JAX has {len(devices)}. Give it more before it starts: "
+                f'jax.config.update("jax_num_cpu_devices", {num_devices}), or plan for a target'
+            ]
+        )
+    return make_mesh(axes, devices=devices[:num_devices])

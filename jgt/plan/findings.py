@@ -1,0 +1,186 @@
+"""What a person should look at: each finding names the signal, the line, the numbers, and what to change."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jgt.plan.collectives import Collective
+from jgt.plan.compiled import Compiled
+from jgt.plan.formulas import Expected
+from jgt.plan.hlo import Module
+from jgt.plan.memory import USABLE, Memory
+from jgt.plan.origin import NONE, origin_of
+from jgt.plan.parameters import Parameter
+from jgt.plan.replication import Constraint, constraints
+from jgt.plan.stderr import Warning, rematerializations
+from jgt.plan.units import size_text
+
+if TYPE_CHECKING:
+    from jgt.plan.plan import SignalRow
+
+Kind = Literal["memory", "rematerialization", "indivisible", "replicated", "computed-alike", "unexplained", "unknown-loop"]
+_FORGOTTEN = 0.05
+"""A whole parameter counts as forgotten from this share of all that a device holds."""
+_ALIKE = 1.2
+_NOTABLE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that costs. bytes: of one device, where bytes are what it costs."""
+
+    kind: Kind
+    signal: str
+    source: str
+    bytes: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rematerialization:
+    """A tensor that XLA makes whole on every device to lay it out anew; shape and shardings as XLA writes them."""
+
+    signal: str
+    source: str
+    shape: str
+    before: str
+    after: str
+
+
+def read_rematerializations(lines: Sequence[str], module: Module) -> tuple[Rematerialization, ...]:
+    """XLA's warnings, tied to the program."""
+    found = (_rematerialization(warning, module) for warning in rematerializations(list(lines)))
+    return tuple(dict.fromkeys(found))
+
+
+def _rematerialization(warning: Warning, module: Module) -> Rematerialization:
+    name = re.search(r'op_name="([^"]*)"', warning.metadata)
+    origin = origin_of(name[1]) if name else None
+    return Rematerialization(
+        signal=origin.signal if origin else NONE,
+        source=module.source_in(warning.metadata),
+        shape=warning.shape,
+        before=warning.before,
+        after=warning.after,
+    )
+
+
+def findings(
+    compiled: Compiled,
+    module: Module,
+    params: Sequence[Parameter],
+    rows: Sequence[SignalRow],
+    sent: Sequence[Collective],
+    asked: Sequence[Expected],
+    remats: Sequence[Rematerialization],
+    memory: Memory,
+) -> Iterator[Finding]:
+    """All findings, the gravest kind first."""
+    yield from _memory(memory)
+    for one in remats:
+        text = f"XLA makes the tensor {one.shape} whole on every device to go from {one.before} to {one.after}. Give both sides the same order of axes"
+        yield _finding("rematerialization", one.signal, one.source, 0, text)
+    yield from _indivisible(compiled)
+    yield from _replicated(params, compiled.mesh.size)
+    yield from _alike(rows, sent, module)
+    yield from _unexplained(sent, asked)
+    for loop in module.unknown_loops:
+        origin = origin_of(loop.op_name)
+        text = "nobody knows how often this loop runs; what is in it counts once. Use jax.lax.scan, or fori_loop with constant bounds"
+        yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop), 0, text)
+
+
+def _finding(kind: Kind, signal: str, source: str, num_bytes: int, text: str) -> Finding:
+    where = f"{source}: " if source else ""
+    return Finding(kind=kind, signal=signal, source=source, bytes=num_bytes, text=f"{where}{signal}: {text}")
+
+
+def _memory(memory: Memory) -> Iterator[Finding]:
+    if memory.fits is False and memory.hbm_bytes is not None:
+        usable = round(USABLE * memory.hbm_bytes)
+        text = (
+            f"the step needs {size_text(memory.peak_bytes)} on each device, of which {size_text(memory.args_bytes)} are arguments, but {size_text(usable)} are usable. "
+            "Shard more, recompute more (train.remat), or make the batch of one step smaller"
+        )
+        yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
+
+
+def _indivisible(compiled: Compiled) -> Iterator[Finding]:
+    sizes = dict(compiled.mesh.shape)
+    seen: set[Constraint] = set()
+    for one in constraints(compiled.program):
+        if one in seen:
+            continue
+        seen.add(one)
+        for dim, axes in one.misfits:
+            over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            text = (
+                f"dim {dim} of a tensor {list(one.shape)} has size {one.shape[dim]}, which {over} does not divide, so XLA pads it or makes it whole "
+                f"({size_text(one.local_bytes)}). Change the spec {one.spec}"
+            )
+            yield _finding("indivisible", one.signal, one.source, one.local_bytes, text)
+
+
+def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Finding]:
+    total = sum(p.local_bytes for p in params)
+    if num_devices == 1 or sum(p.copies > 1 for p in params) == len(params):
+        return
+    for p in params:
+        if p.copies == num_devices and p.local_bytes > _FORGOTTEN * total:
+            text = (
+                f"the parameter {p.path} {list(p.shape)} is whole on all {num_devices} devices: {size_text(p.local_bytes)} each, "
+                f"{p.local_bytes / total:.0%} of all parameters there. Give it a spec under params:"
+            )
+            yield _finding("replicated", p.signals[0] if p.signals else NONE, p.source, p.local_bytes, text)
+
+
+def _alike(rows: Sequence[SignalRow], sent: Sequence[Collective], module: Module) -> Iterator[Finding]:
+    total = sum(row.flops for row in rows)
+    for row in rows:
+        if row.flops_share and row.flops > _ALIKE * row.flops_share and row.flops - row.flops_share > _NOTABLE * total / 2:
+            source = _largest_dot(module, row.signal)
+            text = (
+                f"each device computes {row.flops / row.flops_share:.1f} times its part of the FLOPs ({row.flops / 1e9:.3g} instead of {row.flops_share / 1e9:.3g} "
+                "GFLOP): several compute the same. Name a tensor there and shard it over the axis that is left out"
+            )
+            yield _finding("computed-alike", row.signal, source, 0, text)
+
+
+def _largest_dot(module: Module, signal: str) -> str:
+    best, found = 0, ""
+    for name, computation in module.computations.items():
+        for instruction in computation.instructions.values():
+            origin = origin_of(instruction.op_name) if instruction.op == "dot" else None
+            if origin and origin.signal == signal and instruction.num_bytes * max(module.times[name], 1) > best:
+                best, found = instruction.num_bytes * max(module.times[name], 1), module.source(instruction)
+    return found
+
+
+def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Iterator[Finding]:
+    """Signals that send notably more than the formulas say."""
+    total = sum(c.total_bytes for c in sent)
+    by_signal: dict[str, list[Collective]] = collections.defaultdict(list)
+    for one in sent:
+        by_signal[one.signal].append(one)
+    for signal, own in by_signal.items():
+        found, said = sum(c.total_bytes for c in own), sum(e.bytes for e in asked if e.signal == signal)
+        if found - said <= _NOTABLE * total or found <= 1.1 * said:
+            continue
+        known: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for e in asked:
+            if e.signal == signal:
+                known[e.axes] += e.bytes
+        over: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for c in own:
+            over[c.axes] += c.total_bytes
+        axes = max(over, key=lambda a: over[a] - known[a])
+        worst = max((c for c in own if c.axes == axes), key=lambda c: (c.kind in ("all-gather", "all-to-all", "collective-permute"), c.total_bytes))
+        text = (
+            f"{size_text(found)} sent in a step, of which the layout explains {size_text(said)}. Most of the rest goes over {' + '.join(axes) or 'no axis'}: "
+            f"{worst.kind} {worst.dtype}, {size_text(worst.total_bytes)}, {worst.phase}. Name the tensor that is brought together there and give it a spec"
+        )
+        yield _finding("unexplained", signal, worst.source, found - said, text)

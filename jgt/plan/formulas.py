@@ -1,0 +1,246 @@
+"""What the layout says must be sent, from textbook formulas; the compiled program is held against it.
+
+A parameter sharded over axes that split the batch is gathered where it is used and its gradient reduce-scattered; one that is not
+gets its gradient all-reduced (ZeRO, arXiv 1910.02054). A matmul that contracts a dim of a parameter that is sharded over another
+axis leaves partial sums, to be all-reduced (Megatron-LM, arXiv 1909.08053). What shard_map sends is in the trace.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from jgt import jaxpr as jx
+from jgt.jaxpr import Equation, Program, Var
+from jgt.plan.compiled import Compiled
+from jgt.plan.origin import NONE, origin_of
+from jgt.plan.parameters import Parameter
+from jgt.plan.replication import spec_dims
+from jgt.scopes import taken_share
+
+Dims = tuple[tuple[str, ...], ...]
+_EXPLICIT = {"psum": "all-reduce", "psum_invariant": "all-reduce", "all_gather": "all-gather", "all_gather_invariant": "all-gather"} | {
+    "reduce_scatter": "reduce-scatter", "ppermute": "collective-permute", "all_to_all": "all-to-all"
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Bytes that one device must send in a step over some axes, for one signal, and which formula says so."""
+
+    signal: str
+    axes: tuple[str, ...]
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An array made of one parameter alone: which one, the axes of its dims, and how much of the parameter it is."""
+
+    index: int
+    dims: Dims
+    share: Fraction
+
+
+@dataclass
+class _Partial:
+    """Sums that are still to be added up over axes."""
+
+    signal: str
+    axes: tuple[str, ...]
+    bytes: float
+
+
+def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected, ...]:
+    """What a compiled function's layout must send, by signal and axes."""
+    mesh = dict(compiled.mesh.shape)
+    batch = _batch_axes(compiled, mesh)
+    # On CPU XLA reduces each of several sums that are added to each other.
+    reader = _Reader(mesh, batch, merges=compiled.target is not None)
+    places = {a.path: n for n, a in enumerate(compiled.arguments)}
+    inner = jx.body(compiled.program)
+    held = {inner.invars[places[p.path]]: _Held(i, p.dims, Fraction(1)) for i, p in enumerate(params)}
+    reader.read(compiled.program, "", Fraction(1), held, batch)
+    rows: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
+    for index, p in enumerate(params):
+        for axes, count, formula in _of_parameter(p, reader, index, mesh, batch):
+            rows[p.signals[0] if p.signals else NONE, axes, formula] += count
+    for one in reader.partials:
+        n = math.prod(mesh[a] for a in one.axes)
+        rows[one.signal, one.axes, "all-reduce of partial sums"] += round(2 * (n - 1) / n * one.bytes)
+    for (signal, axes), count in reader.explicit.items():
+        rows[signal, axes, "shard_map"] += round(count)
+    return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
+
+
+def _batch_axes(compiled: Compiled, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over which inputs are split along their first dim."""
+    found: set[str] = set()
+    for a in compiled.arguments:
+        if a.position != 0 and a.sharding is not None and a.shape:
+            found.update(spec_dims(a.sharding, len(a.shape))[0])
+    return tuple(axis for axis in mesh if axis in found and mesh[axis] > 1)
+
+
+def _of_parameter(
+    p: Parameter, reader: _Reader, index: int, mesh: Mapping[str, int], batch: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], int, str]]:
+    named = {axis for axes in p.dims for axis in axes}
+    stored = tuple(a for a in batch if a in named)
+    others = tuple(a for a in batch if a not in named)
+    n, m = (math.prod(mesh[a] for a in axes) for axes in (stored, others))
+    forward, again = reader.uses[index, "forward"], max(reader.uses[index, "recompute"], reader.uses[index, "backward"])
+    is_manual = index in reader.manual
+    narrow = Fraction(reader.narrowest.get(index, 1))
+    if n > 1 and index not in reader.gathered:
+        gathers = Fraction(1) if is_manual else forward + again
+        yield stored, round(gathers * (n - 1) * p.local_bytes * narrow), "parameters gathered"
+    if is_manual or not any(phase == "backward" for _, phase in reader.uses):
+        return
+    if n > 1:
+        yield stored, round(forward * (n - 1) * p.local_bytes * narrow), "gradients reduce-scattered"
+    if m > 1:
+        yield others, round(forward * Fraction(2 * (m - 1), m) * p.local_bytes * narrow), "gradients all-reduced"
+
+
+@dataclass
+class _Reader:
+    """Walks a traced program for uses of parameters, partial sums and collectives that it names itself."""
+
+    mesh: Mapping[str, int]
+    batch: tuple[str, ...]
+    merges: bool
+    uses: dict[tuple[int, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    narrowest: dict[int, Fraction] = field(default_factory=dict)
+    manual: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
+    partials: list[_Partial] = field(default_factory=list)
+    explicit: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=lambda: collections.defaultdict(float))
+
+    def read(self, program: Program, around: str, times: Fraction, held: dict[Var, _Held], batch: tuple[str, ...]) -> None:
+        """Follows `held` through a program that runs so many times; batch: its axes that are not manual here."""
+        pending: dict[Var, _Partial] = {}
+        for equation in jx.body(program).eqns:
+            name = f"{around}/{equation.source_info.name_stack}"
+            self._collective(equation, name, times, held)
+            self._inner(equation, name, times, held, batch)
+            self._partial(equation, name, times, held, pending, batch)
+            self._follow(equation, held)
+
+    def _inner(self, equation: Equation, name: str, times: Fraction, held: dict[Var, _Held], batch: tuple[str, ...]) -> None:
+        programs = list(jx.subprograms(equation))
+        manual = equation.params.get("newly_manual_axes", ()) if programs else ()
+        for program in programs:
+            inside: dict[Var, _Held] = {}
+            for outer, var in zip(jx.operands(equation, program), jx.body(program).invars, strict=True):
+                if outer is None or not jx.is_var(outer) or outer not in held:
+                    continue
+                one = held[outer]
+                if any(axis in self.batch for axis in manual):
+                    self.manual.add(one.index)
+                gone = len(outer.aval.shape) - len(var.aval.shape)
+                sliced = math.prod(outer.aval.shape[:gone])
+                inside[var] = _Held(one.index, one.dims[gone:], one.share / max(sliced, 1))
+            length = equation.params["length"] if jx.is_scan(equation) else 1
+            self.read(program, name, times * length, inside, tuple(a for a in batch if a not in manual))
+            for outer, var in zip(jx.results(equation, program), jx.body(program).outvars, strict=True):
+                if outer is not None and jx.is_var(var) and var in inside and outer.aval.shape == var.aval.shape:
+                    held.setdefault(outer, inside[var])
+
+    def _partial(
+        self, equation: Equation, name: str, times: Fraction, held: Mapping[Var, _Held], pending: dict[Var, _Partial], batch: tuple[str, ...]
+    ) -> None:
+        """Sums over a dim that a parameter splits; those that are added to each other are reduced once."""
+        operands = [a for a in equation.invars if jx.is_var(a)]
+        kind = equation.primitive.name
+        if kind in ("add_any", "add") and len(operands) == 2 and all(a in pending for a in operands):
+            kept, dropped = (pending[a] for a in operands)
+            if kept.axes == dropped.axes:
+                if self.merges and dropped is not kept and dropped in self.partials:
+                    self.partials.remove(dropped)
+                pending[equation.outvars[0]] = kept
+            return
+        if kind in ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy") and operands and operands[0] in pending:
+            pending[equation.outvars[0]] = pending[operands[0]]
+            return
+        summed = list(_summed(equation, held))
+        if not summed:
+            return
+        origin = origin_of(name)
+        phase = origin.phase if origin else "forward"
+        for one, axes in summed:
+            self.uses[one.index, phase] += times * one.share * taken_share(name)
+            over = tuple(a for a in self.mesh if a in axes and a not in self.batch and self.mesh[a] > 1)
+            if over:
+                out = equation.outvars[0]
+                size = math.prod(out.aval.shape) * out.aval.dtype.itemsize / math.prod(self.mesh[a] for a in batch)
+                row = _Partial(origin.signal if origin else NONE, over, float(times * taken_share(name)) * size)
+                self.partials.append(row)
+                pending[out] = row
+
+    def _collective(self, equation: Equation, name: str, times: Fraction, held: Mapping[Var, _Held]) -> None:
+        kind = _EXPLICIT.get(equation.primitive.name)
+        if kind is None:
+            return
+        params = equation.params
+        named = params.get("axes", params.get("axis_name", ()))
+        axes = tuple(a for a in self.mesh if a in (named if isinstance(named, tuple | list) else (named,)) and self.mesh[a] > 1)
+        n = math.prod(self.mesh[a] for a in axes)
+        if n == 1:
+            return
+        size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.invars if hasattr(v.aval, "dtype"))
+        factor = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(kind, (n - 1) / n)
+        if kind == "all-gather":
+            self.gathered.update(held[a].index for a in equation.invars if jx.is_var(a) and a in held)
+        origin = origin_of(name)
+        self.explicit[origin.signal if origin else NONE, axes] += float(times * taken_share(name)) * size * factor
+
+    def _follow(self, equation: Equation, held: dict[Var, _Held]) -> None:
+        """A parameter through what only shapes, casts or names it."""
+        own = [a for a in equation.invars if jx.is_var(a) and a in held]
+        arrays = [a for a in equation.invars if getattr(a.aval, "shape", ())]
+        if len(own) != 1 or len(arrays) != 1 or len(equation.outvars) != 1 or any(True for _ in jx.subprograms(equation)):
+            return
+        one, out, before = held[own[0]], equation.outvars[0], own[0].aval
+        dims = _moved(equation, one.dims, before.shape, out.aval.shape)
+        if dims is None:
+            return
+        share = one.share * Fraction(math.prod(out.aval.shape), max(math.prod(before.shape), 1))
+        if out.aval.dtype.itemsize < before.dtype.itemsize and equation.primitive.name == "convert_element_type":
+            width = Fraction(out.aval.dtype.itemsize, before.dtype.itemsize)
+            self.narrowest[one.index] = min(width, self.narrowest.get(one.index, Fraction(1)))
+        held[out] = _Held(one.index, dims, min(share, one.share))
+
+
+def _summed(equation: Equation, held: Mapping[Var, _Held]) -> Iterator[tuple[_Held, set[str]]]:
+    """The parameters that an equation multiplies or looks up, each with the axes of the dims that it sums over."""
+    params = equation.params
+    if equation.primitive.name == "dot_general":
+        contracted, _ = params["dimension_numbers"]
+        for atom, dims in zip(equation.invars, contracted, strict=True):
+            if jx.is_var(atom) and atom in held:
+                yield held[atom], {axis for d in dims for axis in held[atom].dims[d]}
+    elif equation.primitive.name == "gather" and jx.is_var(equation.invars[0]) and equation.invars[0] in held:
+        one = held[equation.invars[0]]
+        yield one, {axis for d in params["dimension_numbers"].start_index_map for axis in one.dims[d]}
+
+
+def _moved(equation: Equation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
+    """The axes of the dims after an equation; None where they cannot be told."""
+    sharding: Any = equation.params.get("sharding")
+    if equation.primitive.name == "sharding_constraint":
+        return spec_dims(sharding, len(after))
+    if equation.params.get("permutation") is not None:
+        return tuple(dims[d] for d in equation.params["permutation"])
+    if len(after) == len(before):
+        return dims
+    # Layers are taken apart and stacked along leading dims; what a matmul sums over comes last.
+    same = 0
+    while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
+        same += 1
+    return ((),) * (len(after) - same) + dims[len(dims) - same :] if same else None

@@ -1,0 +1,239 @@
+"""A plan: what XLA will do with a function on a mesh, told signal by signal."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from jgt.plan.chip import Target, parse_target
+from jgt.plan.collectives import Collective, collectives
+from jgt.plan.compiled import Argument, Compiled, compile_function
+from jgt.plan.findings import Finding, Rematerialization, findings, read_rematerializations
+from jgt.plan.flops import Flops, flops
+from jgt.plan.formulas import Expected, expected
+from jgt.plan.memory import Memory, read_memory
+from jgt.plan.network import Network
+from jgt.plan.origin import NONE
+from jgt.plan.parameters import Parameter, parameters_of
+from jgt.plan.timeline import Cost, Timeline, Walk, by_signal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalRow:
+    """One signal: its parameters' specs and bytes, what it keeps for the backward pass, what it sends, how long it takes.
+
+    Bytes, FLOPs and milliseconds are of one device and step. sent: bytes by mesh axes. flops: of the compiled program, with what
+    several devices compute alike; share: of the traced program's FLOPs, this device's part if nothing were computed twice.
+    """
+
+    signal: str
+    specs: tuple[str, ...]
+    parameter_bytes: int
+    activation_bytes: int
+    sent: Mapping[str, int]
+    flops: float
+    flops_share: float
+    hbm_bytes: float
+    compute_ms: float | None
+    exposed_ms: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one step of a compiled function does on each device. Times are predictions, None without a target.
+
+    flops_per_device: executed matmul FLOPs of the traced program, recompute and pipeline bubbles included; model_flops_per_device:
+    without both. links_ms: time of all collectives by mesh axes, hidden ones included.
+    """
+
+    target: str
+    versions: Mapping[str, str]
+    devices: int
+    mesh: Mapping[str, int]
+    memory: Memory
+    flops_per_device: float
+    model_flops_per_device: float
+    step_time_ms: float | None
+    collectives: tuple[Collective, ...]
+    rematerializations: tuple[Rematerialization, ...]
+    findings: tuple[Finding, ...]
+    signals: tuple[SignalRow, ...]
+    parameters: tuple[Parameter, ...]
+    expected: tuple[Expected, ...]
+    links_ms: Mapping[str, float]
+    assumptions: tuple[str, ...]
+    seconds: float
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was found, a sentence each."""
+        return [finding.text for finding in self.findings]
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one device sends in a step."""
+        return sum(c.total_bytes for c in self.collectives)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`."""
+        memory = asdict(self.memory) | {"fits": self.memory.fits}
+        rows = [asdict(c) | {"axes": list(c.axes), "total_bytes": c.total_bytes} for c in self.collectives]
+        return {
+            "target": self.target,
+            "versions": dict(self.versions),
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "memory": memory,
+            "flops_per_device": self.flops_per_device,
+            "model_flops_per_device": self.model_flops_per_device,
+            "step_time_ms": self.step_time_ms,
+            "collectives": rows,
+            "rematerializations": [asdict(r) for r in self.rematerializations],
+            "warnings": self.warnings,
+            "findings": [asdict(f) for f in self.findings],
+            "signals": [asdict(s) for s in self.signals],
+            "parameters": [asdict(p) for p in self.parameters],
+            "expected": [asdict(e) | {"axes": list(e.axes)} for e in self.expected],
+            "links_ms": dict(self.links_ms),
+            "assumptions": list(self.assumptions),
+        }
+
+
+def plan(fn: Callable[..., Any], *args: Any, target: str | Target | None = None) -> Plan:
+    """What XLA will do with `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
+
+    args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first one holds parameters and optimizer state.
+    Shardings are those of jax.jit around `fn`, or the arguments' own. target: `h100:8x8`, 8 hosts of 8 GPUs, which needs the
+    extra jgt[plan-gpu]; None: the CPU devices that JAX has. Raises InputError.
+    """
+    where = parse_target(target) if isinstance(target, str) else target
+    return read(compile_function(fn, args, where))
+
+
+def read(compiled: Compiled) -> Plan:
+    """A plan from a compiled function."""
+    module, mesh = compiled.module, dict(compiled.mesh.shape)
+    num_devices = compiled.mesh.size
+    network = None if compiled.target is None else Network(target=compiled.target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
+    found = collectives(module, mesh, num_devices)
+    walk = Timeline(module, mesh, num_devices, network).step()
+    traced = flops(compiled.program)
+    state, inputs = _state_and_inputs(compiled.arguments)
+    params = parameters_of(compiled.program, state, num_devices)
+    memory = read_memory(compiled, module, _groups(params, state, inputs))
+    asked = expected(compiled, params)
+    rows = tuple(_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
+    remats = read_rematerializations(compiled.lines, module)
+    return Plan(
+        target="cpu" if compiled.target is None else compiled.target.text,
+        versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
+        devices=num_devices,
+        mesh=mesh,
+        memory=memory,
+        flops_per_device=sum(row.executed for row in traced) / num_devices,
+        model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
+        step_time_ms=None if network is None else walk.seconds * 1e3,
+        collectives=found,
+        rematerializations=remats,
+        findings=tuple(findings(compiled, module, params, rows, found, asked, remats, memory)),
+        signals=rows,
+        parameters=params,
+        expected=asked,
+        links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
+        assumptions=tuple(_assumptions(compiled)),
+        seconds=compiled.seconds,
+    )
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Mesh axes in a word."""
+    return "+".join(axes) or "(none)"
+
+
+def _state_and_inputs(arguments: Sequence[Argument]) -> tuple[list[Argument], list[Argument]]:
+    first = [a for a in arguments if a.position == 0]
+    return first, [a for a in arguments if a.position != 0]
+
+
+def _groups(params: Sequence[Parameter], state: Sequence[Argument], inputs: Sequence[Argument]) -> dict[str, list[Argument]]:
+    names = {p.path for p in params}
+    found = {
+        "parameters": [a for a in state if a.path in names],
+        "optimizer state": [a for a in state if a.path not in names],
+        "inputs": list(inputs),
+    }
+    return {name: group for name, group in found.items() if group}
+
+
+def _rows(
+    params: Sequence[Parameter],
+    memory: Memory,
+    found: Sequence[Collective],
+    walk: Walk,
+    traced: Sequence[Flops],
+    num_devices: int,
+    *,
+    timed: bool,
+) -> Iterator[SignalRow]:
+    costs: dict[str, Cost] = collections.defaultdict(Cost)
+    sent: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for one in found:
+        sent[one.signal][axes_text(one.axes)] += one.total_bytes
+    share: dict[str, float] = collections.defaultdict(float)
+    for row in traced:
+        share[row.signal] += row.executed / num_devices
+    own: dict[str, list[Parameter]] = collections.defaultdict(list)
+    for p in params:
+        own[p.signals[0] if p.signals else NONE].append(p)
+    homes = _Homes({*own, *sent, *share})
+    for name, cost in by_signal(walk.costs):
+        costs[homes.of(name)].add(cost)
+    kept: collections.Counter[str] = collections.Counter()
+    for name, count in memory.activations.items():
+        kept[homes.of(name)] += count
+    names = {*own, *costs, *sent, *share, *kept}
+    for name in sorted(names, key=lambda n: (-costs[n].compute - costs[n].exposed, n)):
+        cost = costs[name]
+        yield SignalRow(
+            signal=name,
+            specs=tuple(dict.fromkeys(f"{p.name} {p.spec}" for p in own[name])),
+            parameter_bytes=sum(p.local_bytes for p in own[name]),
+            activation_bytes=kept[name],
+            sent=dict(sent[name]),
+            flops=cost.flops,
+            flops_share=share[name],
+            hbm_bytes=cost.hbm_bytes,
+            compute_ms=cost.compute * 1e3 if timed else None,
+            exposed_ms=cost.exposed * 1e3 if timed else None,
+        )
+
+
+class _Homes:
+    """The signals that own something; JAX takes constants out of a loop and forgets the signals around it."""
+
+    def __init__(self, known: set[str]):
+        self._known = known
+
+    def of(self, name: str) -> str:
+        """The one known signal that a name is the end of, for a name that is not known itself."""
+        ends = [known for known in self._known if known.endswith(f"/{name}")]
+        return ends[0] if name not in self._known and len(ends) == 1 else name
+
+
+def _assumptions(compiled: Compiled) -> Iterator[str]:
+    yield "FLOPs: 2 a multiply-add, of matmuls and convolutions; attention's scores in full, causal or not"
+    yield "bytes sent: one device's, of ring algorithms; a branch counts as taken"
+    if compiled.target is None:
+        yield "compiled for CPU: bf16 collectives travel as f32 and no reduce-scatter is formed, so bytes are CPU's; kinds and axes are those of any target"
+        return
+    chip = compiled.target.chip
+    yield (
+        f"{chip.name}: {chip.tflops['bf16']:g} TFLOP/s bf16, of which matmuls reach {chip.efficiency.matmul:.0%}; HBM {chip.hbm_gb:g} GB at {chip.hbm_gbs:g} GB/s "
+        f"({chip.efficiency.hbm:.0%}); NVLink {chip.nvlink_gbs:g} and network {chip.nic_gbs:g} GB/s a GPU and direction ({chip.efficiency.link:.0%})"
+    )
+    yield "time: each kernel the longer of its FLOPs and its bytes, collectives beside what XLA scheduled meanwhile; a prediction, not a measurement"

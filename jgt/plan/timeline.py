@@ -1,0 +1,151 @@
+"""A predicted step: the compiled schedule walked through, each kernel by a roofline, each collective by its links.
+
+A kernel takes the longer of its FLOPs at the chip's matmul rate and its bytes at the memory's rate, and a launch. An asynchronous
+collective runs beside what is scheduled between its start and its end; only what is left of it then counts as exposed.
+The roofline is that of Williams et al. (Comm. ACM 52, 2009).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jgt.plan.collectives import pieces, wire_bytes
+from jgt.plan.groups import groups_of, spanned
+from jgt.plan.hlo import KINDS, Computation, Instruction, Module, Spot
+from jgt.plan.kernels import is_kernel, kernel
+from jgt.plan.neighbours import told
+from jgt.plan.network import Network
+from jgt.plan.origin import NONE, phase_of
+
+Key = tuple[str, str]
+"""Signal and phase."""
+
+
+@dataclass
+class Cost:
+    """What one device spends on a signal in a phase, in a step: seconds and FLOPs of its matmuls, bytes of its memory."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+
+    def add(self, other: Cost, times: float = 1) -> None:
+        """More of it."""
+        self.compute += other.compute * times
+        self.exposed += other.exposed * times
+        self.flops += other.flops * times
+        self.hbm_bytes += other.hbm_bytes * times
+
+
+Costs = dict[Key, Cost]
+
+
+@dataclass
+class Walk:
+    """One run of a computation: its seconds, and who they belong to. links: seconds of all collectives by mesh axes, hidden or not."""
+
+    seconds: float = 0.0
+    costs: Costs = field(default_factory=lambda: collections.defaultdict(Cost))
+    links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
+
+    def add(self, other: Walk, times: float = 1) -> None:
+        """Another run after this one."""
+        self.seconds += other.seconds * times
+        for key, cost in other.costs.items():
+            self.costs[key].add(cost, times)
+        for axes, seconds in other.links.items():
+            self.links[axes] += seconds * times
+
+
+class Timeline:
+    """A compiled program on a network; without one (CPU) only FLOPs and bytes are counted."""
+
+    def __init__(self, module: Module, mesh: dict[str, int], num_devices: int, network: Network | None):
+        self._module, self._mesh, self._num_devices, self._network = module, mesh, num_devices, network
+        self._walks: dict[str, Walk] = {}
+
+    def step(self) -> Walk:
+        """The whole program."""
+        return self._walk(self._module.entry)
+
+    def _walk(self, name: str) -> Walk:
+        if name not in self._walks:
+            self._walks[name] = self._run(name, self._module.computations[name])
+        return self._walks[name]
+
+    def _run(self, name: str, computation: Computation) -> Walk:
+        walk, link_free, ends = Walk(), 0.0, {}
+        for instruction in computation.instructions.values():
+            spot = Spot(name, instruction.name)
+            if instruction.kind in KINDS:
+                seconds, axes = self._collective(instruction)
+                link_free = max(link_free, walk.seconds) + seconds
+                walk.links[axes] += seconds
+                ends[instruction.name] = link_free
+                if not instruction.op.endswith("-start"):
+                    self._wait(walk, spot, link_free)
+            elif instruction.op == "async-start" and any(self._is_link(called) for called in instruction.called):
+                inner = self._walk(instruction.called[0])
+                link_free = max(link_free, walk.seconds) + inner.seconds
+                ends[instruction.name] = link_free
+                for axes, seconds in inner.links.items():
+                    walk.links[axes] += seconds
+            elif instruction.op.endswith("-done"):
+                start = instruction.operands[0]
+                if start in ends:
+                    self._wait(walk, Spot(name, start), ends[start])
+            elif instruction.op == "while":
+                trips = instruction.trips or 1
+                walk.add(self._walk(instruction.attribute("body")), trips)
+                walk.add(self._walk(instruction.attribute("condition")), trips + 1)
+            elif instruction.op == "conditional":
+                walk.add(max((self._walk(called) for called in instruction.called), key=lambda branch: branch.seconds))
+            elif instruction.op in ("call", "async-start"):
+                for called in instruction.called:
+                    walk.add(self._walk(called))
+            elif is_kernel(instruction):
+                self._compute(walk, computation, spot, instruction)
+        return walk
+
+    def _compute(self, walk: Walk, computation: Computation, spot: Spot, instruction: Instruction) -> None:
+        one = kernel(self._module, computation, instruction)
+        seconds = 0.0
+        if self._network is not None:
+            chip = self._network.target.chip
+            matmuls = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
+            seconds = max(matmuls, one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)) + chip.latency_us.launch * 1e-6
+        walk.seconds += seconds
+        walk.costs[self._key(spot)].add(Cost(compute=seconds, flops=one.flops, hbm_bytes=one.num_bytes))
+
+    def _collective(self, instruction: Instruction) -> tuple[float, tuple[str, ...]]:
+        groups = groups_of(instruction, self._num_devices)
+        axes = spanned(groups, self._mesh) if self._mesh else ()
+        if self._network is None or not groups:
+            return 0.0, axes
+        at = next(name for name, c in self._module.computations.items() if c.instructions.get(instruction.name) is instruction)
+        sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, len(groups[0])) for piece in pieces(self._module, at, instruction))
+        return self._network.seconds(groups, sent), axes
+
+    def _wait(self, walk: Walk, spot: Spot, until: float) -> None:
+        waited = max(until - walk.seconds, 0.0)
+        walk.seconds += waited
+        walk.costs[self._key(spot)].add(Cost(exposed=waited))
+
+    def _is_link(self, name: str) -> bool:
+        return any(i.kind in KINDS for i in self._module.computations[name].instructions.values())
+
+    def _key(self, spot: Spot) -> Key:
+        name = self._module.at(spot).op_name
+        origin, _ = told(self._module, name, [spot], [spot])
+        return (NONE, phase_of(name)) if origin is None else (origin.signal, origin.phase)
+
+
+def by_signal(costs: Costs) -> Iterator[tuple[str, Cost]]:
+    """Phases added up."""
+    found: dict[str, Cost] = collections.defaultdict(Cost)
+    for (signal, _), cost in costs.items():
+        found[signal].add(cost)
+    yield from found.items()

@@ -1,0 +1,1 @@
+"""`jgt plan`: what a run will cost, on hardware that need not be here."""
