@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.collectives import collectives
-from benchmarks.measure import Bench
+from benchmarks.measure import Bench, collectives
 from benchmarks.step import ROOT
 
 TINY = ["model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "model.vocab=512", "model.seq=32"]

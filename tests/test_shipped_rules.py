@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import collectives
+from jgt.plan.hlo import KINDS, Module
 from jgt.rules import show_dims
 from train.config import load
 from train.setup import prepare
@@ -64,7 +64,7 @@ def test_xla_partitions_without_complaint(rules):
         file.seek(0)
         written = file.read().decode()
     assert "rematerialization" not in written
-    assert collectives(compiled.as_text()), "a sharded step talks"
+    assert any(i.kind in KINDS for i in Module.of(compiled.as_text()).instructions()), "a sharded step talks"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from rich.text import Text
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.custom import find_table
 from jgt.pipeline.simulate import simulate
+from jgt.plan.units import size_text
 from train.setup import Setup
 
 WIDTH_OF_FILES = 160
@@ -108,12 +109,3 @@ def describe_mesh(setup: Setup) -> str:
     over = f" on {hosts} processes" if hosts > 1 else ""
     alone = "" if setup.run.rules is not None else " (no rules: the model runs as it is, on one device)"
     return f"Mesh: {axes} = {devices.size} x {kinds}{over}{alone}"
-
-
-def size_text(count: float) -> str:
-    """Bytes in the largest unit that leaves a number above 1."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgt.plan.units import size_text
 from train.config import Run
-from train.console import Screen, size_text
+from train.console import Screen
 from train.loop import open_run
 
 

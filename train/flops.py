@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from jgt.plan.chip import chip_of
 from train.models.config import ModelConfig
-
-PEAK_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2250e12}
-"""Dense bf16 FLOP/s of one device, from the vendors' data sheets."""
 
 
 def flops_per_token(config: ModelConfig, num_parameters: int) -> float:
@@ -21,7 +19,5 @@ def flops_per_token(config: ModelConfig, num_parameters: int) -> float:
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bf16 FLOP/s of a device kind as JAX names it; None where no figure is known (CPU)."""
-    for name, flops in sorted(PEAK_BF16.items(), key=lambda item: -len(item[0])):
-        if name in device_kind:
-            return flops
-    return None
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.peak_flops("bf16")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
+
 from jgt import jaxpr as jx
 from jgt.jaxpr import Equation, Program, Var
 from jgt.plan.compiled import Compiled
@@ -60,8 +62,7 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
     """What a compiled function's layout must send, by signal and axes."""
     mesh = dict(compiled.mesh.shape)
     batch = _batch_axes(compiled, mesh)
-    # On CPU XLA reduces each of several sums that are added to each other.
-    reader = _Reader(mesh, batch, merges=compiled.target is not None)
+    reader = _Reader(mesh, batch, is_cpu=compiled.target is None)
     places = {a.path: n for n, a in enumerate(compiled.arguments)}
     inner = jx.body(compiled.program)
     held = {inner.invars[places[p.path]]: _Held(i, p.dims, Fraction(1)) for i, p in enumerate(params)}
@@ -103,18 +104,22 @@ def _of_parameter(
     if is_manual or not any(phase == "backward" for _, phase in reader.uses):
         return
     if n > 1:
-        yield stored, round(forward * (n - 1) * p.local_bytes * narrow), "gradients reduce-scattered"
+        # On CPU no reduce-scatter is formed: an all-reduce, of which each device takes its part.
+        yield stored, round(forward * (n - 1) * p.local_bytes * narrow * (2 if reader.is_cpu else 1)), "gradients reduce-scattered"
     if m > 1:
         yield others, round(forward * Fraction(2 * (m - 1), m) * p.local_bytes * narrow), "gradients all-reduced"
 
 
 @dataclass
 class _Reader:
-    """Walks a traced program for uses of parameters, partial sums and collectives that it names itself."""
+    """Walks a traced program for uses of parameters, partial sums and collectives that it names itself.
+
+    is_cpu: XLA sends narrow floats as f32 there, and reduces each of several sums that are added to each other.
+    """
 
     mesh: Mapping[str, int]
     batch: tuple[str, ...]
-    merges: bool
+    is_cpu: bool
     uses: dict[tuple[int, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
     narrowest: dict[int, Fraction] = field(default_factory=dict)
     manual: set[int] = field(default_factory=set)
@@ -161,7 +166,7 @@ class _Reader:
         if kind in ("add_any", "add") and len(operands) == 2 and all(a in pending for a in operands):
             kept, dropped = (pending[a] for a in operands)
             if kept.axes == dropped.axes:
-                if self.merges and dropped is not kept and dropped in self.partials:
+                if not self.is_cpu and dropped is not kept and dropped in self.partials:
                     self.partials.remove(dropped)
                 pending[equation.outvars[0]] = kept
             return
@@ -178,7 +183,7 @@ class _Reader:
             over = tuple(a for a in self.mesh if a in axes and a not in self.batch and self.mesh[a] > 1)
             if over:
                 out = equation.outvars[0]
-                size = math.prod(out.aval.shape) * out.aval.dtype.itemsize / math.prod(self.mesh[a] for a in batch)
+                size = self._bytes(out) / math.prod(self.mesh[a] for a in batch)
                 row = _Partial(origin.signal if origin else NONE, over, float(times * taken_share(name)) * size)
                 self.partials.append(row)
                 pending[out] = row
@@ -193,12 +198,17 @@ class _Reader:
         n = math.prod(self.mesh[a] for a in axes)
         if n == 1:
             return
-        size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.invars if hasattr(v.aval, "dtype"))
+        size = sum(self._bytes(v) for v in equation.invars if hasattr(v.aval, "dtype"))
         factor = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(kind, (n - 1) / n)
         if kind == "all-gather":
             self.gathered.update(held[a].index for a in equation.invars if jx.is_var(a) and a in held)
         origin = origin_of(name)
         self.explicit[origin.signal if origin else NONE, axes] += float(times * taken_share(name)) * size * factor
+
+    def _bytes(self, atom: Any) -> int:
+        width = atom.aval.dtype.itemsize
+        is_widened = self.is_cpu and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+        return math.prod(atom.aval.shape) * (max(width, 4) if is_widened else width)
 
     def _follow(self, equation: Equation, held: dict[Var, _Held]) -> None:
         """A parameter through what only shapes, casts or names it."""
@@ -211,7 +221,7 @@ class _Reader:
         if dims is None:
             return
         share = one.share * Fraction(math.prod(out.aval.shape), max(math.prod(before.shape), 1))
-        if out.aval.dtype.itemsize < before.dtype.itemsize and equation.primitive.name == "convert_element_type":
+        if not self.is_cpu and out.aval.dtype.itemsize < before.dtype.itemsize and equation.primitive.name == "convert_element_type":
             width = Fraction(out.aval.dtype.itemsize, before.dtype.itemsize)
             self.narrowest[one.index] = min(width, self.narrowest.get(one.index, Fraction(1)))
         held[out] = _Held(one.index, dims, min(share, one.share))

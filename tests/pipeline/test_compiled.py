@@ -3,16 +3,16 @@
 import itertools
 from collections import Counter
 from functools import cache
-from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import COLLECTIVES, Module, spanned
+from hlo import axes_of, collectives, conditionals, sources
 from models import RULES, decoder_loss, mesh_of, pipeline_of
 
 import jgt
 from jgt.pipeline.schedule import VIRTUAL
+from jgt.plan.hlo import KINDS, Module
 
 # Large enough for tables of indices and the tokens themselves to be nothing beside activations. A dim of the vocabulary is known by its factor 101.
 SEQ, EMBED, FFN, PRIME, LAYERS = 64, 128, 256, 101, 8
@@ -93,7 +93,7 @@ def test_nothing_is_as_large_as_the_logits_of_a_batch(schedule):
 
 @pytest.mark.parametrize("schedule", FLAT)
 def test_a_stage_has_its_part_of_the_vocabulary_and_one_microbatch_of_logits(schedule):
-    sizes = {prod(s) for i in module(schedule, 64).instructions() for s in i.shapes if any(dim % PRIME == 0 for dim in s)}
+    sizes = {a.size for i in module(schedule, 64).instructions() for a in i.arrays if any(dim % PRIME == 0 for dim in a.dims)}
     assert SEQ * PRIME in sizes
     assert max(sizes) == EMBED * PRIME
 
@@ -103,7 +103,7 @@ def test_a_stage_has_its_part_of_the_vocabulary_and_one_microbatch_of_logits(sch
 
 def talk(module, sizes, *, in_loops):
     """(kind, axes, elements of each array) of every collective."""
-    return [(i.kind, spanned(i, sizes), i.sizes) for i in module.collectives(in_loops=in_loops)]
+    return [(i.kind, axes_of(i, sizes), i.sizes) for i in collectives(module, in_loops=in_loops)]
 
 
 def axes_in_loops(module, sizes):
@@ -162,20 +162,20 @@ def test_a_device_never_holds_weights_or_gradients_of_another_stage():
 
 # -- branches ----------------------------------------------------------------------------------------------------
 
-ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *COLLECTIVES}
+ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *KINDS}
 """What a value may not come from to be the same on all devices."""
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zigzag"])
 def test_all_devices_take_a_branch_together(schedule):
     program = module(schedule, 8)
-    predicates = [program.sources(computation, conditional.operands[0]) for computation, conditional in program.conditionals()]
+    predicates = [sources(program, computation, conditional.operands[0]) for computation, conditional in conditionals(program)]
     assert len(predicates) >= 3
-    for sources in predicates:
-        assert not sources & ALONE
-        assert {"constant", "dynamic-slice"} <= sources
+    for found in predicates:
+        assert not found & ALONE
+        assert {"constant", "dynamic-slice"} <= found
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_one_chunk_a_stage_needs_no_branches(schedule):
-    assert not list(module(schedule, 8).conditionals())
+    assert not list(conditionals(module(schedule, 8)))

@@ -1,15 +1,7 @@
 """What a person sees."""
 
-import pytest
 
-from train.console import Screen, size_text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (37_500, "37.5 KB"), (2.5e9, "2.5 GB"), (3e15, "3000.0 TB")]
-)
-def test_sizes(count, text):
-    assert size_text(count) == text
+from train.console import Screen
 
 
 def test_a_step_is_a_line_without_what_is_not_known(capsys):
