@@ -80,12 +80,25 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
 
 
 def _batch_axes(compiled: Compiled, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over which inputs are split along their first dim."""
+    """The axes over which inputs are split along their first dim, as they come or as the program lays them out."""
     found: set[str] = set()
-    for a in compiled.arguments:
-        if a.position != 0 and a.sharding is not None and a.shape:
-            found.update(spec_dims(a.sharding, len(a.shape))[0])
+    inputs: set[Var] = set()
+    for a, var in zip(compiled.arguments, jx.body(compiled.program).invars, strict=True):
+        if a.position != 0 and a.shape:
+            inputs.add(var)
+            found.update(() if a.sharding is None else spec_dims(a.sharding, len(a.shape))[0])
+    found.update(_first_axes(compiled.program, inputs))
     return tuple(axis for axis in mesh if axis in found and mesh[axis] > 1)
+
+
+def _first_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
+    """The axes of the first dim in the constraints on these variables themselves."""
+    for equation in jx.body(program).eqns:
+        if equation.primitive.name == "sharding_constraint" and equation.invars[0] in inputs:
+            yield from spec_dims(equation.params["sharding"], len(equation.invars[0].aval.shape))[0]
+        for inner in jx.subprograms(equation) if jx.is_call(equation) else ():
+            given = zip(jx.operands(equation, inner), jx.body(inner).invars, strict=True)
+            yield from _first_axes(inner, {var for outer, var in given if outer is not None and jx.is_var(outer) and outer in inputs})
 
 
 def _of_parameter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -33,7 +34,8 @@ def groups_of(collective: Instruction, num_devices: int) -> Groups:
         if found:
             return tuple(_numbers(pair) for pair in _EXPLICIT.findall(found[1]))
     elif found := _GROUPS.search(collective.text):
-        return _read(found[1], num_devices, whole=_spans_replicas(collective))
+        with contextlib.suppress(ValueError, KeyError):
+            return _read(found[1], num_devices, whole=_spans_replicas(collective))
     at = collective.text.find("replica_groups=")
     shown = collective.text[at : at + 120] if at >= 0 else "no replica_groups"
     raise ValueError(f"the groups of {collective.op} {collective.name} are written in a way that jgt does not know: {shown}")

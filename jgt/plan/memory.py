@@ -22,8 +22,8 @@ USABLE = 0.95
 class Memory:
     """Bytes of one device. args: arguments, of which `groups` tells what they are; temp: all that XLA allocates besides.
 
-    peak: of arguments, results and temp together. activations: what the backward pass needs of the forward pass, by signal, as
-    far as it can be told; part of temp, as gradients are. host: kept in the host's memory instead. hbm: what the target has.
+    peak: of arguments, results and temp together. gradients: as they are laid out; activations: what the backward pass needs of
+    the forward pass, by signal, as far as it can be told; both are part of temp, though not all at once. host: kept in the host's memory instead. hbm: what the target has.
     """
 
     args_bytes: int
@@ -32,6 +32,7 @@ class Memory:
     output_bytes: int
     host_bytes: int
     hbm_bytes: int | None
+    gradient_bytes: int
     groups: Mapping[str, int]
     activations: Mapping[str, int]
 
@@ -41,7 +42,7 @@ class Memory:
         return None if self.hbm_bytes is None else self.peak_bytes <= USABLE * self.hbm_bytes
 
 
-def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequence[Argument]]) -> Memory:
+def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequence[Argument]], gradient_bytes: int) -> Memory:
     """The memory of a compiled program; groups: its arguments by what they are."""
     stats, target = compiled.memory, compiled.target
     on_host = sum(a.local_bytes for a in compiled.arguments if a.is_on_host)
@@ -56,6 +57,7 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + _host_temp(stats),
         hbm_bytes=_hbm(target),
+        gradient_bytes=gradient_bytes,
         groups={name: sum(a.local_bytes for a in found if not a.is_on_host) for name, found in groups.items()},
         activations=dict(sorted(_activations(module).items(), key=lambda item: -item[1])),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from jgt.jaxpr import Program
 from jgt.plan.compiled import Argument
@@ -54,3 +57,22 @@ def parameters_of(program: Program, state: Sequence[Argument], num_devices: int)
         for a, use, signals in zip(state, uses, own, strict=True)
         if signals or (untold and a.dtype.kind not in "iub")
     )
+
+
+def gradient_bytes(params: Sequence[Parameter], state: Sequence[Argument]) -> int:
+    """Bytes of all gradients on one device: each is laid out like its optimizer state, or like its parameter where there is none."""
+    names = {p.path for p in params}
+    moments = [a for a in state if a.path not in names]
+    total = 0
+    for p in params:
+        alike = [a for a in moments if a.shape == p.shape and _common_end(a.path, p.path)]
+        best = max(alike, key=lambda a: _common_end(a.path, p.path), default=None)
+        width = np.dtype(p.dtype).itemsize
+        total += p.local_bytes if best is None else best.local_bytes // best.dtype.itemsize * width
+    return total
+
+
+def _common_end(a: str, b: str) -> int:
+    """How many of the last names of two paths are the same."""
+    pairs = zip(reversed(a.split("/")), reversed(b.split("/")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -19,7 +19,7 @@ from jgt.plan.formulas import Expected, expected
 from jgt.plan.memory import Memory, read_memory
 from jgt.plan.network import Network
 from jgt.plan.origin import NONE
-from jgt.plan.parameters import Parameter, parameters_of
+from jgt.plan.parameters import Parameter, gradient_bytes, parameters_of
 from jgt.plan.timeline import Cost, Timeline, Walk, by_signal
 
 
@@ -125,7 +125,8 @@ def read(compiled: Compiled) -> Plan:
     traced = flops(compiled.program)
     state, inputs = _state_and_inputs(compiled.arguments)
     params = parameters_of(compiled.program, state, num_devices)
-    memory = read_memory(compiled, module, _groups(params, state, inputs))
+    is_trained = any(row.phase == "backward" for row in traced)
+    memory = read_memory(compiled, module, _groups(params, state, inputs), gradient_bytes(params, state) if is_trained else 0)
     asked = expected(compiled, params)
     rows = tuple(_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
     remats = read_rematerializations(compiled.lines, module)
@@ -201,7 +202,7 @@ def _rows(
         cost = costs[name]
         yield SignalRow(
             signal=name,
-            specs=tuple(dict.fromkeys(f"{p.name} {p.spec}" for p in own[name])),
+            specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in own[name])),
             parameter_bytes=sum(p.local_bytes for p in own[name]),
             activation_bytes=kept[name],
             sent=dict(sent[name]),

@@ -43,7 +43,7 @@ def make_console() -> Console:
 
 def make_table(title: str, columns: Sequence[str], texts: int) -> Table:
     """A table whose first `texts` columns are text and whose others are numbers."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", min_width=len(title))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
     return table
@@ -81,6 +81,8 @@ def _totals(plan: Plan) -> Table:
     for name, count in memory.groups.items():
         table.add_row(name, size_text(count))
     table.add_row("temporary: activations, gradients, buffers", size_text(memory.temp_bytes))
+    if memory.gradient_bytes:
+        table.add_row("  of which gradients", size_text(memory.gradient_bytes))
     if memory.activations:
         table.add_row("  of which the backward pass keeps", size_text(sum(memory.activations.values())))
     if memory.host_bytes:

@@ -26,10 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from train.plan.make import make_plan
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
+        if sys.stderr.isatty():
+            print("Compiling the step ...", file=sys.stderr)
         plans = [make_plan(run, target, arguments.devices) for run in runs]
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
+    except (ValueError, RuntimeError) as error:
+        print(f"jgt plan: the step cannot be compiled, or what was compiled cannot be read: {error}", file=sys.stderr)
+        return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
     plan = plans[0]
