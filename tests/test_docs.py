@@ -4,8 +4,10 @@ import dataclasses
 import re
 import shlex
 import typing
+from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import pytest
 
 import jgt
@@ -16,10 +18,15 @@ from jgt.pipeline.config import Pipeline
 from jgt.pipeline.report import number, percent
 from jgt.pipeline.schedule import VIRTUAL, make_table, virtual_of
 from jgt.pipeline.simulate import simulate
+from jgt.plan.chip import chip_names
+from jgt.plan.collectives import Collective
+from jgt.plan.findings import Kind
+from jgt.plan.limits import LIMITS, read_budget
 from jgt.rules import load
 from train.__main__ import _parser as train_parser
 from train.config import Config
 from train.data.config import MixturePart
+from train.plan.__main__ import _parser as plan_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -28,7 +35,7 @@ README, RULES, TRAINING, PYTHON, SCHEDULES = (
 )
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
-PIPELINE = ROOT / "docs/pipeline.md"
+PIPELINE, PLAN = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -151,6 +158,40 @@ def test_every_option_of_the_schedules_stands_there():
     assert options == set(re.findall(r"--[a-z][\w-]*", text))
     own = {"--stages", "--microbatches", "--virtual"}
     assert options - own == {row[0].strip("`").split()[0] for row in rows(section(SCHEDULES, "## Options"))[1:]}
+
+
+# -- plans -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu")
+def test_a_plan_is_as_shown(capsys):
+    (shown,) = blocks(PLAN, "text")
+    (command,) = re.findall(r"`python -m jgt (plan .*?)`, with jax 0.10.2:", PLAN.read_text())
+    assert jgt_main(shlex.split(command)) == 0
+    lines = [re.sub(r"in [\d.]+ s", "in 6.8 s", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == shown.splitlines()
+
+
+def test_every_option_of_a_plan_stands_there():
+    options = {option for action in plan_parser()._actions for option in action.option_strings if option not in ("-h", "--help")}
+    assert options == {row[0].strip("`").split()[0] for row in rows(PLAN.read_text()) if row[0].startswith("`--")}
+
+
+def test_every_finding_of_a_plan_and_every_limit_stands_there():
+    text = PLAN.read_text()
+    assert {row[0].strip("`") for row in rows(section(PLAN, "## What it finds"))[1:]} == set(typing.get_args(Kind))
+    (example,) = blocks(PLAN, "yaml")
+    limits = read_budget(document.parse(example, "budget.yaml").find("budget"), problems := [])
+    assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(LIMITS)
+    assert all(name in text for name in chip_names())
+
+
+def test_every_key_of_a_plans_json_stands_there():
+    x = jax.ShapeDtypeStruct((4, 4), "float32")
+    keys = jgt.plan(lambda x: x @ x, x).to_json()
+    text = section(PLAN, "## JSON")
+    assert all(f"`{key}`" in text for key in [*keys, *keys["memory"]])
+    assert all(f"`{field.name}`" in text for field in dataclasses.fields(Collective))
 
 
 # -- keys --------------------------------------------------------------------------------------------------------

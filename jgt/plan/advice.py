@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jgt.plan.collectives import Collective
-from jgt.plan.plan import Plan, SignalRow, axes_text
-from jgt.plan.units import size_text
+from jgt.plan.plan import Plan
+from jgt.plan.signals import SignalRow
+from jgt.plan.units import axes_text, size_text
 
 _NUMBER = 3
 

@@ -7,8 +7,8 @@ import fnmatch
 from jgt.document import nearest
 from jgt.plan.collectives import Collective
 from jgt.plan.limits import Limit
-from jgt.plan.plan import Plan, axes_text
-from jgt.plan.units import size_text
+from jgt.plan.plan import Plan
+from jgt.plan.units import axes_text, size_text
 
 
 def overruns(plan: Plan, limits: tuple[Limit, ...]) -> list[str]:

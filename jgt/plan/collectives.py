@@ -73,6 +73,9 @@ def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, 
         groups = tuple(pair for pair in groups if pair[0] != pair[1])
     axes = spanned(groups, mesh) if mesh else ()
     found = list(pieces(module, at, instruction))
+    if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
+        # A block for each device: together one array of the traced program.
+        found = [replace(found[0], array=Array(found[0].array.dtype, (sum(piece.array.size for piece in found),)))]
     for piece in found:
         origin, source = _told(module, instruction, piece, is_alone=len(found) == 1)
         yield Collective(

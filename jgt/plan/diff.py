@@ -6,9 +6,9 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
-from jgt.plan.plan import Plan, axes_text
+from jgt.plan.plan import Plan
 from jgt.plan.table import make_console, make_table
-from jgt.plan.units import count_text, size_text
+from jgt.plan.units import axes_text, count_text, size_text
 
 Row = tuple[str, float | None, float | None]
 

@@ -6,7 +6,8 @@ import collections
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from jgt.plan.collectives import Collective
 from jgt.plan.compiled import Compiled
@@ -16,17 +17,17 @@ from jgt.plan.memory import USABLE, Memory
 from jgt.plan.origin import NONE, origin_of
 from jgt.plan.parameters import Parameter
 from jgt.plan.replication import Constraint, constraints
+from jgt.plan.signals import SignalRow
 from jgt.plan.stderr import Warning, rematerializations
 from jgt.plan.units import size_text
-
-if TYPE_CHECKING:
-    from jgt.plan.plan import SignalRow
 
 Kind = Literal["memory", "rematerialization", "indivisible", "replicated", "computed-alike", "unexplained", "unknown-loop"]
 _FORGOTTEN = 0.05
 """A whole parameter counts as forgotten from this share of all that a device holds."""
 _ALIKE = 1.2
 _NOTABLE = 0.05
+_OVER = 1.25
+"""How far above the formulas a signal may be: they leave out what is small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +96,15 @@ def findings(
 
 
 def _finding(kind: Kind, signal: str, source: str, num_bytes: int, text: str) -> Finding:
+    source = _line_of(source)
     where = f"{source}: " if source else ""
     return Finding(kind=kind, signal=signal, source=source, bytes=num_bytes, text=f"{where}{signal}: {text}")
+
+
+def _line_of(source: str) -> str:
+    """file:line, as one would type it, of a place that JAX tells with column and function."""
+    match = re.fullmatch(r"(.+?:\d+)(:\d+)?( \(.*\))?", source)
+    return (match[1] if match else source).removeprefix(f"{Path.cwd()}/")
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
@@ -168,7 +176,7 @@ def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Itera
         by_signal[one.signal].append(one)
     for signal, own in by_signal.items():
         found, said = sum(c.total_bytes for c in own), sum(e.bytes for e in asked if e.signal == signal)
-        if found - said <= _NOTABLE * total or found <= 1.1 * said:
+        if found - said <= _NOTABLE * total or found <= _OVER * said:
             continue
         known: collections.Counter[tuple[str, ...]] = collections.Counter()
         for e in asked:
@@ -178,7 +186,11 @@ def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Itera
         for c in own:
             over[c.axes] += c.total_bytes
         axes = max(over, key=lambda a: over[a] - known[a])
-        worst = max((c for c in own if c.axes == axes), key=lambda c: (c.kind in ("all-gather", "all-to-all", "collective-permute"), c.total_bytes))
+        there = [c for c in own if c.axes == axes]
+        # What the layout explains is mostly all-reduces: the others come first if they make up most of what it does not explain.
+        moved = [c for c in there if c.kind in ("all-gather", "all-to-all", "collective-permute")]
+        moves = 2 * sum(c.total_bytes for c in moved) > over[axes] - known[axes]
+        worst = max(moved if moves else there, key=lambda c: c.total_bytes)
         text = (
             f"{size_text(found)} sent in a step, of which the layout explains {size_text(said)}. Most of the rest goes over {' + '.join(axes) or 'no axis'}: "
             f"{worst.kind} {worst.dtype}, {size_text(worst.total_bytes)}, {worst.phase}. Name the tensor that is brought together there and give it a spec"

@@ -7,7 +7,8 @@ import difflib
 from pathlib import Path
 
 from jgt.document import InputError
-from jgt.plan.plan import Plan, axes_text
+from jgt.plan.plan import Plan
+from jgt.plan.units import axes_text
 
 HEADER = "jgt plan lock 1"
 

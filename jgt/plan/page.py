@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 
 from jgt.plan.advice import largest_costs
-from jgt.plan.plan import Plan, axes_text
-from jgt.plan.units import count_text, size_text
+from jgt.plan.plan import Plan
+from jgt.plan.units import axes_text, count_text, size_text
 
 _MOST_DRAWN = 64
 """Devices that the drawing of a mesh shows; of more, the corner."""

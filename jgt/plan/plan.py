@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -14,33 +13,14 @@ from jgt.plan.chip import Target, parse_target
 from jgt.plan.collectives import Collective, collectives
 from jgt.plan.compiled import Argument, Compiled, compile_function
 from jgt.plan.findings import Finding, Rematerialization, findings, read_rematerializations
-from jgt.plan.flops import Flops, flops
+from jgt.plan.flops import flops
 from jgt.plan.formulas import Expected, expected
 from jgt.plan.memory import Memory, read_memory
 from jgt.plan.network import Network
-from jgt.plan.origin import NONE
 from jgt.plan.parameters import Parameter, gradient_bytes, parameters_of
-from jgt.plan.timeline import Cost, Timeline, Walk, by_signal
-
-
-@dataclass(frozen=True, kw_only=True)
-class SignalRow:
-    """One signal: its parameters' specs and bytes, what it keeps for the backward pass, what it sends, how long it takes.
-
-    Bytes, FLOPs and milliseconds are of one device and step. sent: bytes by mesh axes. flops: of the compiled program, with what
-    several devices compute alike; share: of the traced program's FLOPs, this device's part if nothing were computed twice.
-    """
-
-    signal: str
-    specs: tuple[str, ...]
-    parameter_bytes: int
-    activation_bytes: int
-    sent: Mapping[str, int]
-    flops: float
-    flops_share: float
-    hbm_bytes: float
-    compute_ms: float | None
-    exposed_ms: float | None
+from jgt.plan.signals import SignalRow, signal_rows
+from jgt.plan.timeline import Timeline
+from jgt.plan.units import axes_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +108,7 @@ def read(compiled: Compiled) -> Plan:
     is_trained = any(row.phase == "backward" for row in traced)
     memory = read_memory(compiled, module, _groups(params, state, inputs), gradient_bytes(params, state) if is_trained else 0)
     asked = expected(compiled, params)
-    rows = tuple(_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
+    rows = tuple(signal_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
     remats = read_rematerializations(compiled.lines, module)
     return Plan(
         target="cpu" if compiled.target is None else compiled.target.text,
@@ -151,11 +131,6 @@ def read(compiled: Compiled) -> Plan:
     )
 
 
-def axes_text(axes: Sequence[str]) -> str:
-    """Mesh axes in a word."""
-    return "+".join(axes) or "(none)"
-
-
 def _state_and_inputs(arguments: Sequence[Argument]) -> tuple[list[Argument], list[Argument]]:
     first = [a for a in arguments if a.position == 0]
     return first, [a for a in arguments if a.position != 0]
@@ -169,61 +144,6 @@ def _groups(params: Sequence[Parameter], state: Sequence[Argument], inputs: Sequ
         "inputs": list(inputs),
     }
     return {name: group for name, group in found.items() if group}
-
-
-def _rows(
-    params: Sequence[Parameter],
-    memory: Memory,
-    found: Sequence[Collective],
-    walk: Walk,
-    traced: Sequence[Flops],
-    num_devices: int,
-    *,
-    timed: bool,
-) -> Iterator[SignalRow]:
-    costs: dict[str, Cost] = collections.defaultdict(Cost)
-    sent: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for one in found:
-        sent[one.signal][axes_text(one.axes)] += one.total_bytes
-    share: dict[str, float] = collections.defaultdict(float)
-    for row in traced:
-        share[row.signal] += row.executed / num_devices
-    own: dict[str, list[Parameter]] = collections.defaultdict(list)
-    for p in params:
-        own[p.signals[0] if p.signals else NONE].append(p)
-    homes = _Homes({*own, *sent, *share})
-    for name, cost in by_signal(walk.costs):
-        costs[homes.of(name)].add(cost)
-    kept: collections.Counter[str] = collections.Counter()
-    for name, count in memory.activations.items():
-        kept[homes.of(name)] += count
-    names = {*own, *costs, *sent, *share, *kept}
-    for name in sorted(names, key=lambda n: (-costs[n].compute - costs[n].exposed, n)):
-        cost = costs[name]
-        yield SignalRow(
-            signal=name,
-            specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in own[name])),
-            parameter_bytes=sum(p.local_bytes for p in own[name]),
-            activation_bytes=kept[name],
-            sent=dict(sent[name]),
-            flops=cost.flops,
-            flops_share=share[name],
-            hbm_bytes=cost.hbm_bytes,
-            compute_ms=cost.compute * 1e3 if timed else None,
-            exposed_ms=cost.exposed * 1e3 if timed else None,
-        )
-
-
-class _Homes:
-    """The signals that own something; JAX takes constants out of a loop and forgets the signals around it."""
-
-    def __init__(self, known: set[str]):
-        self._known = known
-
-    def of(self, name: str) -> str:
-        """The one known signal that a name is the end of, for a name that is not known itself."""
-        ends = [known for known in self._known if known.endswith(f"/{name}")]
-        return ends[0] if name not in self._known and len(ends) == 1 else name
 
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:

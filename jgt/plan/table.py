@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jgt.plan.advice import largest_costs
-from jgt.plan.plan import Plan, SignalRow, axes_text
-from jgt.plan.units import count_text, size_text
+from jgt.plan.plan import Plan
+from jgt.plan.signals import SignalRow
+from jgt.plan.units import axes_text, count_text, size_text
 
 _WIDTH_OF_FILES = 160
 _SPECS = 3

@@ -1,6 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers and axes as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def size_text(count: float) -> str:
@@ -15,3 +17,8 @@ def size_text(count: float) -> str:
 def count_text(count: float) -> str:
     """Three digits, thousands set apart."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Mesh axes in a word."""
+    return "+".join(axes) or "(none)"
