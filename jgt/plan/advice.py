@@ -36,8 +36,7 @@ def _of_kernels(row: SignalRow) -> str:
         return f"{row.flops / row.flops_share:.1f} times its part of the FLOPs: shard a tensor there over one more axis (tensors: NAME: [...])"
     if row.signal == "optimizer":
         return f"{size_text(row.hbm_bytes)} to and from memory: shard the optimizer state (optimizer: '**': [...])"
-    per_byte = row.flops / row.hbm_bytes if row.hbm_bytes else 0.0
-    if per_byte < 100:
+    if row.roofline_ms.get("memory", 0.0) > row.roofline_ms.get("matmul", 0.0):
         return f"{size_text(row.hbm_bytes)} to and from memory for {row.flops / 1e12:.3g} TFLOP: memory-bound. Keep less (save:, train.remat), or use a fused kernel there"
     return f"{row.flops / 1e12:.3g} TFLOP: compute-bound. Only recomputing less (train.remat, save:) or more devices help"
 

@@ -122,9 +122,11 @@ def _signals(plan: Plan) -> str:
             over = ", ".join(f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1]))
             flops = (count_text(row.flops / 1e9) if row.flops else "", row.flops)
             sizes = [_size(n) for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
-            yield [(row.signal, row.signal), (specs, specs), *sizes, (over, over), flops, _ms(row.compute_ms), _ms(row.exposed_ms)]
+            parts = sorted(row.roofline_ms.items(), key=lambda i: -i[1])
+            roofline = (", ".join(f"{part} {ms:,.2f}" for part, ms in parts), parts[0][1] if parts else 0.0)
+            yield [(row.signal, row.signal), (specs, specs), *sizes, (over, over), flops, _ms(row.compute_ms), _ms(row.exposed_ms), roofline]
 
-    return _table("signals", ["signal", "spec", "parameters", "kept", "sent", "over", "GFLOP", "ms", "exposed ms"], rows())
+    return _table("signals", ["signal", "spec", "parameters", "kept", "sent", "over", "GFLOP", "ms", "exposed ms", "roofline ms"], rows())
 
 
 def _collectives(plan: Plan) -> str:

@@ -20,7 +20,8 @@ class SignalRow:
     """One signal: its parameters' specs and bytes, what it keeps for the backward pass, what it sends, how long it takes.
 
     Bytes, FLOPs and milliseconds are of one device and step. sent: bytes by mesh axes. flops: of the compiled program, with what
-    several devices compute alike; share: of the traced program's FLOPs, this device's part if nothing were computed twice.
+    several devices compute alike; flops_share: of the traced program's FLOPs, this device's part if nothing were computed twice.
+    roofline_ms: what its matmuls, its memory traffic, and its collectives by axes would each need alone; empty without a target.
     """
 
     signal: str
@@ -33,6 +34,7 @@ class SignalRow:
     hbm_bytes: float
     compute_ms: float | None
     exposed_ms: float | None
+    roofline_ms: Mapping[str, float]
 
 
 def signal_rows(
@@ -76,6 +78,7 @@ def signal_rows(
             hbm_bytes=cost.hbm_bytes,
             compute_ms=cost.compute * 1e3 if timed else None,
             exposed_ms=cost.exposed * 1e3 if timed else None,
+            roofline_ms={part: seconds * 1e3 for part, seconds in cost.roofline.items() if seconds},
         )
 
 

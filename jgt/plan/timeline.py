@@ -18,6 +18,7 @@ from jgt.plan.kernels import is_kernel, kernel
 from jgt.plan.neighbours import told
 from jgt.plan.network import Network
 from jgt.plan.origin import NONE, phase_of
+from jgt.plan.units import axes_text
 
 Key = tuple[str, str]
 """Signal and phase."""
@@ -25,12 +26,17 @@ Key = tuple[str, str]
 
 @dataclass
 class Cost:
-    """What one device spends on a signal in a phase, in a step: seconds and FLOPs of its matmuls, bytes of its memory."""
+    """What one device spends on a signal in a phase, in a step.
+
+    compute: seconds of kernels; exposed: of waiting for collectives. flops: of matmuls; hbm_bytes: to and from memory. roofline:
+    seconds that each part of the hardware alone would need: matmul, memory, and links by mesh axes.
+    """
 
     compute: float = 0.0
     exposed: float = 0.0
     flops: float = 0.0
     hbm_bytes: float = 0.0
+    roofline: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
 
     def add(self, other: Cost, times: float = 1) -> None:
         """More of it."""
@@ -38,6 +44,8 @@ class Cost:
         self.exposed += other.exposed * times
         self.flops += other.flops * times
         self.hbm_bytes += other.hbm_bytes * times
+        for part, seconds in other.roofline.items():
+            self.roofline[part] += seconds * times
 
 
 Costs = dict[Key, Cost]
@@ -81,9 +89,10 @@ class Timeline:
         for instruction in computation.instructions.values():
             spot = Spot(name, instruction.name)
             if instruction.kind in KINDS:
-                seconds, axes = self._collective(instruction)
+                seconds, axes = self._collective(spot, instruction)
                 link_free = max(link_free, walk.seconds) + seconds
                 walk.links[axes] += seconds
+                walk.costs[self._key(spot)].roofline[axes_text(axes)] += seconds
                 ends[instruction.name] = link_free
                 if not instruction.op.endswith("-start"):
                     self._wait(walk, spot, link_free)
@@ -93,6 +102,8 @@ class Timeline:
                 ends[instruction.name] = link_free
                 for axes, seconds in inner.links.items():
                     walk.links[axes] += seconds
+                for key, cost in inner.costs.items():
+                    walk.costs[key].add(Cost(roofline=cost.roofline))
             elif instruction.op.endswith("-done"):
                 start = instruction.operands[0]
                 if start in ends:
@@ -112,27 +123,33 @@ class Timeline:
 
     def _compute(self, walk: Walk, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         one = kernel(self._module, computation, instruction)
-        seconds = 0.0
-        if self._network is not None:
-            chip = self._network.target.chip
-            matmuls = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
-            seconds = max(matmuls, one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)) + chip.latency_us.launch * 1e-6
+        cost = walk.costs[self._key(spot)]
+        cost.flops += one.flops
+        cost.hbm_bytes += one.num_bytes
+        if self._network is None:
+            return
+        chip = self._network.target.chip
+        matmul = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
+        memory = one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)
+        seconds = max(matmul, memory) + chip.latency_us.launch * 1e-6
         walk.seconds += seconds
-        walk.costs[self._key(spot)].add(Cost(compute=seconds, flops=one.flops, hbm_bytes=one.num_bytes))
+        cost.compute += seconds
+        cost.roofline["matmul"] += matmul
+        cost.roofline["memory"] += memory
 
-    def _collective(self, instruction: Instruction) -> tuple[float, tuple[str, ...]]:
+    def _collective(self, spot: Spot, instruction: Instruction) -> tuple[float, tuple[str, ...]]:
         groups = groups_of(instruction, self._num_devices)
         axes = spanned(groups, self._mesh) if self._mesh else ()
         if self._network is None or not groups:
             return 0.0, axes
-        at = next(name for name, c in self._module.computations.items() if c.instructions.get(instruction.name) is instruction)
-        sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, len(groups[0])) for piece in pieces(self._module, at, instruction))
+        found = pieces(self._module, spot.computation, instruction)
+        sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, len(groups[0])) for piece in found)
         return self._network.seconds(groups, sent), axes
 
     def _wait(self, walk: Walk, spot: Spot, until: float) -> None:
         waited = max(until - walk.seconds, 0.0)
         walk.seconds += waited
-        walk.costs[self._key(spot)].add(Cost(exposed=waited))
+        walk.costs[self._key(spot)].exposed += waited
 
     def _is_link(self, name: str) -> bool:
         return any(i.kind in KINDS for i in self._module.computations[name].instructions.values())
