@@ -17,7 +17,7 @@ from jgt.document import InputError
 from jgt.jaxpr import Program
 from jgt.mesh.mesh import make_mesh
 from jgt.placement import path_text
-from jgt.plan.chip import Target
+from jgt.plan.chip import Target, chip_of
 from jgt.plan.hlo import Module
 from jgt.plan.stderr import captured
 from jgt.plan.topology import devices_of
@@ -52,7 +52,11 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What JAX and XLA made of a function. memory: JAX's CompiledMemoryStats; lines: what XLA said meanwhile."""
+    """What JAX and XLA made of a function.
+
+    target: what it was compiled for, None for CPU devices and for chips that are not described. memory: JAX's CompiledMemoryStats;
+    lines: what XLA said meanwhile.
+    """
 
     target: Target | None
     mesh: Mesh
@@ -101,7 +105,7 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
         for (path, _), x, s in zip(leaves, jax.tree.leaves(shapes), ins, strict=True)
     )
     return Compiled(
-        target=target,
+        target=target or _described(mesh),
         mesh=mesh,
         program=call.program,
         arguments=arguments,
@@ -110,6 +114,15 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
         lines=tuple(lines),
         seconds=time.perf_counter() - started,
     )
+
+
+def _described(mesh: Mesh) -> Target | None:
+    """The devices of a mesh as a target, where they are of a chip that is described."""
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None
+    num_hosts = len({d.process_index for d in mesh.devices.flat})
+    return Target(chip=chip, text=chip.name, num_hosts=num_hosts, per_host=mesh.size // num_hosts)
 
 
 def _plain_type(dtype: Any) -> np.dtype:

@@ -220,7 +220,7 @@ def test_auxiliary_losses(loss):
 @pytest.mark.parametrize(
     ("loss", "options"),
     [(last_layers_only, {"schedule": "zb_interleaved", "remat": "stage"}), (rows_of_each_layer, {"schedule": "zigzag", "remat": "layer"})],
-    ids=str,
+    ids=["last layers only", "rows of each layer"],
 )
 def test_auxiliary_losses_of_padded_layers(loss, options):
     assert_exact(case(loss, make_params(5)), mesh_of(stage=2, data=2), **options)
