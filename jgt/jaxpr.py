@@ -16,7 +16,7 @@ import jax
 import jax.extend.core as jex
 import jax.extend.linear_util as lu
 from jax._src import source_info_util
-from jax._src.core import get_axis_env
+from jax._src.core import JaxprEqnContext, get_axis_env
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.signal import PREFIX
@@ -436,8 +436,18 @@ def onto_mesh(program: Program, mesh: Mesh) -> Program:
     eqns = []
     for equation in body(program).eqns:
         params = map_subprograms(equation, lambda p: onto_mesh(p, mesh)) or dict(equation.params)
-        eqns.append(equation.replace(params={key: _onto(value, mesh) for key, value in params.items()}))
+        params = {key: _onto(value, mesh) for key, value in params.items()}
+        eqns.append(equation.replace(params=params, ctx=_context_on(equation, mesh)))
     return with_body(program, eqns=eqns, outvars=body(program).outvars)
+
+
+def _context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
+    """An equation's context with the other mesh's kind of device: inside a shard_map the context names the mesh too."""
+    around = equation.ctx.cur_abstract_mesh
+    if not around.axis_names:
+        return equation.ctx
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):
+        return JaxprEqnContext()
 
 
 def _onto(value: Any, mesh: Mesh) -> Any:

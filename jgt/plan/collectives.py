@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,8 @@ def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, 
     if instruction.kind == "collective-permute":
         groups = tuple(pair for pair in groups if pair[0] != pair[1])
     axes = spanned(groups, mesh) if mesh else ()
+    if instruction.kind == "collective-permute":
+        group = math.prod(mesh[axis] for axis in axes)
     found = list(pieces(module, at, instruction))
     if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
         # A block for each device: together one array of the traced program.

@@ -36,8 +36,8 @@ def groups_of(collective: Instruction, num_devices: int) -> Groups:
     elif found := _GROUPS.search(collective.text):
         with contextlib.suppress(ValueError, KeyError):
             return _read(found[1], num_devices, whole=_spans_replicas(collective))
-    at = collective.text.find("replica_groups=")
-    shown = collective.text[at : at + 120] if at >= 0 else "no replica_groups"
+    written = re.search(r"(?:replica_groups|source_target_pairs)=.{0,120}", collective.text)
+    shown = written[0] if written else "no replica_groups"
     raise ValueError(f"the groups of {collective.op} {collective.name} are written in a way that jgt does not know: {shown}")
 
 

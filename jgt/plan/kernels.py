@@ -14,6 +14,7 @@ _FREE = frozenset(
     ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier", "iota", "while", "conditional", "call", "add-dependency", "domain", "get-dimension-size"]
 )
 _GEMM = re.compile(r'custom_call_target="(__cublas\$(?:lt\$matmul\S*|gemm)|__onednn\$matmul|__triton_gemm)"')
+_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?:BiasActivation)?Forward"')
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\["?([\d",]*)\]')
 
 
@@ -57,7 +58,7 @@ def _dots(module: Module, computation: Computation, instruction: Instruction) ->
     elif instruction.op == "custom-call" and _GEMM.search(instruction.text):
         found = _CONTRACTING.search(instruction.text)
         contracted = tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else (len(dims) - 1,)
-    elif instruction.op == "convolution":
+    elif instruction.op == "convolution" or (instruction.op == "custom-call" and _CONVOLUTION.search(instruction.text)):
         right = computation.instructions[instruction.operands[1]].arrays[0]
         label = instruction.attribute("dim_labels").partition("_")[2].partition("->")[0]
         yield 2 * instruction.arrays[0].size * (right.size // right.dims[label.index("o")]), left.arrays[0].dtype

@@ -59,6 +59,11 @@ class Walk:
     costs: Costs = field(default_factory=lambda: collections.defaultdict(Cost))
     links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
 
+    @property
+    def num_flops(self) -> float:
+        """FLOPs of its matmuls."""
+        return sum(cost.flops for cost in self.costs.values())
+
     def add(self, other: Walk, times: float = 1) -> None:
         """Another run after this one."""
         self.seconds += other.seconds * times
@@ -109,11 +114,11 @@ class Timeline:
                 if start in ends:
                     self._wait(walk, Spot(name, start), ends[start])
             elif instruction.op == "while":
-                trips = instruction.trips or 1
+                trips = 1 if instruction.trips is None else instruction.trips
                 walk.add(self._walk(instruction.attribute("body")), trips)
                 walk.add(self._walk(instruction.attribute("condition")), trips + 1)
             elif instruction.op == "conditional":
-                walk.add(max((self._walk(called) for called in instruction.called), key=lambda branch: branch.seconds))
+                walk.add(max((self._walk(called) for called in instruction.called), key=lambda branch: (branch.seconds, branch.num_flops)))
             elif instruction.op in ("call", "async-start"):
                 for called in instruction.called:
                     walk.add(self._walk(called))
