@@ -25,13 +25,17 @@ from jgt.plan.topology import devices_of
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An array that a function takes: which of its arguments it is in, its path there, what one device has of it, and where."""
+    """An array that a function takes: which of its arguments it is in, its path there, what one device has of it, and where.
+
+    is_on_host: it is kept in the host's memory.
+    """
 
     position: int
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: NamedSharding | None
+    is_on_host: bool
 
     @property
     def num_bytes(self) -> int:
@@ -43,11 +47,6 @@ class Argument:
         """Bytes on one device."""
         shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
         return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether it is kept in the host's memory."""
-        return self.sharding is not None and self.sharding.memory_kind == "pinned_host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,8 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     ins = [own or other for own, other in zip(call.in_shardings, given, strict=True)]
     mesh = _mesh([*ins, *call.out_shardings], call.program, target)
     program = jx.onto_mesh(call.program, mesh)
+    # A device that is only described knows no kinds of memory.
+    on_host = [s is not None and s.memory_kind == "pinned_host" for s in ins]
     ins, outs = ([None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found] for found in (ins, call.out_shardings))
     whole_spec = NamedSharding(mesh, jax.P())
     jitted = jax.jit(
@@ -101,8 +102,8 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     with captured() as lines:
         compiled = jitted.lower(*jax.tree.leaves(shapes)).compile(compiler_options=options)
     arguments = tuple(
-        Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s)
-        for (path, _), x, s in zip(leaves, jax.tree.leaves(shapes), ins, strict=True)
+        Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s, is_on_host=h)
+        for (path, _), x, s, h in zip(leaves, jax.tree.leaves(shapes), ins, on_host, strict=True)
     )
     return Compiled(
         target=target or _described(mesh),
