@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,6 +150,14 @@ def source_of(equation: Equation) -> str:
     """The user's file:line that an equation comes from; nothing for what JAX traced for itself."""
     text = source_info_util.summarize(equation.source_info)
     return "" if text == source_info_util.summarize(source_info_util.new_source_info()) else text
+
+
+def line_of(equation: Equation) -> str:
+    """The file:line of the innermost user code that an equation comes from, outside of installed packages if there is any."""
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    lines = [f"{frame.file_name}:{frame.start_line}" for frame in frames]
+    own = next((line for line in lines if "site-packages" not in line), lines[0] if lines else "")
+    return own.removeprefix(f"{Path.cwd()}/")
 
 
 def place_of(equation: Equation, around: Place) -> Place:

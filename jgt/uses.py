@@ -13,12 +13,12 @@ from jgt.jaxpr import Place, Program, Var
 class Use:
     """The signals under which a parameter is used, and its dims that are gone there: scanned over or indexed.
 
-    source: file:line of a use.
+    sources: file:line of a use under each signal.
     """
 
     signals: tuple[str, ...]
     sliced: frozenset[int]
-    source: str = ""
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _follow(program: Program, around: Place, trails: Trails, found: list[set[_Fo
             continue
         meets, ends = _meets(equation, trails)
         for trail in followed:
-            found[trail.index].add(_Found(place.path, meets, trail.sliced, jx.source_of(equation)))
+            found[trail.index].add(_Found(place.path, meets, trail.sliced, jx.line_of(equation)))
         if not ends:
             for out in equation.outvars:
                 trails.setdefault(out, set()).update(_through(equation, trail, len(out.aval.shape)) for trail in followed)
@@ -143,5 +143,5 @@ def _use(entries: set[_Found]) -> Use:
     signals = sorted({entry.signal for entry in meeting})
     innermost = tuple(s for s in signals if s and not any(other.startswith(f"{s}/") for other in signals))
     sliced = max((e.sliced for e in meeting if e.signal in innermost or not innermost), key=len, default=frozenset())
-    source = min((e.source for e in meeting if e.source and (e.signal in innermost or not innermost)), default="")
-    return Use(innermost, sliced, source)
+    sources = tuple(min((e.source for e in meeting if e.source and e.signal == signal), default="") for signal in innermost)
+    return Use(innermost, sliced, sources)

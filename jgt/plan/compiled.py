@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,14 +94,14 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     ins, outs = ([None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found] for found in (ins, call.out_shardings))
     whole_spec = NamedSharding(mesh, jax.P())
     jitted = jax.jit(
-        lambda *arrays: jx.evaluate(program, arrays),
+        _named(lambda *arrays: jx.evaluate(program, arrays)),
         in_shardings=tuple(whole_spec if s is None else s for s in ins),
         out_shardings=outs,
         donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
     )
     # Autotuning would need the GPU.
     options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0"}
-    with captured() as lines:
+    with _uncached(), captured() as lines:
         compiled = jitted.lower(*jax.tree.leaves(shapes)).compile(compiler_options=options)
     arguments = tuple(
         Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s, is_on_host=h)
@@ -115,6 +117,23 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
         lines=tuple(lines),
         seconds=time.perf_counter() - started,
     )
+
+
+def _named(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under a name that no other has: XLA would warn of nothing in a program that comes from a cache."""
+    fn.__name__ = f"plan_{uuid.uuid4().hex}"
+    return fn
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Leaves JAX's persistent cache as it is: nobody would find what a plan puts there."""
+    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def _described(mesh: Mesh) -> Target | None:

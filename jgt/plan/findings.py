@@ -6,7 +6,6 @@ import collections
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from jgt.plan.collectives import Collective
@@ -85,10 +84,12 @@ def findings(
     for one in remats:
         text = f"XLA makes the tensor {one.shape} whole on every device to go from {one.before} to {one.after}. Give both sides the same order of axes"
         yield _finding("rematerialization", one.signal, one.source, 0, text)
-    yield from _indivisible(compiled)
+    indivisible = list(_indivisible(compiled))
+    yield from indivisible
     yield from _replicated(params, compiled.mesh.size)
     yield from _alike(rows, sent, module)
-    yield from _unexplained(sent, asked)
+    told = {one.signal for one in remats} | {finding.signal for finding in indivisible}
+    yield from (finding for finding in _unexplained(sent, asked) if finding.signal not in told)
     for loop in module.unknown_loops:
         origin = origin_of(loop.op_name)
         text = "nobody knows how often this loop runs; what is in it counts once. Use jax.lax.scan, or fori_loop with constant bounds"
@@ -96,15 +97,8 @@ def findings(
 
 
 def _finding(kind: Kind, signal: str, source: str, num_bytes: int, text: str) -> Finding:
-    source = _line_of(source)
     where = f"{source}: " if source else ""
     return Finding(kind=kind, signal=signal, source=source, bytes=num_bytes, text=f"{where}{signal}: {text}")
-
-
-def _line_of(source: str) -> str:
-    """file:line, as one would type it, of a place that JAX tells with column and function."""
-    match = re.fullmatch(r"(.+?:\d+)(:\d+)?( \(.*\))?", source)
-    return (match[1] if match else source).removeprefix(f"{Path.cwd()}/")
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
@@ -190,7 +184,7 @@ def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Itera
         # What the layout explains is mostly all-reduces: the others come first if they make up most of what it does not explain.
         moved = [c for c in there if c.kind in ("all-gather", "all-to-all", "collective-permute")]
         moves = 2 * sum(c.total_bytes for c in moved) > over[axes] - known[axes]
-        worst = max(moved if moves else there, key=lambda c: c.total_bytes)
+        worst = max(moved if moves else there, key=lambda c: (c.total_bytes, c.kind != "all-gather"))
         text = (
             f"{size_text(found)} sent in a step, of which the layout explains {size_text(said)}. Most of the rest goes over {' + '.join(axes) or 'no axis'}: "
             f"{worst.kind} {worst.dtype}, {size_text(worst.total_bytes)}, {worst.phase}. Name the tensor that is brought together there and give it a spec"

@@ -20,7 +20,7 @@ from jgt import jaxpr as jx
 from jgt.jaxpr import Equation, Program, Var
 from jgt.plan.compiled import Compiled
 from jgt.plan.origin import NONE, origin_of
-from jgt.plan.parameters import Parameter
+from jgt.plan.parameters import OPTIMIZER, Parameter
 from jgt.plan.replication import spec_dims
 from jgt.scopes import taken_share
 
@@ -56,6 +56,7 @@ class _Partial:
     signal: str
     axes: tuple[str, ...]
     bytes: float
+    is_split: bool = False
 
 
 def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected, ...]:
@@ -71,6 +72,8 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
     for index, p in enumerate(params):
         for axes, count, formula in _of_parameter(p, reader, index, mesh, batch):
             rows[p.signals[0] if p.signals else NONE, axes, formula] += count
+        if update := _of_update(p, mesh):
+            rows[OPTIMIZER, update[0], "parameters gathered after their update"] += update[1]
     for one in reader.partials:
         n = math.prod(mesh[a] for a in one.axes)
         rows[one.signal, one.axes, "all-reduce of partial sums"] += round(2 * (n - 1) / n * one.bytes)
@@ -104,10 +107,12 @@ def _first_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
 def _of_parameter(
     p: Parameter, reader: _Reader, index: int, mesh: Mapping[str, int], batch: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], int, str]]:
-    named = {axis for axes in p.dims for axis in axes}
+    named, scattered = ({axis for axes in dims for axis in axes} for dims in (p.dims, p.state_dims))
     stored = tuple(a for a in batch if a in named)
-    others = tuple(a for a in batch if a not in named)
-    n, m = (math.prod(mesh[a] for a in axes) for axes in (stored, others))
+    # ZeRO-1: the gradient of a whole parameter is split like its optimizer state.
+    split = tuple(a for a in batch if a in scattered and a not in named)
+    others = tuple(a for a in batch if a not in named and a not in scattered)
+    n, m, k = (math.prod(mesh[a] for a in axes) for axes in (stored, others, split))
     forward, again = reader.uses[index, "forward"], max(reader.uses[index, "recompute"], reader.uses[index, "backward"])
     is_manual = index in reader.manual
     narrow = Fraction(reader.narrowest.get(index, 1))
@@ -119,8 +124,18 @@ def _of_parameter(
     if n > 1:
         # On CPU no reduce-scatter is formed: an all-reduce, of which each device takes its part.
         yield stored, round(forward * (n - 1) * p.local_bytes * narrow * (2 if reader.is_cpu else 1)), "gradients reduce-scattered"
+    if k > 1:
+        yield split, round(forward * Fraction(k - 1, k) * p.local_bytes * narrow * (2 if reader.is_cpu else 1)), "gradients reduce-scattered"
     if m > 1:
         yield others, round(forward * Fraction(2 * (m - 1), m) * p.local_bytes * narrow), "gradients all-reduced"
+
+
+def _of_update(p: Parameter, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int] | None:
+    """What a parameter costs whose optimizer state is sharded further than itself."""
+    named = {axis for axes in p.dims for axis in axes}
+    more = tuple(a for a in mesh if mesh[a] > 1 and a not in named and any(a in axes for axes in p.state_dims))
+    n = math.prod(mesh[a] for a in more)
+    return (more, (n - 1) * p.local_bytes // n) if n > 1 else None
 
 
 @dataclass
@@ -167,8 +182,12 @@ class _Reader:
             length = equation.params["length"] if jx.is_scan(equation) else 1
             self.read(program, name, times * length, inside, tuple(a for a in batch if a not in manual))
             for outer, var in zip(jx.results(equation, program), jx.body(program).outvars, strict=True):
-                if outer is not None and jx.is_var(var) and var in inside and outer.aval.shape == var.aval.shape:
-                    held.setdefault(outer, inside[var])
+                if outer is None or not jx.is_var(var) or var not in inside:
+                    continue
+                one, stacked = inside[var], outer.aval.shape[: len(outer.aval.shape) - len(var.aval.shape)]
+                if outer.aval.shape == (*stacked, *var.aval.shape):
+                    # What a scan keeps for the backward pass is stacked.
+                    held.setdefault(outer, _Held(one.index, ((),) * len(stacked) + one.dims, one.share * math.prod(stacked)))
 
     def _partial(
         self, equation: Equation, name: str, times: Fraction, held: Mapping[Var, _Held], pending: dict[Var, _Partial], batch: tuple[str, ...]
@@ -184,7 +203,11 @@ class _Reader:
                 pending[equation.outvars[0]] = kept
             return
         if kind in ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy") and operands and operands[0] in pending:
-            pending[equation.outvars[0]] = pending[operands[0]]
+            row = pending[equation.outvars[0]] = pending[operands[0]]
+            if self.is_cpu and kind == "sharding_constraint" and not row.is_split:
+                # On CPU the sum is whole before it is split over the same axis, and has to be gathered again.
+                row.is_split = any(axis in row.axes for axes in spec_dims(equation.params["sharding"], len(operands[0].aval.shape)) for axis in axes)
+                row.bytes *= 1.5 if row.is_split else 1
             return
         summed = list(_summed(equation, held))
         if not summed:

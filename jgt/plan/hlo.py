@@ -279,6 +279,9 @@ class Module:
                 number = rows[number].get("parent_frame_id", 0) - shift
 
         def best(lines: list[str]) -> str:
+            if lines[0].startswith(f"{_OWN}plan/"):
+                # Nobody wrote it: where the plan was made is no answer.
+                return ""
             own = [line for line in lines if "site-packages" not in line]
             return _from_here(next((line for line in own if not line.startswith(_OWN)), (own or lines)[0]))
 

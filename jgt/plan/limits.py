@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def _limits(node: Node, problems: list[str]) -> Iterator[Limit]:
 
 
 def _number(node: Node, problems: list[str]) -> tuple[float] | None:
-    if isinstance(node.value, bool) or not isinstance(node.value, int | float) or node.value < 0:
+    if isinstance(node.value, bool) or not isinstance(node.value, int | float) or not 0 <= node.value < math.inf:
         problems.append(node.problem(f"must be a number of at least 0, not {describe(node.value)}"))
         return None
     return (float(node.value),)

@@ -15,6 +15,8 @@ from jgt.plan.units import axes_text, count_text, size_text
 
 _MOST_DRAWN = 64
 """Devices that the drawing of a mesh shows; of more, the corner."""
+_MOST_ON_A_LINE = 24
+"""Characters of a cell that is not broken into lines."""
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -102,9 +104,21 @@ def _bars(plan: Plan) -> str:
 
 def _table(name: str, columns: Sequence[str], rows: Iterator[list[tuple[object, object]]]) -> str:
     """A table that a click on a column sorts; each cell is (what is shown, what is sorted by)."""
-    head = "".join(f'<th><button type="button">{_text(c)}</button></th>' for c in columns)
-    body = "".join("<tr>" + "".join(f'<td data-key="{_text(key)}">{_text(shown)}</td>' for shown, key in row) + "</tr>" for row in rows)
+    cells = list(rows)
+    numeric = [all(isinstance(row[n][1], int | float) and not _is_long(row[n][0]) for row in cells) for n in range(len(columns))]
+    kinds = [' class="number"' if is_number else "" for is_number in numeric]
+    head = "".join(f'<th{kind}><button type="button">{_text(c)}</button></th>' for c, kind in zip(columns, kinds, strict=True))
+    body = "".join("<tr>" + "".join(_cell(*cell, kind) for cell, kind in zip(row, kinds, strict=True)) + "</tr>" for row in cells)
     return f'<div class="scroll"><table class="sortable" id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(shown: object, key: object, kind: str) -> str:
+    kind = ' class="long"' if _is_long(shown) else kind
+    return f'<td{kind} data-key="{_text(key)}">{_text(shown)}</td>'
+
+
+def _is_long(shown: object) -> bool:
+    return len(str(shown)) > _MOST_ON_A_LINE
 
 
 def _size(count: float) -> tuple[str, float]:

@@ -17,7 +17,7 @@ from jgt.plan.flops import flops
 from jgt.plan.formulas import Expected, expected
 from jgt.plan.memory import Memory, read_memory
 from jgt.plan.network import Network
-from jgt.plan.parameters import Parameter, gradient_bytes, parameters_of
+from jgt.plan.parameters import Parameter, parameters_of
 from jgt.plan.signals import SignalRow, signal_rows
 from jgt.plan.timeline import Timeline
 from jgt.plan.units import axes_text
@@ -106,7 +106,7 @@ def read(compiled: Compiled) -> Plan:
     state, inputs = _state_and_inputs(compiled.arguments)
     params = parameters_of(compiled.program, state, num_devices)
     is_trained = any(row.phase == "backward" for row in traced)
-    memory = read_memory(compiled, module, _groups(params, state, inputs), gradient_bytes(params, state) if is_trained else 0)
+    memory = read_memory(compiled, module, _groups(params, state, inputs), sum(p.gradient_bytes for p in params) if is_trained else 0)
     asked = expected(compiled, params)
     rows = tuple(signal_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
     remats = read_rematerializations(compiled.lines, module)

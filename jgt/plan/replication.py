@@ -47,7 +47,7 @@ def _constraint(equation: Equation, sharding: NamedSharding, place: Place) -> Co
     local = math.prod(-(-size // n) for size, n in zip(aval.shape, parts, strict=True))
     return Constraint(
         signal=place.path or NONE,
-        source=jx.source_of(equation),
+        source=jx.line_of(equation),
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
         spec=show(dims),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
-from transformers import RULES, SEQ, VOCAB, Transformer, cross_entropy
+from transformers import RULES, SEQ, Transformer, cross_entropy
 
 import jgt
 from jgt import document
@@ -28,7 +28,7 @@ needs_plugin = pytest.mark.skipif(
 )
 TARGETS = [None, pytest.param(GPUS, marks=needs_plugin)]
 SMALL = {"kind": "llama", "layers": 1, "embed": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 1024, "seq": 64}
-MESHES = {"fsdp_tensor": {"data": 1, "fsdp": 2, "tensor": 4}, "sequence": {"data": 2, "tensor": 4}}
+MESHES = {"fsdp_tensor": {"data": 1, "fsdp": 2, "tensor": 4}, "sequence": {"data": 2, "tensor": 4}, "zero1": {"data": 8}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,12 +127,12 @@ def unchanged(rules):
 def planned(tmp_path_factory):
     """Plans a small run whose rules are a file that ships with a part changed."""
 
-    def _planned(rules, change=unchanged, target=None):
+    def _planned(rules, change=unchanged, target=None, **model):
         folder = tmp_path_factory.mktemp("run")
         changed = document.read(CONFIGS / "rules" / f"{rules}.yaml").plain()
         change(changed)
         (folder / "rules.yaml").write_text(document.dump(changed))
-        run = {"run": {"name": "small"}, "model": SMALL, "mesh": MESHES[rules], "rules": "rules.yaml", "data": {"source": "stdlib"}}
+        run = {"run": {"name": "small"}, "model": SMALL | model, "mesh": MESHES[rules], "rules": "rules.yaml", "data": {"source": "stdlib"}}
         (folder / "run.yaml").write_text(document.dump(run | {"train": {"steps": 1, "batch": 8}, "devices": {"virtual_cpu": 8}}))
         return make_plan(load(folder / "run.yaml"), None if target is None else parse_target(target), None)
 
@@ -149,17 +149,38 @@ def test_without_a_fault_nothing_is_found(right):
     assert not right.findings
 
 
-def test_a_replicated_embedding(planned, right):
+@pytest.fixture(scope="module")
+def replicated(planned):
+    """The plan of rules in which the embedding's spec was forgotten."""
+
     def forget(rules):
         rules["params"]["{embedding,unembedding}"] = []
         del rules["signals"]["embed"]["tensors"], rules["signals"]["embed"]["backward"]
 
-    found = planned("fsdp_tensor", forget)
-    one = only(found, "replicated", "embed")
+    return planned("fsdp_tensor", forget)
+
+
+def test_a_replicated_embedding(replicated, right):
+    one = only(replicated, "replicated", "embed")
     assert "the parameter params/embed/embedding [1024, 64] is whole on all 8 devices" in one.text
     assert one.bytes == 1024 * 64 * 4
-    assert {f.signal for f in found.findings if f.kind == "replicated"} == {"embed", "head"}
-    assert found.memory.args_bytes > right.memory.args_bytes + 2 * 3 * one.bytes * 7 / 8
+    assert {f.signal for f in replicated.findings if f.kind == "replicated"} == {"embed", "head"}
+    # Two tables, with two moments each.
+    assert replicated.memory.args_bytes - right.memory.args_bytes == 2 * 3 * one.bytes * 7 / 8
+
+
+def test_the_line_of_a_replicated_embedding(replicated):
+    assert place(only(replicated, "replicated", "embed").source) == line_of(MODELS / "embedding.py", "self._table()[tokens]")
+
+
+def test_bf16_is_explained(planned):
+    assert not planned("fsdp_tensor", dtype="bf16").findings
+
+
+def test_optimizer_state_that_is_split_further_is_explained(planned):
+    found = planned("zero1")
+    assert not found.findings
+    assert any(e.formula == "parameters gathered after their update" for e in found.expected)
 
 
 def test_attention_that_every_device_computes(planned, right):
@@ -205,8 +226,9 @@ def attention(found):
         ("quickstart", None),
         ("pipeline", None),
         pytest.param(("quickstart", GPUS), marks=needs_plugin),
-        pytest.param(("pipeline", GPUS), marks=needs_plugin),
+        pytest.param(("pipeline", GPUS), marks=[needs_plugin, pytest.mark.slow]),
         pytest.param(("llama-8b", GPUS), marks=needs_plugin),
+        pytest.param(("gpu", GPUS), marks=[needs_plugin, pytest.mark.slow]),
     ],
     ids=lambda case: "-".join(filter(None, case)),
 )

@@ -149,12 +149,12 @@ def test_limits_are_read(tmp_path):
 
 def test_all_problems_of_a_budget_are_told_with_their_lines(tmp_path):
     limits, problems = limits_of(
-        tmp_path, "peek_gb: 70\nsent_gb: -1\nstep_ms: fast\nlayers/attn:\n  all-gathers: 0\n  all-reduce: -2\n  all-to-all: true\nmlp: 3\n"
+        tmp_path, "peek_gb: 70\nsent_gb: -1\nstep_ms: fast\nlayers/attn:\n  all-gathers: 0\n  all-reduce: -2\n  all-to-all: true\nmlp: 3\nhead: {all-gather: .nan}\n"
     )
     assert not limits
-    assert [p.partition(":")[0] for p in problems] == ["1", "2", "3", "5", "6", "7", "8"]
+    assert [p.partition(":")[0] for p in problems] == ["1", "2", "3", "5", "6", "7", "8", "9"]
     for problem, words in zip(
-        problems, ["'peak_gb'", "at least 0, not the whole number -1", "'fast'", "'all-gather'", "number -2", "not true", "unknown key"], strict=True
+        problems, ["'peak_gb'", "at least 0, not the whole number -1", "'fast'", "'all-gather'", "number -2", "not true", "unknown key", "nan"], strict=True
     ):
         assert words in problem, problem
 

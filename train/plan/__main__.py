@@ -67,6 +67,9 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
     if arguments.config is None and arguments.diff is None:
         problems.append("--config FILE is missing: the run to plan")
         raise InputError(problems)
+    if arguments.diff is not None:
+        alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
+        problems += [f"--{name} is of one plan, and does not go with --diff" for name in alone]
     # The devices of the target, or of --devices, stand for those of the file.
     count = arguments.devices if target is None else target.num_devices
     devices = [] if count is None else [f"devices.virtual_cpu={count}"]
