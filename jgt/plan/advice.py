@@ -14,7 +14,7 @@ _NUMBER = 3
 
 def largest_costs(plan: Plan) -> list[str]:
     """What costs most: time where it is predicted, else bytes sent; a line each."""
-    lines = list(_by_time(plan)) if plan.step_time_ms is not None else list(_by_bytes(plan.collectives))
+    lines = list(_by_time(plan)) if plan.step_time_ms is not None else list(_by_bytes(plan))
     return [f"{number}. {text}" for number, text in enumerate(lines[:_NUMBER], 1)]
 
 
@@ -23,10 +23,11 @@ def _by_time(plan: Plan) -> Iterator[str]:
     costs: list[tuple[float, str]] = []
     for row in plan.signals:
         compute, exposed = row.compute_ms or 0.0, row.exposed_ms or 0.0
-        costs.append((compute, f"{row.signal}: {compute:,.1f} ms of kernels ({compute / plan.step_time_ms:.0%}), {_of_kernels(row)}"))
+        rule = f" (the rule: {row.rule})" if row.rule else ""
+        costs.append((compute, f"{row.signal}: {compute:,.1f} ms of kernels ({compute / plan.step_time_ms:.0%}), {_of_kernels(row)}{rule}"))
         worst = next((c for c in plan.collectives if c.signal == row.signal), None)
         if worst is not None:
-            costs.append((exposed, f"{row.signal}: {exposed:,.1f} ms waiting ({exposed / plan.step_time_ms:.0%}), most for {_of_collective(worst)}"))
+            costs.append((exposed, f"{row.signal}: {exposed:,.1f} ms waiting ({exposed / plan.step_time_ms:.0%}), most for {_of_collective(worst)}{rule}"))
     for _, text in sorted(costs, key=lambda cost: -cost[0]):
         yield text
 
@@ -41,9 +42,11 @@ def _of_kernels(row: SignalRow) -> str:
     return f"{row.flops / 1e12:.3g} TFLOP: compute-bound. Only recomputing less (train.remat, save:) or more devices help"
 
 
-def _by_bytes(sent: tuple[Collective, ...]) -> Iterator[str]:
-    for one in sent:
-        yield f"{one.signal}: {size_text(one.total_bytes)} sent by {_of_collective(one)}"
+def _by_bytes(plan: Plan) -> Iterator[str]:
+    lines = {row.signal: row.rule for row in plan.signals if row.rule}
+    for one in plan.collectives:
+        rule = f" (the rule: {lines[one.signal]})" if one.signal in lines else ""
+        yield f"{one.signal}: {size_text(one.total_bytes)} sent by {_of_collective(one)}{rule}"
 
 
 def _of_collective(one: Collective) -> str:

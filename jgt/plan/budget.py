@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
-
 from jgt.document import nearest
 from jgt.plan.collectives import Collective
 from jgt.plan.limits import Limit
 from jgt.plan.plan import Plan
 from jgt.plan.units import axes_text, size_text
+from jgt.rules.match import matches, prefixes
 
 
 def overruns(plan: Plan, limits: tuple[Limit, ...]) -> list[str]:
@@ -53,5 +52,4 @@ def _of_signal(plan: Plan, limit: Limit) -> str | None:
 
 
 def _is_below(signal: str, pattern: str) -> bool:
-    parts = signal.split("/")
-    return any(fnmatch.fnmatchcase("/".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+    return any(matches(pattern, path) for path in prefixes(signal))

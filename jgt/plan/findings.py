@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jgt.plan.collectives import Collective
@@ -31,11 +31,12 @@ _OVER = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that costs. bytes: of one device, where bytes are what it costs."""
+    """One thing that costs. rule: file:line of the rule for the signal; bytes: of one device, where bytes are what it costs."""
 
     kind: Kind
     signal: str
     source: str
+    rule: str
     bytes: int
     text: str
 
@@ -79,7 +80,23 @@ def findings(
     remats: Sequence[Rematerialization],
     memory: Memory,
 ) -> Iterator[Finding]:
-    """All findings, the gravest kind first."""
+    """All findings, the gravest kind first, each with the line of the rule for its signal."""
+    lines = {row.signal: row.rule for row in rows}
+    for one in _all(compiled, module, params, rows, sent, asked, remats, memory):
+        rule = lines.get(one.signal, "")
+        yield replace(one, rule=rule, text=f"{one.text} (the rule: {rule})") if rule else one
+
+
+def _all(
+    compiled: Compiled,
+    module: Module,
+    params: Sequence[Parameter],
+    rows: Sequence[SignalRow],
+    sent: Sequence[Collective],
+    asked: Sequence[Expected],
+    remats: Sequence[Rematerialization],
+    memory: Memory,
+) -> Iterator[Finding]:
     yield from _memory(memory)
     for one in remats:
         text = f"XLA makes the tensor {one.shape} whole on every device to go from {one.before} to {one.after}. Give both sides the same order of axes"
@@ -98,7 +115,7 @@ def findings(
 
 def _finding(kind: Kind, signal: str, source: str, num_bytes: int, text: str) -> Finding:
     where = f"{source}: " if source else ""
-    return Finding(kind=kind, signal=signal, source=source, bytes=num_bytes, text=f"{where}{signal}: {text}")
+    return Finding(kind=kind, signal=signal, source=source, rule="", bytes=num_bytes, text=f"{where}{signal}: {text}")
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:

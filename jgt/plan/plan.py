@@ -21,6 +21,7 @@ from jgt.plan.parameters import Parameter, parameters_of
 from jgt.plan.signals import SignalRow, signal_rows
 from jgt.plan.timeline import Timeline
 from jgt.plan.units import axes_text
+from jgt.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +85,19 @@ class Plan:
         }
 
 
-def plan(fn: Callable[..., Any], *args: Any, target: str | Target | None = None) -> Plan:
+def plan(fn: Callable[..., Any], *args: Any, target: str | Target | None = None, rules: Rules | None = None) -> Plan:
     """What XLA will do with `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first one holds parameters and optimizer state.
     Shardings are those of jax.jit around `fn`, or the arguments' own. target: `h100:8x8`, 8 hosts of 8 GPUs, which needs the
-    extra jgt[plan-gpu]; None: the CPU devices that JAX has. Raises InputError.
+    extra jgt[plan-gpu]; None: the devices that JAX has. rules: those that `fn` was sharded by, so that costs name their lines.
+    Raises InputError.
     """
     where = parse_target(target) if isinstance(target, str) else target
-    return read(compile_function(fn, args, where))
+    return read(compile_function(fn, args, where), rules)
 
 
-def read(compiled: Compiled) -> Plan:
+def read(compiled: Compiled, rules: Rules | None) -> Plan:
     """A plan from a compiled function."""
     module, mesh = compiled.module, dict(compiled.mesh.shape)
     num_devices = compiled.mesh.size
@@ -108,7 +110,7 @@ def read(compiled: Compiled) -> Plan:
     is_trained = any(row.phase == "backward" for row in traced)
     memory = read_memory(compiled, module, _groups(params, state, inputs), sum(p.gradient_bytes for p in params) if is_trained else 0)
     asked = expected(compiled, params)
-    rows = tuple(signal_rows(params, memory, found, walk, traced, num_devices, timed=network is not None))
+    rows = tuple(signal_rows(params, memory, found, walk, traced, num_devices, rules, timed=network is not None))
     remats = read_rematerializations(compiled.lines, module)
     return Plan(
         target="cpu" if compiled.target is None else compiled.target.text,

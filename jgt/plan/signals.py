@@ -13,6 +13,7 @@ from jgt.plan.origin import NONE
 from jgt.plan.parameters import Parameter
 from jgt.plan.timeline import Cost, Walk, by_signal
 from jgt.plan.units import axes_text
+from jgt.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +22,11 @@ class SignalRow:
 
     Bytes, FLOPs and milliseconds are of one device and step. sent: bytes by mesh axes. flops: of the compiled program, with what
     several devices compute alike; flops_share: of the traced program's FLOPs, this device's part if nothing were computed twice.
-    roofline_ms: what its matmuls, its memory traffic, and its collectives by axes would each need alone; empty without a target.
+    rule: file:line of the rule for it, where rules were given. roofline_ms: what its matmuls, its memory traffic, and its collectives by axes would each need alone; empty without a target.
     """
 
     signal: str
+    rule: str
     specs: tuple[str, ...]
     parameter_bytes: int
     activation_bytes: int
@@ -44,6 +46,7 @@ def signal_rows(
     walk: Walk,
     traced: Sequence[Flops],
     num_devices: int,
+    rules: Rules | None,
     *,
     timed: bool,
 ) -> Iterator[SignalRow]:
@@ -69,6 +72,7 @@ def signal_rows(
         cost = costs[name]
         yield SignalRow(
             signal=name,
+            rule="" if rules is None else rules.where_of(name),
             specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in own[name])),
             parameter_bytes=sum(p.local_bytes for p in own[name]),
             activation_bytes=kept[name],

@@ -71,6 +71,14 @@ class Rules:
         for rule in self.signals:
             yield from rule.spec_rules()
 
+    def where_of(self, signal: str) -> str:
+        """The file:line of the first rule for a signal, or else for the nearest one around it; empty where there is none."""
+        for path in prefixes(signal):
+            for rule in self.signals:
+                if path and matches(rule.pattern, path):
+                    return rule.where
+        return ""
+
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
         """Problems with axes that a mesh of these axes does not have."""
         known = tuple(axes)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jgt.document import InputError
 from train.config import load
+from train.flags import whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,15 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
-    parser.add_argument("--devices", type=_count, metavar="N", help="check for this many devices")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="check for this many devices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jgt.document import InputError, collect
 from jgt.plan.chip import Target, parse_target
 from train.config import Run, load
+from train.flags import whole_number
 
 if TYPE_CHECKING:
     from jgt.plan.plan import Plan
@@ -116,19 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
     parser.add_argument("--target", metavar="CHIP:HOSTSxGPUS", help="plan for these GPUs, such as h100:8x8 (extra jgt[plan-gpu]); else for CPU devices")
-    parser.add_argument("--devices", type=_count, metavar="N", help="CPU devices to plan for, instead of the file's")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="CPU devices to plan for, instead of the file's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", metavar="FILE", help="write a page with the plan")
     parser.add_argument("--lock", metavar="FILE", help="write the plan's contract")
     parser.add_argument("--check", metavar="FILE", help="fail when the plan has another contract than this one")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or with --config two rules files")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
         if len(_cpu_devices(count)) < count:
             raise InputError([f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a process of its own"])
         setup = prepare(run, devices=jax.devices()[:count])
-    return plan(setup.train_step(), setup.shapes, setup.batch_shapes, target=target)
+    return plan(setup.train_step(), setup.shapes, setup.batch_shapes, target=target, rules=run.rules)
 
 
 def _count(run: Run, num_devices: int | None) -> int:

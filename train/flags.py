@@ -1,0 +1,12 @@
+"""Values of command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
