@@ -63,6 +63,11 @@ def useful_share(name: str) -> Fraction:
     return _product(_USEFUL, name)
 
 
+def branch_share(names: Iterable[str]) -> Fraction:
+    """How often a branch is taken, from the names of what is in it; 1 where they say nothing."""
+    return next((taken_share(name) for name in names if _TAKEN.search(name)), Fraction(1))
+
+
 def _product(pattern: re.Pattern[str], name: str) -> Fraction:
     share = Fraction(1)
     for part, whole in pattern.findall(name):

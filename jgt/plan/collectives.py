@@ -11,6 +11,7 @@ from jgt.plan.groups import groups_of, spanned
 from jgt.plan.hlo import KINDS, Array, Instruction, Module, Spot
 from jgt.plan.neighbours import told
 from jgt.plan.origin import NONE, Origin, Phase, combined, phase_of
+from jgt.scopes import branch_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, 
     axes = spanned(groups, mesh) if mesh else ()
     if instruction.kind == "collective-permute":
         group = math.prod(mesh[axis] for axis in axes)
+    names = [instruction.op_name, *(other.op_name for other in module.computations[at].instructions.values())]
+    count = round(module.times[at] * branch_share(names))
     found = list(pieces(module, at, instruction))
     if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
         # A block for each device: together one array of the traced program.
@@ -85,7 +88,7 @@ def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, 
             kind=instruction.kind,
             dtype=piece.array.dtype,
             bytes=wire_bytes(instruction.kind, piece.array.num_bytes, group) if groups else 0,
-            count=module.times[at],
+            count=count,
             axes=axes,
             signal=NONE if origin is None else origin.signal,
             phase=phase_of(piece.op_name) if origin is None else origin.phase,

@@ -97,7 +97,7 @@ def plan(fn: Callable[..., Any], *args: Any, target: str | Target | None = None,
     return read(compile_function(fn, args, where), rules)
 
 
-def read(compiled: Compiled, rules: Rules | None) -> Plan:
+def read(compiled: Compiled, rules: Rules | None = None) -> Plan:
     """A plan from a compiled function."""
     module, mesh = compiled.module, dict(compiled.mesh.shape)
     num_devices = compiled.mesh.size

@@ -19,6 +19,7 @@ from jgt.plan.neighbours import told
 from jgt.plan.network import Network
 from jgt.plan.origin import NONE, phase_of
 from jgt.plan.units import axes_text
+from jgt.scopes import branch_share
 
 Key = tuple[str, str]
 """Signal and phase."""
@@ -118,7 +119,8 @@ class Timeline:
                 walk.add(self._walk(instruction.attribute("body")), trips)
                 walk.add(self._walk(instruction.attribute("condition")), trips + 1)
             elif instruction.op == "conditional":
-                walk.add(max((self._walk(called) for called in instruction.called), key=lambda branch: (branch.seconds, branch.num_flops)))
+                branches = [(self._walk(called), self._share(called)) for called in instruction.called]
+                walk.add(*max(branches, key=lambda branch: (branch[0].seconds, branch[0].num_flops)))
             elif instruction.op in ("call", "async-start"):
                 for called in instruction.called:
                     walk.add(self._walk(called))
@@ -155,6 +157,10 @@ class Timeline:
         waited = max(until - walk.seconds, 0.0)
         walk.seconds += waited
         walk.costs[self._key(spot)].exposed += waited
+
+    def _share(self, name: str) -> float:
+        """How often a branch is taken, as far as a pipeline tells."""
+        return float(branch_share(i.op_name for i in self._module.computations[name].instructions.values()))
 
     def _is_link(self, name: str) -> bool:
         return any(i.kind in KINDS for i in self._module.computations[name].instructions.values())

@@ -48,7 +48,7 @@ def small():
 def hostile(small):
     """The same with texts that try to be HTML: paths may hold anything."""
     first, *others = small.collectives
-    finding = Finding(kind="unexplained", signal="attn", source=HOSTILE, bytes=1, text=f"{HOSTILE}: attn: too much")
+    finding = Finding(kind="unexplained", signal="attn", source=HOSTILE, rule="", bytes=1, text=f"{HOSTILE}: attn: too much")
     return dataclasses.replace(small, collectives=(dataclasses.replace(first, source=HOSTILE), *others), findings=(finding,))
 
 
