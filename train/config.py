@@ -97,10 +97,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The `checkpoint:` section: every so many steps (0: only at the end), and how many are kept."""
+    """The `checkpoint:` section: every so many steps (0: only at the end), and how many are kept.
+
+    Files have a CRC-32 each; sha256 adds a SHA-256, which costs ten times as much.
+    """
 
     every: Natural = 0
     keep: Count = 3
+    sha256: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

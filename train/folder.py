@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def check_data(run: Run, fingerprint: Mapping[str, Any]) -> None:
         raise InputError(
             [f"{run.where('data')}: data: is not the data that {run.config.run.path} was started with: {'; '.join(sorted(changed))}. Give the run another name (run.name=...)"]
         )
+
+
+def config_fingerprint(run: Run) -> int:
+    """A CRC-32 of what must not change in a run."""
+    resolved = run.resolved()
+    return zlib.crc32(json.dumps({key: _get(resolved, key) for key in FIXED}, sort_keys=True, default=str).encode())
 
 
 def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from jgt.document import collect
 from train.agree import agree
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, Identity, SaveError
 from train.clock import InFlight, StepClock
 from train.config import Run
 from train.console import Screen
 from train.data.batches import Data, open_data
 from train.feed import Feed
 from train.flops import flops_per_token, peak_flops
-from train.folder import check_data, write_folder
+from train.folder import check_data, config_fingerprint, write_folder
 from train.optimizer import build_schedule
 from train.records import Records
 from train.sample import sample_text
@@ -37,7 +38,8 @@ def train(run: Run) -> None:
     screen.setup(setup)
     screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
     records = Records(config.run.path, enabled=first)
-    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint)
+    identity = Identity(mesh=dict(setup.mesh.shape), fingerprints={"config": config_fingerprint(run), "data": dict(data.fingerprint)})
+    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint, identity)
     try:
         Loop(setup, data, screen, records, checkpoints).run()
     except (Exception, KeyboardInterrupt):
@@ -95,16 +97,19 @@ class Loop:
 
     def _start(self) -> tuple[State, int, int]:
         """The state to begin with, the steps done and the sequences of training data consumed."""
-        step = self._checkpoints.latest
-        self._records.forget_after(step or 0)
-        if step is None:
+        with self._records.phase("verify"):
+            found, reports = self._checkpoints.find()
+        for report in reports:
+            print(f"jgt: {report}", file=sys.stderr)
+        self._records.forget_after(0 if found is None else found.step)
+        if found is None:
             with self._records.phase("init"):
                 state = jax.block_until_ready(self._setup.init())
             return state, 0, 0
-        with self._records.phase("restore", step=step):
-            state, samples = self._checkpoints.restore(step, self._setup.shapes, self._setup.shardings)
-        self._screen.say(f"Resumed from step {step} in {self._config.run.path}")
-        return state, step, samples
+        with self._records.phase("restore", step=found.step):
+            state = self._checkpoints.restore(found, self._setup.shapes, self._setup.shardings)
+        self._screen.say(f"Resumed from step {found.step} in {self._config.run.path}")
+        return state, found.step, found.samples
 
     def _steps(self, state: State, done: int, samples: int) -> State:
         config = self._config.train
@@ -126,14 +131,25 @@ class Loop:
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
                 jax.block_until_ready(metrics)
-                with clock.paused(), self._records.phase("save", step=step):
+                with clock.paused(), self._records.phase("save", step=step), self._saving(step):
                     self._checkpoints.save(state, step, samples)
+            with self._saving(step):
+                self._checkpoints.poll()
         self._records.event("step", begun, clock.total, steps=config.steps - done)
         with self._records.phase("save", step=config.steps):
             self._checkpoints.wait()
         self._screen.stop_steps()
         self._screen.say(f"Checkpoint of step {config.steps} in {self._config.run.path / 'checkpoints'}")
         return state
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """A save may fail: it is told, and training goes on."""
+        try:
+            yield
+        except SaveError as error:
+            self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
+            print(f"jgt: a checkpoint could not be saved: {error}. Training goes on; {self._checkpoints.describe()}", file=sys.stderr)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self._config.train.steps or (every > 0 and step % every == 0)

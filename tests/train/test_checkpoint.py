@@ -1,12 +1,15 @@
 """Checkpoints of a small state: bit for bit, on any layout, the last ones kept."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.checkpoint import Checkpoints
+from jgt.document import InputError
+from train.checkpoint import Checkpoints, Identity, SaveError
 from train.config import CheckpointConfig
 from train.step import State
 
@@ -32,25 +35,123 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints):
     saved, other = state_on(PartitionSpec("data")), state_on(PartitionSpec(None, "data"))
     checkpoints.save(saved, 3, samples=48)
     checkpoints.wait()
-    restored, samples = checkpoints.restore(3, *shapes_of(other))
-    assert samples == 48
+    found, reports = checkpoints.find()
+    assert (found.step, found.samples, reports) == (3, 48, [])
+    restored = checkpoints.restore(found, *shapes_of(other))
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
     assert restored.params["kernel"].sharding == other.params["kernel"].sharding
 
 
 def test_the_newest_is_the_last_finished_and_old_ones_go(checkpoints, tmp_path):
-    assert checkpoints.latest is None
+    assert checkpoints.find() == (None, [])
     for step in (1, 2, 10):
         checkpoints.save(state_on(PartitionSpec()), step, samples=step)
     checkpoints.wait()
-    assert checkpoints.latest == 10
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["10", "2"]
+    assert checkpoints.find()[0].step == 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
 
 
-def test_a_folder_without_its_mark_is_no_checkpoint(checkpoints, tmp_path):
+def test_the_manifest_says_what_there_is(tmp_path):
+    opened = Checkpoints(tmp_path, CheckpointConfig(sha256=True), Identity(mesh={"data": 8}, fingerprints={"config": 7}))
+    opened.save(state_on(PartitionSpec()), 1, samples=5)
+    opened.close()
+    found, _ = opened.find()
+    assert (found.mesh, found.fingerprints) == ({"data": 8}, {"config": 7})
+    assert {(a.path, a.shape, a.dtype) for a in found.arrays} == {
+        ("step", (), "int32"),
+        ("params/kernel", (8, 16), "float32"),
+        ("opt_state/mu", (8, 16), "float32"),
+        ("opt_state/count", (), "int32"),
+    }
+    assert all(entry.sha256 and entry.size == (tmp_path / "1" / entry.path).stat().st_size for entry in found.files)
+
+
+def damaged_ways():
+    """Ways to spoil a file."""
+
+    def cut(path):
+        path.write_bytes(path.read_bytes()[:-1])
+
+    def zero(path):
+        path.write_bytes(bytes(path.stat().st_size))
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 16
+        path.write_bytes(content)
+
+    def link(path):
+        content = path.with_name("elsewhere")
+        path.rename(content)
+        path.symlink_to(content)
+
+    return [lambda path: path.unlink(), cut, zero, flip, link]
+
+
+@pytest.mark.parametrize("spoil", damaged_ways(), ids=["deleted", "cut", "zeroed", "flipped", "linked"])
+def test_a_damaged_step_is_never_used(spoil, checkpoints, tmp_path):
+    """Each file of the newest step in turn: the one before is used, and the damage is told."""
+    states = {1: state_on(PartitionSpec()), 2: State(*jax.tree.map(lambda x: x + 1, tuple(state_on(PartitionSpec()))))}
+    for step, state in states.items():
+        checkpoints.save(state, step, samples=step)
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "2", tmp_path / "whole")
+    for file in sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()):
+        if (tmp_path / "whole" / file).stat().st_size == 0:
+            continue
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "2")
+        spoil(tmp_path / "2" / file)
+        found, reports = checkpoints.find()
+        assert found.step == 1, file
+        (report,) = reports
+        assert "the checkpoint of step 2 is damaged" in report
+        shutil.rmtree(tmp_path / report.rpartition("/")[2])
+    restored = checkpoints.restore(found, *shapes_of(states[1]))
+    jax.tree.map(np.testing.assert_array_equal, restored, states[1])
+
+
+def test_what_was_never_finished_is_no_checkpoint(checkpoints, tmp_path):
     checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
     checkpoints.wait()
     (tmp_path / "5").mkdir()
+    (tmp_path / "7").symlink_to(tmp_path / "1")
+    (tmp_path / "6.saving").mkdir()
+    (tmp_path / "trash").mkdir()
     again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
-    assert again.latest == 1
+    found, (report,) = again.find()
+    assert found.step == 1 and "it was never finished" in report
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "5.broken", "7"]
     again.close()
+
+
+def test_another_tree_is_refused_array_by_array(checkpoints):
+    checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
+    checkpoints.wait()
+    found, _ = checkpoints.find()
+    shapes, shardings = shapes_of(state_on(PartitionSpec()))
+    other = State(shapes.step, {"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16"), "bias": shapes.step}, {"mu": shapes.opt_state["mu"]})
+    with pytest.raises(InputError) as caught:
+        checkpoints.restore(found, other, shardings)
+    assert [problem.split(": ")[1:3] for problem in caught.value.problems] == [
+        ["opt_state/count", "is not part of this model. Give the run another name (run.name=...), or the model it was started with"],
+        ["params/bias", "is missing in the checkpoint. Give the run another name (run.name=...), or the model it was started with"],
+        [
+            "params/kernel",
+            "is float32[8, 16] in the checkpoint, but bfloat16[8, 16] in this run. Give the run another name (run.name=...), or the model it was started with",
+        ],
+    ]
+
+
+def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_path, monkeypatch):
+    checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
+    checkpoints.wait()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda _: usage._replace(free=100))
+    with pytest.raises(SaveError, match=r"1\.\d KB are needed in .*, but 100 B are free"):
+        checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
+    checkpoints.wait()
+    assert checkpoints.find()[0].step == 2

@@ -60,7 +60,7 @@ def last_params():
     def _last_params(run):
         setup = prepare(run)
         checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-        state, _ = checkpoints.restore(checkpoints.latest, setup.shapes, setup.shardings)
+        state = checkpoints.restore(checkpoints.find()[0], setup.shapes, setup.shardings)
         checkpoints.close()
         return jax.device_get(state.params)
 
@@ -104,7 +104,7 @@ def test_an_evaluation_is_the_mean_over_all_held_out_tokens(straight, tiny, tmp_
 
 def test_phases(straight, read_rows):
     events = read_rows(straight / "events.jsonl")
-    assert {event["phase"] for event in events} == {"init", "compile", "step", "eval", "save"}
+    assert {event["phase"] for event in events} == {"verify", "init", "compile", "step", "eval", "save"}
     assert all(event["seconds"] >= 0 and event["time"] > 1e9 for event in events)
     assert [event["step"] for event in events if event["phase"] == "eval"] == [3, 6]
     assert [event["steps"] for event in events if event["phase"] == "step"] == [6]

@@ -126,9 +126,11 @@ def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, 
 def restored(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    state, samples = checkpoints.restore(STEPS, setup.shapes, setup.shardings)
+    found, _ = checkpoints.find()
+    state = checkpoints.restore(found, setup.shapes, setup.shardings)
     checkpoints.close()
-    return jax.device_get(state.params), samples
+    assert found.step == STEPS
+    return jax.device_get(state.params), found.samples
 
 
 # -- rows --------------------------------------------------------------------------------------------------------

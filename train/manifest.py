@@ -1,0 +1,178 @@
+"""What a checkpoint is made of: a list of its arrays and of its files with their checksums, written last and read first.
+
+Orbax keeps no checksum of what it writes: a flipped bit comes back as another weight. Free of JAX and Orbax.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayEntry:
+    """One array: its path, shape and element type."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file: its path below the step, bytes, CRC-32 and, where asked for, SHA-256."""
+
+    path: str
+    size: int
+    crc32: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint. samples: sequences of training data consumed; fingerprints: of config and data; mesh: axis sizes it was saved on."""
+
+    step: int
+    samples: int
+    mesh: Mapping[str, int]
+    versions: Mapping[str, str]
+    fingerprints: Mapping[str, Any]
+    arrays: tuple[ArrayEntry, ...]
+    files: tuple[FileEntry, ...]
+    format: int = FORMAT
+
+
+class BrokenError(Exception):
+    """A step that may not be used; the message says why."""
+
+
+def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
+    """All files of a step, read once. Raises BrokenError for links."""
+    return tuple(_entry(folder, path, sha256=sha256) for path in _files(folder))
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest so that it is whole or absent, and on disk when this returns."""
+    path, new = folder / NAME, folder / f"{NAME}.new"
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    sync_folder(folder)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a step. Raises BrokenError."""
+    path = folder / NAME
+    if path.is_symlink():
+        raise BrokenError(f"{NAME} is a link")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BrokenError(f"it has no {NAME}: it was never finished") from None
+    except (OSError, ValueError) as error:
+        raise BrokenError(f"{NAME} cannot be read: {error}") from None
+    try:
+        return _parse(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenError(f"{NAME} is damaged: {error!r}") from None
+
+
+def check(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """What is wrong with the files of a step: missing, more than listed, of another size, or with other content.
+
+    part: (i, n) checks the content of every n-th file from the i-th on, so that n processes share the reading.
+    """
+    listed = {entry.path: entry for entry in manifest.files}
+    found = {str(path.relative_to(folder)) for path in _files(folder)}
+    yield from (f"{path} is missing" for path in sorted(listed.keys() - found))
+    yield from (f"{path} does not belong to it" for path in sorted(found - listed.keys()))
+    index, count = part
+    for path in sorted(listed.keys() & found)[index::count]:
+        entry = listed[path]
+        size = (folder / path).stat().st_size
+        if size != entry.size:
+            yield f"{path} has {size} bytes instead of {entry.size}"
+            continue
+        own = _entry(folder, folder / path, sha256=entry.sha256 is not None)
+        if own != entry:
+            yield f"{path} has other content than was written (checksum)"
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's names on disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _files(folder: Path) -> list[Path]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            if (path := Path(root, name)).is_symlink():
+                raise BrokenError(f"{path.relative_to(folder)} is a link")
+        found += [Path(root, name) for name in names]
+    return sorted(path for path in found if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
+
+
+def _entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
+    crc, size, digest = 0, 0, hashlib.sha256() if sha256 else None
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+            if digest is not None:
+                digest.update(block)
+    return FileEntry(path=str(path.relative_to(folder)), size=size, crc32=crc, sha256=None if digest is None else digest.hexdigest())
+
+
+def _parse(values: Any) -> Manifest:
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']!r}, not {FORMAT}")
+    arrays = [ArrayEntry(path=_text(a["path"]), shape=_sizes(a["shape"]), dtype=_text(a["dtype"])) for a in values["arrays"]]
+    files = [
+        FileEntry(path=_inside(f["path"]), size=int(f["size"]), crc32=int(f["crc32"]), sha256=f.get("sha256")) for f in values["files"]
+    ]
+    return Manifest(
+        step=int(values["step"]),
+        samples=int(values["samples"]),
+        mesh=dict(values["mesh"]),
+        versions=dict(values["versions"]),
+        fingerprints=dict(values["fingerprints"]),
+        arrays=tuple(arrays),
+        files=tuple(files),
+    )
+
+
+def _inside(path: Any) -> str:
+    """A path that stays below the step's folder."""
+    parts = Path(_text(path)).parts
+    if not parts or Path(path).is_absolute() or ".." in parts:
+        raise ValueError(f"the path {path!r} leads outside")
+    return path
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or not all(isinstance(n, int) for n in value):
+        raise TypeError(f"{value!r} is no shape")
+    return tuple(value)
