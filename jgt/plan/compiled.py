@@ -77,12 +77,12 @@ class Compiled:
 def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target | None) -> Compiled:
     """Traces, lowers and compiles `fn(*args)` for a target, or for the CPU devices at hand.
 
-    args: arrays or ShapeDtypeStructs; nothing is allocated. Shardings are those of jax.jit around `fn`, or of the arguments. Raises
+    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. Shardings are those of jax.jit around `fn`, or of the arguments. Raises
     InputError where devices and mesh do not fit.
     """
     started = time.perf_counter()
     leaves = jax.tree.leaves_with_path(tuple(args))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(args))
+    shapes = jax.tree.map(_shape, tuple(args))
     whole = jax.make_jaxpr(fn)(*shapes)
     call = jx.jitted(whole)
     given = [_sharding(x) for _, x in leaves]
@@ -143,6 +143,11 @@ def _described(mesh: Mesh) -> Target | None:
         return None
     num_hosts = len({d.process_index for d in mesh.devices.flat})
     return Target(chip=chip, text=chip.name, num_hosts=num_hosts, per_host=mesh.size // num_hosts)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    """An argument as a shape; plain numbers too."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x))
 
 
 def _plain_type(dtype: Any) -> np.dtype:

@@ -64,7 +64,7 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
     mesh = dict(compiled.mesh.shape)
     batch = _batch_axes(compiled, mesh)
     reader = _Reader(mesh, batch, is_cpu=compiled.target is None)
-    places = {a.path: n for n, a in enumerate(compiled.arguments)}
+    places = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
     inner = jx.body(compiled.program)
     held = {inner.invars[places[p.path]]: _Held(i, p.dims, Fraction(1)) for i, p in enumerate(params)}
     reader.read(compiled.program, "", Fraction(1), held, batch)

@@ -91,6 +91,14 @@ def test_a_shard_map_moves_to_the_target():
     assert [(c.kind, c.axes, c.bytes) for c in plan.collectives] == [("collective-permute", ("data",), 256), ("all-to-all", ("tensor",), 192)]
 
 
+def test_arguments_may_be_numbers_and_share_their_names():
+    """The second argument has the parameters' names and other shardings."""
+    _, state, _ = step_on(jgt.make_mesh(SIZES))
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state[0])
+    plan = jgt.plan(lambda params, other, scale: jax.tree.map(lambda a, b: scale * (a + b), params, other), state[0], whole, 0.5)
+    assert plan.memory.groups == {"parameters": 4 * (16 * 16 + 16 * 8), "inputs": 4 * (16 * 64 + 64 * 8) + 4}
+
+
 def test_a_function_without_signals_is_one_row():
     plan = jgt.plan(lambda x: x @ x, jax.ShapeDtypeStruct((8, 8), jnp.float32))
     assert [row.signal for row in plan.signals] == ["(none)"]
