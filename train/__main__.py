@@ -60,9 +60,14 @@ def _start(run: Run, arguments: argparse.Namespace) -> int:
 
         dry_run(run)
     else:
+        from train.guard import NonFiniteError
         from train.loop import train
 
-        train(run)
+        try:
+            train(run)
+        except NonFiniteError as error:
+            print(f"jgt: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -20,11 +20,15 @@ class InFlight:
         self._results: collections.deque[Any] = collections.deque()
         self._limit = limit
 
-    def add(self, result: Any) -> None:
-        """Notes a step's result (arrays), and waits for that of the step `limit` steps before."""
+    def add(self, result: Any) -> Any:
+        """Notes a step's result (a tree of arrays), waits for that of the step `limit` steps before, and returns it; None before."""
         self._results.append(result)
-        if len(self._results) > self._limit:
-            jax.block_until_ready(self._results.popleft())
+        return jax.block_until_ready(self._results.popleft()) if len(self._results) > self._limit else None
+
+    def rest(self) -> Iterator[Any]:
+        """The results that were not waited for yet."""
+        while self._results:
+            yield jax.block_until_ready(self._results.popleft())
 
 
 class StepClock:

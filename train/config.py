@@ -77,7 +77,8 @@ class TrainConfig:
     """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
 
     remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_every: 0 evaluates at
-    the end only. eval_batches bounds an evaluation; null goes over the whole held-out split.
+    the end only. eval_batches bounds an evaluation; null goes over the whole held-out split. on_nonfinite: what follows an update
+    whose loss or gradient is not finite, which is never applied: the run stops, or goes on, with max_skipped in a row at most.
     """
 
     steps: Count = 100
@@ -87,6 +88,8 @@ class TrainConfig:
     log_every: Count = 1
     eval_every: Natural = 0
     eval_batches: Count | None = None
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: Count = 10
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Parts of equal size."""

@@ -20,6 +20,7 @@ from train.data.batches import Data, open_data
 from train.feed import Feed
 from train.flops import flops_per_token, peak_flops
 from train.folder import check_data, config_fingerprint, write_folder
+from train.guard import Done, Guard
 from train.optimizer import build_schedule
 from train.records import Records
 from train.sample import sample_text
@@ -118,10 +119,10 @@ class Loop:
         self._screen.start_steps(done, config.steps)
         clock = StepClock(done)
         begun = time.time()
-        in_flight = InFlight()
+        in_flight, guard = InFlight(), Guard(config, self._records, enabled=jax.process_index() == 0)
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             state, metrics = train_step(state, batch)
-            in_flight.add(metrics)
+            guard.check(in_flight.add(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics)))
             samples += config.batch
             if step % config.log_every == 0 or step == config.steps:
                 self._log(step, jax.device_get(metrics), clock)
@@ -130,7 +131,8 @@ class Loop:
                 with clock.paused():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
-                jax.block_until_ready(metrics)
+                for finished in in_flight.rest():
+                    guard.check(finished)
                 with clock.paused(), self._records.phase("save", step=step), self._saving(step):
                     self._checkpoints.save(state, step, samples)
             with self._saving(step):

@@ -68,7 +68,7 @@ class Setup:
         return jax.jit(
             step,
             in_shardings=(shardings, self.batch_shardings),
-            out_shardings=(shardings, {"loss": whole, "grad_norm": whole}),
+            out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "finite": whole}),
             donate_argnums=0,
         )
 

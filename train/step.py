@@ -27,10 +27,11 @@ StepFn = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 def make_train_step(
     loss: Loss, optimizer: optax.GradientTransformation, *, accumulate: int, pin_gradients: Callable[[Any], Any]
 ) -> StepFn:
-    """step(state, batch [b, s]) → new state and {loss, grad_norm}.
+    """step(state, batch [b, s]) → new state and {loss, grad_norm, finite}.
 
     The loss is the mean over the batch's weights. With accumulate n the batch runs in n parts, one after another; loss and
-    gradient are those of the whole batch.
+    gradient are those of the whole batch. An update whose loss or gradient is not finite leaves parameters and optimizer state as
+    they were.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -39,8 +40,11 @@ def make_train_step(
         with signal.context("optimizer"):
             updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
-        return State(state.step + 1, params, opt_state), metrics
+            norm = optax.tree.norm(gradients)
+            finite = jnp.isfinite(value) & jnp.isfinite(norm)
+            new, old = (params, opt_state), (state.params, state.opt_state)
+            params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        return State(state.step + 1, params, opt_state), {"loss": value, "grad_norm": norm, "finite": finite}
 
     return train_step
 
