@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jgt.plan.groups import groups_of, spanned
+from jgt.plan.counts import times
+from jgt.plan.groups import Span, span_of
 from jgt.plan.hlo import KINDS, Array, Instruction, Module, Spot
 from jgt.plan.neighbours import told
 from jgt.plan.origin import NONE, Origin, Phase, combined, phase_of
-from jgt.scopes import branch_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +51,17 @@ class Piece:
 def collectives(module: Module, mesh: Mapping[str, int], num_devices: int) -> tuple[Collective, ...]:
     """All collectives of a program, the largest first. Raises ValueError for groups that cannot be read."""
     found: collections.Counter[Collective] = collections.Counter()
-    for one in each(module, mesh, num_devices):
-        found[replace(one, count=0)] += one.count
+    for name, count in times(module).items():
+        for instruction in module.computations[name].instructions.values() if count else ():
+            if instruction.kind in KINDS:
+                for one in _read(module, name, instruction, span_of(instruction, mesh, num_devices)):
+                    found[one] += round(count)
     rows = [replace(one, count=count) for one, count in found.items()]
     return tuple(sorted(rows, key=lambda row: (-row.total_bytes, row.signal, row.kind, row.phase, row.source)))
 
 
-def each(module: Module, mesh: Mapping[str, int], num_devices: int) -> Iterator[Collective]:
-    """One entry for each piece of each collective that runs."""
-    for name, computation in module.computations.items():
-        if not module.times[name]:
-            continue
-        for instruction in computation.instructions.values():
-            if instruction.kind in KINDS:
-                yield from _read(module, name, instruction, mesh, num_devices)
-
-
-def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, int], num_devices: int) -> Iterator[Collective]:
-    groups = groups_of(instruction, num_devices)
-    group = 1 if not groups else len(groups[0])
-    if instruction.kind == "collective-permute":
-        groups = tuple(pair for pair in groups if pair[0] != pair[1])
-    axes = spanned(groups, mesh) if mesh else ()
-    if instruction.kind == "collective-permute":
-        group = math.prod(mesh[axis] for axis in axes)
-    names = [instruction.op_name, *(other.op_name for other in module.computations[at].instructions.values())]
-    count = round(module.times[at] * branch_share(names))
+def _read(module: Module, at: str, instruction: Instruction, span: Span) -> Iterator[Collective]:
+    """One entry, not counted yet, for each piece of a collective."""
     found = list(pieces(module, at, instruction))
     if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
         # A block for each device: together one array of the traced program.
@@ -87,13 +71,13 @@ def _read(module: Module, at: str, instruction: Instruction, mesh: Mapping[str, 
         yield Collective(
             kind=instruction.kind,
             dtype=piece.array.dtype,
-            bytes=wire_bytes(instruction.kind, piece.array.num_bytes, group) if groups else 0,
-            count=count,
-            axes=axes,
+            bytes=wire_bytes(instruction.kind, piece.array.num_bytes, span.size),
+            count=0,
+            axes=span.axes,
             signal=NONE if origin is None else origin.signal,
             phase=phase_of(piece.op_name) if origin is None else origin.phase,
             source=source,
-            group=group,
+            group=span.size,
         )
 
 
@@ -107,6 +91,8 @@ def _told(module: Module, collective: Instruction, piece: Piece, *, is_alone: bo
 
 def wire_bytes(kind: str, operand: int, group: int) -> int:
     """What a device sends for an operand of so many bytes, over rings of `group` devices (see `Collective`)."""
+    if group == 1:
+        return 0
     if kind == "all-gather":
         return operand * (group - 1)
     if kind in ("collective-permute", "collective-broadcast"):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from jgt.plan.collectives import Collective
 from jgt.plan.compiled import Compiled
+from jgt.plan.counts import times
 from jgt.plan.formulas import Expected
 from jgt.plan.hlo import Module
 from jgt.plan.memory import USABLE, Memory
 from jgt.plan.origin import NONE, origin_of
 from jgt.plan.parameters import Parameter
+from jgt.plan.rematerialization import Rematerialization
 from jgt.plan.replication import Constraint, constraints
 from jgt.plan.signals import SignalRow
-from jgt.plan.stderr import Warning, rematerializations
 from jgt.plan.units import size_text
 
 Kind = Literal["memory", "rematerialization", "indivisible", "replicated", "computed-alike", "unexplained", "unknown-loop"]
@@ -42,75 +43,37 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rematerialization:
-    """A tensor that XLA makes whole on every device to lay it out anew; shape and shardings as XLA writes them."""
+class Facts:
+    """All that is known of a compiled function when it is judged."""
 
-    signal: str
-    source: str
-    shape: str
-    before: str
-    after: str
-
-
-def read_rematerializations(lines: Sequence[str], module: Module) -> tuple[Rematerialization, ...]:
-    """XLA's warnings, tied to the program."""
-    found = (_rematerialization(warning, module) for warning in rematerializations(list(lines)))
-    return tuple(dict.fromkeys(found))
+    compiled: Compiled
+    module: Module
+    parameters: Sequence[Parameter]
+    signals: Sequence[SignalRow]
+    collectives: Sequence[Collective]
+    expected: Sequence[Expected]
+    rematerializations: Sequence[Rematerialization]
+    memory: Memory
 
 
-def _rematerialization(warning: Warning, module: Module) -> Rematerialization:
-    name = re.search(r'op_name="([^"]*)"', warning.metadata)
-    origin = origin_of(name[1]) if name else None
-    return Rematerialization(
-        signal=origin.signal if origin else NONE,
-        source=module.source_in(warning.metadata),
-        shape=warning.shape,
-        before=warning.before,
-        after=warning.after,
-    )
-
-
-def findings(
-    compiled: Compiled,
-    module: Module,
-    params: Sequence[Parameter],
-    rows: Sequence[SignalRow],
-    sent: Sequence[Collective],
-    asked: Sequence[Expected],
-    remats: Sequence[Rematerialization],
-    memory: Memory,
-) -> Iterator[Finding]:
+def findings(facts: Facts) -> Iterator[Finding]:
     """All findings, the gravest kind first, each with the line of the rule for its signal."""
-    lines = {row.signal: row.rule for row in rows}
-    for one in _all(compiled, module, params, rows, sent, asked, remats, memory):
+    lines = {row.signal: row.rule for row in facts.signals}
+    for one in _all(facts):
         rule = lines.get(one.signal, "")
         yield replace(one, rule=rule, text=f"{one.text} (the rule: {rule})") if rule else one
 
 
-def _all(
-    compiled: Compiled,
-    module: Module,
-    params: Sequence[Parameter],
-    rows: Sequence[SignalRow],
-    sent: Sequence[Collective],
-    asked: Sequence[Expected],
-    remats: Sequence[Rematerialization],
-    memory: Memory,
-) -> Iterator[Finding]:
-    yield from _memory(memory)
-    for one in remats:
-        text = f"XLA makes the tensor {one.shape} whole on every device to go from {one.before} to {one.after}. Give both sides the same order of axes"
-        yield _finding("rematerialization", one.signal, one.source, 0, text)
-    indivisible = list(_indivisible(compiled))
-    yield from indivisible
-    yield from _replicated(params, compiled.mesh.size)
-    yield from _alike(rows, sent, module)
-    told = {one.signal for one in remats} | {finding.signal for finding in indivisible}
-    yield from (finding for finding in _unexplained(sent, asked) if finding.signal not in told)
-    for loop in module.unknown_loops:
-        origin = origin_of(loop.op_name)
-        text = "nobody knows how often this loop runs; what is in it counts once. Use jax.lax.scan, or fori_loop with constant bounds"
-        yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop), 0, text)
+def _all(facts: Facts) -> Iterator[Finding]:
+    yield from _memory(facts.memory)
+    layouts = [*_rematerialized(facts.rematerializations), *_indivisible(facts.compiled)]
+    yield from layouts
+    yield from _replicated(facts.parameters, facts.compiled.mesh.size)
+    yield from _alike(facts.signals, facts.module)
+    # What a layout that does not fit sends is its own finding's.
+    told = {finding.signal for finding in layouts}
+    yield from (finding for finding in _unexplained(facts.collectives, facts.expected) if finding.signal not in told)
+    yield from _unknown_loops(facts.module)
 
 
 def _finding(kind: Kind, signal: str, source: str, num_bytes: int, text: str) -> Finding:
@@ -126,6 +89,13 @@ def _memory(memory: Memory) -> Iterator[Finding]:
             "Shard more, recompute more (train.remat), or make the batch of one step smaller"
         )
         yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
+
+
+def _rematerialized(found: Sequence[Rematerialization]) -> Iterator[Finding]:
+    for one in found:
+        layouts = f" to go from {one.before} to {one.after}" if one.before else ""
+        text = f"XLA makes the tensor {one.shape} whole on every device{layouts}. Give both sides the same order of axes"
+        yield _finding("rematerialization", one.signal, one.source, 0, text)
 
 
 def _indivisible(compiled: Compiled) -> Iterator[Finding]:
@@ -157,7 +127,7 @@ def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Findi
             yield _finding("replicated", p.signals[0] if p.signals else NONE, p.source, p.local_bytes, text)
 
 
-def _alike(rows: Sequence[SignalRow], sent: Sequence[Collective], module: Module) -> Iterator[Finding]:
+def _alike(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
     total = sum(row.flops for row in rows)
     for row in rows:
         if row.flops_share and row.flops > _ALIKE * row.flops_share and row.flops - row.flops_share > _NOTABLE * total / 2:
@@ -170,13 +140,15 @@ def _alike(rows: Sequence[SignalRow], sent: Sequence[Collective], module: Module
 
 
 def _largest_dot(module: Module, signal: str) -> str:
-    best, found = 0, ""
-    for name, computation in module.computations.items():
-        for instruction in computation.instructions.values():
+    """The line of the matmul of a signal whose results are the largest, all its runs together."""
+    sizes: dict[str, Fraction] = collections.defaultdict(Fraction)
+    for name, count in times(module).items():
+        # What is fused stands in a computation of its own, which a fusion runs once.
+        for instruction in module.computations[name].instructions.values():
             origin = origin_of(instruction.op_name) if instruction.op == "dot" else None
-            if origin and origin.signal == signal and instruction.num_bytes * max(module.times[name], 1) > best:
-                best, found = instruction.num_bytes * max(module.times[name], 1), module.source(instruction)
-    return found
+            if origin and origin.signal == signal:
+                sizes[module.source(instruction)] += instruction.num_bytes * count
+    return max(sizes, key=lambda line: sizes[line], default="")
 
 
 def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Iterator[Finding]:
@@ -207,3 +179,10 @@ def _unexplained(sent: Sequence[Collective], asked: Sequence[Expected]) -> Itera
             f"{worst.kind} {worst.dtype}, {size_text(worst.total_bytes)}, {worst.phase}. Name the tensor that is brought together there and give it a spec"
         )
         yield _finding("unexplained", signal, worst.source, found - said, text)
+
+
+def _unknown_loops(module: Module) -> Iterator[Finding]:
+    for loop in module.unknown_loops:
+        origin = origin_of(loop.op_name)
+        text = "nobody knows how often this loop runs; what is in it counts once. Use jax.lax.scan, or fori_loop with constant bounds"
+        yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop), 0, text)

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +40,25 @@ def groups_of(collective: Instruction, num_devices: int) -> Groups:
     written = re.search(r"(?:replica_groups|source_target_pairs)=.{0,120}", collective.text)
     shown = written[0] if written else "no replica_groups"
     raise ValueError(f"the groups of {collective.op} {collective.name} are written in a way that jgt does not know: {shown}")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Who takes part in a collective: its groups without those of one device, the mesh axes in which members differ, members of one."""
+
+    groups: Groups
+    axes: tuple[str, ...]
+    size: int
+
+
+def span_of(collective: Instruction, mesh: Mapping[str, int], num_devices: int) -> Span:
+    """The span of a collective on a mesh. Raises ValueError like `groups_of`."""
+    groups = tuple(group for group in groups_of(collective, num_devices) if len(set(group)) > 1)
+    axes = spanned(groups, mesh)
+    # Pairs of a permutation are no groups: what they link is.
+    is_permutation = collective.kind == "collective-permute"
+    size = math.prod(mesh[axis] for axis in axes) if is_permutation else max((len(group) for group in groups), default=1)
+    return Span(groups=groups, axes=axes, size=size)
 
 
 def spanned(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:

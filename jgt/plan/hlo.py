@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
+
+from jgt.plan.lines import Lines
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
@@ -23,13 +24,8 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 _DONE = ("-done", "-update")
-
-_OWN = str(Path(__file__).parents[1]) + "/"
-"""jgt's own files: a program that it rewrote still comes from where it was written."""
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 """The collectives."""
@@ -228,24 +224,6 @@ class Module:
         return found
 
     @cached_property
-    def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program: once where it is called, trips times in a loop.
-
-        A branch counts as taken, and a loop of unknown length as run once.
-        """
-        found: dict[str, int] = {self.entry: 1}
-
-        def of(name: str) -> int:
-            if name not in found:
-                found[name] = 0
-                found[name] = sum(of(at) * _repeats(caller, name) for at, caller in self.callers.get(name, ()))
-            return found[name]
-
-        for name in self.computations:
-            of(name)
-        return found
-
-    @cached_property
     def unknown_loops(self) -> list[Instruction]:
         """The loops of which nobody knows how often they run."""
         return [i for i in self.instructions() if i.op == "while" and i.trips is None]
@@ -256,52 +234,11 @@ class Module:
 
     def source_in(self, metadata: str) -> str:
         """The file:line that an instruction's metadata tells."""
-        if direct := _SOURCE.search(metadata):
-            return _from_here(f"{direct[1]}:{direct[2] or 0}")
-        found = _FRAME.search(metadata)
-        return self._frames.get(int(found[1]), "") if found else ""
+        return self._lines.of(metadata)
 
     @cached_property
-    def _frames(self) -> dict[int, str]:
-        """file:line by stack frame: of the innermost function outside installed packages, if there is one."""
-        rows = {number: _fields(row) for number, row in self.header.get("StackFrames", {}).items()}
-        # Parents are numbered from one more than frames are; a frame without parent then names itself.
-        shift = int(any(row.get("parent_frame_id") == number for number, row in rows.items()))
-        locations = {number: _fields(row) for number, row in self.header.get("FileLocations", {}).items()}
-        files = {number: row.strip('"') for number, row in self.header.get("FileNames", {}).items()}
-
-        def chain(number: int) -> Iterator[str]:
-            seen: set[int] = set()
-            while number in rows and number not in seen:
-                seen.add(number)
-                location = locations[rows[number]["file_location_id"]]
-                yield f"{files[location['file_name_id']]}:{location['line']}"
-                number = rows[number].get("parent_frame_id", 0) - shift
-
-        def best(lines: list[str]) -> str:
-            if lines[0].startswith(f"{_OWN}plan/"):
-                # Nobody wrote it: where the plan was made is no answer.
-                return ""
-            own = [line for line in lines if "site-packages" not in line]
-            return _from_here(next((line for line in own if not line.startswith(_OWN)), (own or lines)[0]))
-
-        return {number: best(list(chain(number))) for number in rows}
-
-
-def _from_here(source: str) -> str:
-    """A path as one would type it."""
-    return source.removeprefix(f"{Path.cwd()}/")
-
-
-def _fields(row: str) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
-
-
-def _repeats(caller: Instruction, called: str) -> int:
-    if caller.op == "while":
-        trips = 1 if caller.trips is None else caller.trips
-        return trips + (caller.attribute("condition") == called)
-    return 1
+    def _lines(self) -> Lines:
+        return Lines(self.header)
 
 
 def _closing(text: str) -> int:

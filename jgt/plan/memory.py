@@ -23,7 +23,8 @@ class Memory:
     """Bytes of one device. args: arguments, of which `groups` tells what they are; temp: all that XLA allocates besides.
 
     peak: of arguments, results and temp together. gradients: as they are laid out; activations: what the backward pass needs of
-    the forward pass, by signal, as far as it can be told; both are part of temp, though not all at once. host: kept in the host's memory instead. hbm: what the target has.
+    the forward pass, by signal, as far as it can be told; both are part of temp, though not all at once. host: kept in the host's
+    memory instead. hbm: what the target has.
     """
 
     args_bytes: int

@@ -23,16 +23,9 @@ class Network:
 
         Rings of a host with g members enter and leave it by g ports at once, so one port carries a g-th.
         """
-        chip = self.target.chip
-        return max((self._of_group(group, wire_bytes) for group in self._shapes(groups)), default=0.0) if chip else 0.0
-
-    def crosses_hosts(self, groups: Groups) -> bool:
-        """Whether a group has devices of several hosts."""
-        return any(len(shape) > 1 for shape in self._shapes(groups))
-
-    def _shapes(self, groups: Groups) -> set[tuple[int, ...]]:
-        """How many members each host has, of each group."""
-        return {tuple(sorted(collections.Counter(self.hosts[d] for d in group).values())) for group in groups}
+        # How many members each host has, of each group.
+        shapes = {tuple(sorted(collections.Counter(self.hosts[d] for d in group).values())) for group in groups}
+        return max((self._of_group(members, wire_bytes) for members in shapes), default=0.0)
 
     def _of_group(self, members: tuple[int, ...], wire_bytes: int) -> float:
         chip, share = self.target.chip, self.target.chip.efficiency.link

@@ -12,12 +12,13 @@ import jax
 from jgt.plan.chip import Target, parse_target
 from jgt.plan.collectives import Collective, collectives
 from jgt.plan.compiled import Argument, Compiled, compile_function
-from jgt.plan.findings import Finding, Rematerialization, findings, read_rematerializations
+from jgt.plan.findings import Facts, Finding, findings
 from jgt.plan.flops import flops
 from jgt.plan.formulas import Expected, expected
 from jgt.plan.memory import Memory, read_memory
 from jgt.plan.network import Network
 from jgt.plan.parameters import Parameter, parameters_of
+from jgt.plan.rematerialization import Rematerialization, rematerializations
 from jgt.plan.signals import SignalRow, signal_rows
 from jgt.plan.timeline import Timeline
 from jgt.plan.units import axes_text
@@ -105,13 +106,17 @@ def read(compiled: Compiled, rules: Rules | None = None) -> Plan:
     found = collectives(module, mesh, num_devices)
     walk = Timeline(module, mesh, num_devices, network).step()
     traced = flops(compiled.program)
-    state, inputs = _state_and_inputs(compiled.arguments)
+    state = [a for a in compiled.arguments if a.position == 0]
+    inputs = [a for a in compiled.arguments if a.position != 0]
     params = parameters_of(compiled.program, state, num_devices)
     is_trained = any(row.phase == "backward" for row in traced)
     memory = read_memory(compiled, module, _groups(params, state, inputs), sum(p.gradient_bytes for p in params) if is_trained else 0)
     asked = expected(compiled, params)
     rows = tuple(signal_rows(params, memory, found, walk, traced, num_devices, rules, timed=network is not None))
-    remats = read_rematerializations(compiled.lines, module)
+    remats = rematerializations(compiled.lines, module)
+    facts = Facts(
+        compiled=compiled, module=module, parameters=params, signals=rows, collectives=found, expected=asked, rematerializations=remats, memory=memory
+    )
     return Plan(
         target="cpu" if compiled.target is None else compiled.target.text,
         versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
@@ -123,7 +128,7 @@ def read(compiled: Compiled, rules: Rules | None = None) -> Plan:
         step_time_ms=None if network is None else walk.seconds * 1e3,
         collectives=found,
         rematerializations=remats,
-        findings=tuple(findings(compiled, module, params, rows, found, asked, remats, memory)),
+        findings=tuple(findings(facts)),
         signals=rows,
         parameters=params,
         expected=asked,
@@ -131,11 +136,6 @@ def read(compiled: Compiled, rules: Rules | None = None) -> Plan:
         assumptions=tuple(_assumptions(compiled)),
         seconds=compiled.seconds,
     )
-
-
-def _state_and_inputs(arguments: Sequence[Argument]) -> tuple[list[Argument], list[Argument]]:
-    first = [a for a in arguments if a.position == 0]
-    return first, [a for a in arguments if a.position != 0]
 
 
 def _groups(params: Sequence[Parameter], state: Sequence[Argument], inputs: Sequence[Argument]) -> dict[str, list[Argument]]:
@@ -150,7 +150,7 @@ def _groups(params: Sequence[Parameter], state: Sequence[Argument], inputs: Sequ
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:
     yield "FLOPs: 2 a multiply-add, of matmuls and convolutions; attention's scores in full, causal or not"
-    yield "bytes sent: one device's, of ring algorithms; a branch counts as taken"
+    yield "bytes sent: one device's, of ring algorithms; branches count as taken, a pipeline's as often as its table takes them"
     if compiled.target is None:
         yield "compiled for CPU: bf16 collectives travel as f32 and no reduce-scatter is formed, so bytes are CPU's; kinds and axes are those of any target"
         return

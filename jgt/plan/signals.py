@@ -22,7 +22,8 @@ class SignalRow:
 
     Bytes, FLOPs and milliseconds are of one device and step. sent: bytes by mesh axes. flops: of the compiled program, with what
     several devices compute alike; flops_share: of the traced program's FLOPs, this device's part if nothing were computed twice.
-    rule: file:line of the rule for it, where rules were given. roofline_ms: what its matmuls, its memory traffic, and its collectives by axes would each need alone; empty without a target.
+    rule: file:line of the rule for it, where rules were given. roofline_ms: what its matmuls, its memory traffic, and its collectives
+    by axes would each need alone; empty without a target.
     """
 
     signal: str

@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-_SPECIFIC = re.compile(
-    r"Involuntary full rematerialization\. The compiler cannot go from sharding (?P<source>\{.*?\}) to (?P<target>\{.*?\}) "
-    r"efficiently for HLO operation %?(?P<name>[\w.\-]+) = (?P<shape>\S+) .*?metadata=\{(?P<metadata>.*?)\}"
-)
-_GENERAL = "Involuntary full rematerialization"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warning:
-    """An involuntary full rematerialization: a tensor made whole on every device to be laid out anew. shape: on one device."""
-
-    shape: str
-    before: str
-    after: str
-    metadata: str
 
 
 @contextlib.contextmanager
@@ -48,16 +30,3 @@ def captured() -> Iterator[list[str]]:
             lines += text.splitlines()
             if failed:
                 sys.stderr.write(text)
-
-
-def rematerializations(lines: list[str]) -> list[Warning]:
-    """The involuntary rematerializations that XLA warned of."""
-    found = []
-    for line in lines:
-        if _GENERAL not in line:
-            continue
-        match = _SPECIFIC.search(line)
-        parts = match.groupdict() if match else {}
-        shape, metadata = parts.get("shape", ""), parts.get("metadata", "")
-        found.append(Warning(shape=shape, before=parts.get("source", ""), after=parts.get("target", ""), metadata=metadata))
-    return list(dict.fromkeys(found))

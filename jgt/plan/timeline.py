@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jgt.plan.collectives import pieces, wire_bytes
-from jgt.plan.groups import groups_of, spanned
+from jgt.plan.counts import taken
+from jgt.plan.groups import span_of
 from jgt.plan.hlo import KINDS, Computation, Instruction, Module, Spot
 from jgt.plan.kernels import is_kernel, kernel
 from jgt.plan.neighbours import told
 from jgt.plan.network import Network
 from jgt.plan.origin import NONE, phase_of
 from jgt.plan.units import axes_text
-from jgt.scopes import branch_share
 
 Key = tuple[str, str]
 """Signal and phase."""
@@ -119,7 +119,7 @@ class Timeline:
                 walk.add(self._walk(instruction.attribute("body")), trips)
                 walk.add(self._walk(instruction.attribute("condition")), trips + 1)
             elif instruction.op == "conditional":
-                branches = [(self._walk(called), self._share(called)) for called in instruction.called]
+                branches = [(self._walk(called), float(taken(self._module, called))) for called in instruction.called]
                 walk.add(*max(branches, key=lambda branch: (branch[0].seconds, branch[0].num_flops)))
             elif instruction.op in ("call", "async-start"):
                 for called in instruction.called:
@@ -145,22 +145,17 @@ class Timeline:
         cost.roofline["memory"] += memory
 
     def _collective(self, spot: Spot, instruction: Instruction) -> tuple[float, tuple[str, ...]]:
-        groups = groups_of(instruction, self._num_devices)
-        axes = spanned(groups, self._mesh) if self._mesh else ()
-        if self._network is None or not groups:
-            return 0.0, axes
+        span = span_of(instruction, self._mesh, self._num_devices)
+        if self._network is None:
+            return 0.0, span.axes
         found = pieces(self._module, spot.computation, instruction)
-        sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, len(groups[0])) for piece in found)
-        return self._network.seconds(groups, sent), axes
+        sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, span.size) for piece in found)
+        return self._network.seconds(span.groups, sent), span.axes
 
     def _wait(self, walk: Walk, spot: Spot, until: float) -> None:
         waited = max(until - walk.seconds, 0.0)
         walk.seconds += waited
         walk.costs[self._key(spot)].exposed += waited
-
-    def _share(self, name: str) -> float:
-        """How often a branch is taken, as far as a pipeline tells."""
-        return float(branch_share(i.op_name for i in self._module.computations[name].instructions.values()))
 
     def _is_link(self, name: str) -> bool:
         return any(i.kind in KINDS for i in self._module.computations[name].instructions.values())
