@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import pytest
+from plugin import needs_plugin
 
 from jgt import document
 from jgt.plan import topology
@@ -16,9 +17,6 @@ from train.plan.__main__ import main
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
 GPUS = "h100:1x8"
-needs_plugin = pytest.mark.skipif(
-    not any(util.find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")), reason="JAX's CUDA plugin is not installed"
-)
 RUN = {
     "run": {"name": "small"},
     "model": {"kind": "llama", "layers": 1, "embed": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab": 64, "seq": 16},

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from importlib import util
 from pathlib import Path
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
+from plugin import needs_plugin
 from transformers import RULES, SEQ, Transformer, cross_entropy
 
 import jgt
@@ -23,9 +23,6 @@ from train.plan.make import make_plan
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = CONFIGS.parent / "train" / "models"
 GPUS = "h100:1x8"
-needs_plugin = pytest.mark.skipif(
-    not any(util.find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")), reason="JAX's CUDA plugin is not installed"
-)
 TARGETS = [None, pytest.param(GPUS, marks=needs_plugin)]
 SMALL = {"kind": "llama", "layers": 1, "embed": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 1024, "seq": 64}
 MESHES = {"fsdp_tensor": {"data": 1, "fsdp": 2, "tensor": 4}, "sequence": {"data": 2, "tensor": 4}, "zero1": {"data": 8}}

@@ -1,12 +1,11 @@
 """Plans of a user's own function, for the devices at hand and for others."""
 
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from plugin import needs_plugin
 
 import jgt
 
@@ -20,7 +19,6 @@ RULES = jgt.make_rules(
 )
 BATCH = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32), "y": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
 OPTIMIZER = optax.adam(1e-3)
-needs_plugin = pytest.mark.skipif(not find_spec("jax_cuda13_plugin"), reason="the extra plan-gpu is not installed")
 
 
 def loss(params, batch):
