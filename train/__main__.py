@@ -60,12 +60,13 @@ def _start(run: Run, arguments: argparse.Namespace) -> int:
 
         dry_run(run)
     else:
+        from train.checkpoint import SaveError
         from train.guard import NonFiniteError
         from train.loop import train
 
         try:
             train(run)
-        except NonFiniteError as error:
+        except (NonFiniteError, SaveError) as error:
             print(f"jgt: {error}", file=sys.stderr)
             return 1
     return 0

@@ -61,7 +61,7 @@ class Checkpoints:
     def find(self) -> tuple[Manifest | None, list[str]]:
         """The newest step whose files are as they were written, and what was set aside on the way to it."""
         reports: list[str] = []
-        while step := self._agreed(max(self._steps.listed(), default=0)):
+        while step := self._newest():
             found, problem = self._read(step)
             if found is not None:
                 return found, reports
@@ -81,24 +81,24 @@ class Checkpoints:
     def save(self, state: State, step: int, samples: int) -> None:
         """Starts saving `state` after `step` updates and `samples` sequences of training data; returns when it is copied.
 
-        Raises SaveError when the save before failed, or this one cannot start; training may go on.
+        Raises SaveError, on all processes alike, when the save before failed or this one cannot start; training may go on.
         """
-        self.wait()
+        failure = self._ended() or self._no_room(state)
+        if not self._agreed(failure is None):
+            self._give_up()
+            raise SaveError("another process failed" if failure is None else _text(failure)) from failure
         try:
-            self._check_room(state)
-            saving = self._steps.saving(step)
-            self._writer.save(saving / _ARRAYS, args=ocp.args.StandardSave(state._asdict()), force=True)
+            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(state._asdict()), force=True)
         except Exception as error:
             self._give_up()
             raise SaveError(_text(error)) from error
-        entries = _arrays(state)
         found = Manifest(
             step=step,
             samples=samples,
             mesh=dict(self._identity.mesh),
             versions={name: metadata.version(name) for name in ("jax", "orbax-checkpoint")},
             fingerprints=dict(self._identity.fingerprints),
-            arrays=entries,
+            arrays=_arrays(state),
             files=(),
         )
         self._thread = threading.Thread(target=self._finish, args=(found,), name="checkpoint")
@@ -120,10 +120,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when the last save is on disk. Raises SaveError."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._ended()
         if failure is not None:
             self._give_up()
             raise SaveError(_text(failure)) from failure
@@ -133,6 +130,14 @@ class Checkpoints:
         with contextlib.suppress(SaveError):
             self.wait()
         self._writer.close()
+
+    def _ended(self) -> Exception | None:
+        """Waits for the last save, and tells once what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
 
     def _finish(self, found: Manifest) -> None:
         try:
@@ -159,22 +164,27 @@ class Checkpoints:
             found, problem = self._steps.read(step, (jax.process_index(), jax.process_count())), ""
         except (BrokenError, OSError) as error:
             found, problem = None, str(error)
-        if jax.process_count() == 1:
-            return found, problem
-        whole = np.asarray(multihost_utils.process_allgather(np.array([found is not None]))).all()
-        return (found, "") if whole else (None, problem or "another process says so")
+        return (found, "") if self._agreed(found is not None) else (None, problem or "another process says so")
 
-    def _agreed(self, step: int) -> int:
-        if jax.process_count() == 1:
-            return step
-        return int(multihost_utils.broadcast_one_to_all(np.int64(step)))
+    def _newest(self) -> int:
+        """The newest step that the first process lists; 0 for none."""
+        step = max(self._steps.listed(), default=0)
+        return step if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(step)))
 
-    def _check_room(self, state: State) -> None:
+    @staticmethod
+    def _agreed(fine: bool) -> bool:
+        """Whether it is fine on all processes."""
+        return fine if jax.process_count() == 1 else bool(np.asarray(multihost_utils.process_allgather(np.array([fine]))).all())
+
+    def _no_room(self, state: State) -> OSError | None:
+        """What keeps a save from fitting on the disk, this process's part of it."""
         needed = _ROOM * sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.replica_id == 0)
-        self._steps.folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._steps.folder).free
-        if free < needed:
-            raise OSError(f"{size_text(needed)} are needed in {self._steps.folder}, but {size_text(free)} are free")
+        try:
+            self._steps.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._steps.folder).free
+        except OSError as error:
+            return error
+        return None if free >= needed else OSError(f"{size_text(needed)} are needed in {self._steps.folder}, but {size_text(free)} are free")
 
 
 def _writer() -> ocp.AsyncCheckpointer:

@@ -146,10 +146,12 @@ class Loop:
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """A save may fail: it is told, and training goes on."""
+        """A save may fail: it is told, and training goes on; the last one may not."""
         try:
             yield
         except SaveError as error:
+            if step == self._config.train.steps:
+                raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
             print(f"jgt: a checkpoint could not be saved: {error}. Training goes on; {self._checkpoints.describe()}", file=sys.stderr)
 

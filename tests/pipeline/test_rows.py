@@ -104,19 +104,27 @@ def experts_choose_tokens(params, batch):
     return jnp.mean(rows_of(params, batch, layer))
 
 
-def balanced_experts(params, batch):
-    """Switch (arXiv 2101.03961), section 2.2: a product of two means over the batch, in each layer."""
+def load_balance(x):
+    """Switch (arXiv 2101.03961), section 2.2: a product of two means over the batch."""
+    gates = jax.nn.softmax(x)
+    chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), gates.shape[-1])
+    return jnp.sum(jnp.mean(gates, axis=(0, 1)) * jnp.mean(chosen, axis=(0, 1)))
 
-    def layer(x, weights):
-        x = mlp(x, weights)
-        gates = jax.nn.softmax(x)
-        chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), gates.shape[-1])
-        return x, jnp.sum(jnp.mean(gates, axis=(0, 1)) * jnp.mean(chosen, axis=(0, 1)))
 
+def with_a_loss_of_each_layer(layer, params, batch):
+    """The loss with the mean of what each layer returns besides its activation."""
     x = embed(params, batch)
     with context("layers"):
         x, balance = jax.lax.scan(layer, x, params["layers"])
     return jnp.mean(nats(logits_of(params, x), batch)) + jnp.mean(balance)
+
+
+def balanced_experts(params, batch):
+    def layer(x, weights):
+        x = mlp(x, weights)
+        return x, load_balance(x)
+
+    return with_a_loss_of_each_layer(layer, params, batch)
 
 
 def max_pool(params, batch):
@@ -348,14 +356,9 @@ def balance_in_a_signal(params, batch):
     def layer(x, weights):
         x = mlp(x, weights)
         with context("balance"):
-            gates = jax.nn.softmax(x)
-            chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), gates.shape[-1])
-            return x, jnp.sum(jnp.mean(gates, axis=(0, 1)) * jnp.mean(chosen, axis=(0, 1)))
+            return x, load_balance(x)
 
-    x = embed(params, batch)
-    with context("layers"):
-        x, balance = jax.lax.scan(layer, x, params["layers"])
-    return jnp.mean(nats(logits_of(params, x), batch)) + jnp.mean(balance)
+    return with_a_loss_of_each_layer(layer, params, batch)
 
 
 def capacity_in_a_signal(params, batch):

@@ -1,7 +1,9 @@
 """Whole runs on one device: what they write, and that stopping and starting again changes nothing."""
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, SaveError
 from train.config import load
 from train.console import Screen
 from train.loop import train
@@ -65,6 +67,36 @@ def last_params():
         return jax.device_get(state.params)
 
     return _last_params
+
+
+# -- saves that fail ----------------------------------------------------------------------------------------------
+
+
+def full_at(monkeypatch, *saves):
+    """Makes the disk look full to some of a run's saves, by number."""
+    number = itertools.count(1)
+    plain = shutil.disk_usage
+    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: plain(path)._replace(free=0) if next(number) in saves else plain(path))
+
+
+def test_a_run_goes_on_when_a_save_fails(tiny, monkeypatch, capsys, read_rows):
+    full_at(monkeypatch, 2)
+    run = tiny("train.steps=6", "checkpoint.every=2")
+    train(run)
+    (event,) = [e for e in read_rows(run.config.run.path / "events.jsonl") if e["phase"] == "save_failed"]
+    assert event["step"] == 4 and "but 0 B are free" in event["why"]
+    assert "a checkpoint could not be saved: " in capsys.readouterr().err
+    assert sorted(path.name for path in (run.config.run.path / "checkpoints").iterdir()) == ["2", "6"]
+
+
+def test_a_run_whose_last_save_fails_has_failed(tiny, monkeypatch, capsys):
+    full_at(monkeypatch, 2)
+    run = tiny("train.steps=4", "checkpoint.every=2")
+    with pytest.raises(SaveError, match="but 0 B are free"):
+        train(run)
+    out, err = capsys.readouterr()
+    assert "the run failed; the newest checkpoint is that of step 2" in err
+    assert "Checkpoint of step 4" not in out
 
 
 # -- what a run writes -------------------------------------------------------------------------------------------
