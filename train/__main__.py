@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jgt import document
 from jgt.document import InputError
 from train.cluster import find_cluster, flag_problems
 from train.config import Run, load
-from train.folder import check_folder
+from train.exits import Exit
+from train.folder import Resume, check_folder, read_resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: a failure while running; 2: the input is wrong."""
+    """Returns a `train.exits.Exit`; some failures end the process with one."""
     arguments = _parser().parse_args(argv)
     try:
         run = _load(arguments)
         if arguments.print_config:
             print(document.dump(run.resolved()), end="")
-            return 0
-        check_folder(run)
-        return _start(run, arguments)
+            return Exit.DONE
+        resume = read_resume(arguments.resume, arguments.allow_change)
+        check_folder(run, resume)
+        return _start(run, resume, arguments)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
-        return 2
+        return Exit.INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as train.steps=300")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first step, with a table of bytes per device")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="never: from step 0; PATH: another run, or one of its checkpoints")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="a key of model or data that may differ from the run's before")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; with --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes share the run")
     parser.add_argument("--process", type=int, metavar="I", help="which of them this one is, from 0")
@@ -51,25 +57,38 @@ def _load(arguments: argparse.Namespace) -> Run:
     )
 
 
-def _start(run: Run, arguments: argparse.Namespace) -> int:
-    from train.processes import start
+def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
+    from train.processes import leave, start
 
-    start(find_cluster(arguments.coordinator, arguments.processes, arguments.process), run.config.devices.virtual_cpu)
+    faulthandler.enable()
+    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
+    # JAX aborts without saying why; so the watch has to come first.
+    start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds=int(2 * run.config.watchdog.peer_seconds) + 10)
     if arguments.dry_run:
         from train.dry_run import dry_run
 
         dry_run(run)
-    else:
-        from train.checkpoint import SaveError
-        from train.guard import NonFiniteError
-        from train.loop import train
+        return Exit.DONE
 
-        try:
-            train(run)
-        except (NonFiniteError, SaveError) as error:
-            print(f"jgt: {error}", file=sys.stderr)
-            return 1
-    return 0
+    from train.checkpoint import SaveError
+    from train.clock import process_started
+    from train.guard import SkippedError
+    from train.loop import train
+
+    try:
+        train(run, resume, begun=process_started())
+        return Exit.DONE
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        code = Exit.INPUT
+    except (SkippedError, SaveError) as error:
+        print(f"jgt: {error}", file=sys.stderr)
+        code = Exit.FAILED
+    except Exception:
+        traceback.print_exc()
+        code = Exit.FAILED
+    leave(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes of one run stop together, and start only with the same input."""
+"""Processes of one run wait for each other, and start only with the same input."""
 
 from __future__ import annotations
 
@@ -32,3 +32,9 @@ def agree(problems: Sequence[str], what: Any) -> None:
         raise InputError(
             [f"process {jax.process_index()}: its config or its data differs from that of process {other[0]}. Give all processes the same"]
         )
+
+
+def barrier(name: str) -> None:
+    """Waits until all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -19,14 +21,23 @@ from jax.experimental import multihost_utils
 from jgt.document import InputError
 from jgt.placement import path_text
 from jgt.plan.units import size_text
+from train import manifest
+from train.agree import barrier
 from train.config import CheckpointConfig
 from train.manifest import ArrayEntry, BrokenError, Manifest, file_entries
 from train.step import State
 from train.steps import Steps
 
+FOLDER = "checkpoints"
+"""Where they are in a run directory."""
 _ARRAYS = "state"
 _ROOM = 1.1
 """How much more than its arrays a save may need."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on a folder's disk."""
+    return shutil.disk_usage(folder).free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +52,60 @@ class SaveError(Exception):
     """A save that failed; the message says why. What was saved before is as it was."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A step whose files are as they were written: where it is, and what it holds."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def find_in(path: Path) -> tuple[Found | None, list[str]]:
+    """The newest whole step of another run, and what is wrong with newer ones; nothing there is changed.
+
+    path: a run directory, its `checkpoints` folder, or one step of it.
+    """
+    path = path.absolute()
+    if path.name.isdecimal() and (path / manifest.NAME).exists():
+        steps, listed = Steps(path.parent), [int(path.name)]
+    else:
+        steps = Steps(path / FOLDER if (path / FOLDER).is_dir() else path)
+        listed = steps.listed()
+    reports: list[str] = []
+    while step := _of_first(listed.pop() if listed else 0):
+        found, problem = _read(steps, step)
+        if found is not None:
+            return found, reports
+        reports.append(f"the checkpoint {steps.path(step)} is damaged ({problem}); it is not used")
+    return None, reports
+
+
+def restore(found: Found, shapes: State, shardings: State, *, cast: bool = False) -> State:
+    """The state of a step, laid out as asked whatever the mesh it was saved on.
+
+    Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError for another tree.
+    """
+    return shapes._replace(**_restored(found, _parts(shapes), _parts(shardings), cast=cast))
+
+
+def restore_params(found: Found, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+    """The parameters alone, as in `restore`."""
+    return _restored(found, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
+
+
 class Checkpoints:
     """The checkpoints of one run directory, written in the background, the last `keep` kept.
 
-    All processes make the same calls; the first one names and removes folders.
+    All processes make the same calls; the first one names and removes folders. free(folder): bytes free on its disk.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, identity: Identity | None = None):
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, identity: Identity | None = None, *, free: Callable[[Path], int] = free_bytes
+    ):
         self._steps = Steps(folder)
         self._config = config
         self._identity = identity or Identity()
+        self._free = free
         self._is_first = jax.process_index() == 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -58,17 +113,22 @@ class Checkpoints:
         if self._is_first:
             self._steps.clear()
 
-    def find(self) -> tuple[Manifest | None, list[str]]:
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self._steps.folder
+
+    def find(self) -> tuple[Found | None, list[str]]:
         """The newest step whose files are as they were written, and what was set aside on the way to it."""
         reports: list[str] = []
-        while step := self._newest():
-            found, problem = self._read(step)
+        while step := _of_first(max(self._steps.listed(), default=0)):
+            found, problem = _read(self._steps, step)
             if found is not None:
                 return found, reports
             if self._is_first:
                 aside = self._steps.set_aside(step)
                 reports.append(f"the checkpoint of step {step} is damaged ({problem}); it is not used, and is now {aside}")
-            _barrier("set aside")
+            barrier("set aside")
         return None, reports
 
     def describe(self) -> str:
@@ -83,12 +143,13 @@ class Checkpoints:
 
         Raises SaveError, on all processes alike, when the save before failed or this one cannot start; training may go on.
         """
+        arrays = _arrays(_parts(state))
         failure = self._ended() or self._no_room(state)
-        if not self._agreed(failure is None):
+        if not _agreed(failure is None):
             self._give_up()
             raise SaveError("another process failed" if failure is None else _text(failure)) from failure
         try:
-            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(state._asdict()), force=True)
+            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(_parts(state)), force=True)
         except Exception as error:
             self._give_up()
             raise SaveError(_text(error)) from error
@@ -98,20 +159,11 @@ class Checkpoints:
             mesh=dict(self._identity.mesh),
             versions={name: metadata.version(name) for name in ("jax", "orbax-checkpoint")},
             fingerprints=dict(self._identity.fingerprints),
-            arrays=_arrays(state),
+            arrays=arrays,
             files=(),
         )
         self._thread = threading.Thread(target=self._finish, args=(found,), name="checkpoint")
         self._thread.start()
-
-    def restore(self, found: Manifest, shapes: State, shardings: State) -> State:
-        """The state of a step, laid out as asked whatever the mesh it was saved on. Raises InputError for another tree."""
-        _check_tree(found, shapes, self._steps.path(found.step))
-        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-        arrays = self._steps.path(found.step) / _ARRAYS
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-            restored: Any = reader.restore(arrays, args=ocp.args.StandardRestore(target._asdict()))
-        return State(**restored)
 
     def poll(self) -> None:
         """Raises SaveError if a save has failed since the last call."""
@@ -125,8 +177,12 @@ class Checkpoints:
             self._give_up()
             raise SaveError(_text(failure)) from failure
 
-    def close(self) -> None:
-        """Waits and lets go of the folder."""
+    def close(self, seconds: float | None = None) -> None:
+        """Waits for the last save, at most so long, and lets go of the folder."""
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+            if self._thread.is_alive():
+                return
         with contextlib.suppress(SaveError):
             self.wait()
         self._writer.close()
@@ -158,60 +214,84 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 self._steps.clear()
 
-    def _read(self, step: int) -> tuple[Manifest | None, str]:
-        """A step's manifest, if all processes find their part of its files whole."""
-        try:
-            found, problem = self._steps.read(step, (jax.process_index(), jax.process_count())), ""
-        except (BrokenError, OSError) as error:
-            found, problem = None, str(error)
-        return (found, "") if self._agreed(found is not None) else (None, problem or "another process says so")
-
-    def _newest(self) -> int:
-        """The newest step that the first process lists; 0 for none."""
-        step = max(self._steps.listed(), default=0)
-        return step if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(step)))
-
-    @staticmethod
-    def _agreed(fine: bool) -> bool:
-        """Whether it is fine on all processes."""
-        return fine if jax.process_count() == 1 else bool(np.asarray(multihost_utils.process_allgather(np.array([fine]))).all())
-
     def _no_room(self, state: State) -> OSError | None:
         """What keeps a save from fitting on the disk, this process's part of it."""
         needed = _ROOM * sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.replica_id == 0)
         try:
             self._steps.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self._steps.folder).free
+            free = self._free(self._steps.folder)
         except OSError as error:
             return error
         return None if free >= needed else OSError(f"{size_text(needed)} are needed in {self._steps.folder}, but {size_text(free)} are free")
+
+
+def _read(steps: Steps, step: int) -> tuple[Found | None, str]:
+    """A step, if all processes find their part of its files whole."""
+    found, problem = None, "another process says so"
+    try:
+        found = Found(folder=steps.path(step), manifest=steps.read(step, (jax.process_index(), jax.process_count())))
+    except (BrokenError, OSError) as error:
+        problem = str(error)
+    return (found, "") if _agreed(found is not None) else (None, problem)
+
+
+def _restored(found: Found, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+    saved = [entry for entry in found.manifest.arrays if entry.path.partition("/")[0] in shapes]
+    _check_tree(found.folder, saved, _arrays(shapes), cast=cast)
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    is_part = len(saved) < len(found.manifest.arrays)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(found.folder / _ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+
+
+def _of_first(step: int) -> int:
+    """A number as the first process sees it."""
+    return step if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(step)))
+
+
+def _agreed(fine: bool) -> bool:
+    """Whether it is fine on all processes."""
+    return fine if jax.process_count() == 1 else bool(np.asarray(multihost_utils.process_allgather(np.array([fine]))).all())
 
 
 def _writer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)
 
 
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def _parts(state: State) -> dict[str, Any]:
+    """Those that hold arrays: Orbax wants each of the others back too."""
+    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
 
 
-def _arrays(state: State) -> tuple[ArrayEntry, ...]:
-    leaves = jax.tree.leaves_with_path(state._asdict())
-    return tuple(ArrayEntry(path=path_text(path), shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves)
+def _arrays(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
+    """What a state holds. Raises ValueError for names that Orbax would take for one another."""
+    leaves = jax.tree.leaves_with_path(dict(tree))
+    entries = tuple(ArrayEntry(path=path_text(path), shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves)
+    files = collections.Counter(entry.path.replace("/", ".") for entry in entries)
+    twice = [entry.path for entry in entries if files[entry.path.replace("/", ".")] > 1]
+    if twice:
+        raise ValueError(f"a checkpoint cannot tell these names apart: {', '.join(twice)}")
+    return entries
 
 
-def _check_tree(found: Manifest, shapes: State, where: Path) -> None:
+def _check_tree(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, cast: bool) -> None:
     """Raises InputError with each array that is missing, new, or of another shape or type: Orbax would cast it silently."""
-    saved, wanted = ({entry.path: entry for entry in entries} for entries in (found.arrays, _arrays(shapes)))
-    problems = [f"{where}: {path}: is not part of this model" for path in sorted(saved.keys() - wanted.keys())]
-    problems += [f"{where}: {path}: is missing in the checkpoint" for path in sorted(wanted.keys() - saved.keys())]
+    saved, wanted = ({entry.path: entry for entry in entries} for entries in (old, new))
+    problems = [f"{path}: is not part of this model" for path in sorted(saved.keys() - wanted.keys())]
+    problems += [f"{path}: is missing in the checkpoint" for path in sorted(wanted.keys() - saved.keys())]
+    change = "Give the run another name (run.name=...), or the model it was started with"
+    problems = [f"{problem}. {change}" for problem in problems]
     for path in sorted(saved.keys() & wanted.keys()):
-        old, new = saved[path], wanted[path]
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
-            problems.append(f"{where}: {path}: is {old.dtype}{list(old.shape)} in the checkpoint, but {new.dtype}{list(new.shape)} in this run")
+        before, after = saved[path], wanted[path]
+        what = f"{path}: is {before.dtype}{list(before.shape)} in the checkpoint, but {after.dtype}{list(after.shape)} in this run"
+        floating = all(jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (before, after))
+        if before.shape != after.shape or (before.dtype != after.dtype and not floating):
+            problems.append(f"{what}. {change}")
+        elif before.dtype != after.dtype and not cast:
+            problems.append(f"{what}. checkpoint.cast=true converts it")
     if problems:
-        raise InputError([f"{problem}. Give the run another name (run.name=...), or the model it was started with" for problem in problems])
+        raise InputError([f"{where}: {problem}" for problem in problems])
 
 
 def _text(error: BaseException) -> str:

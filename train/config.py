@@ -73,12 +73,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikesConfig:
+    """`train.skip_spikes`: skips an update whose loss lies so many standard deviations above the mean of the last `window` losses."""
+
+    window: Annotated[int, Bound(low=4)] = 128
+    deviations: Positive = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
 
     remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_every: 0 evaluates at
     the end only. eval_batches bounds an evaluation; null goes over the whole held-out split. on_nonfinite: what follows an update
-    whose loss or gradient is not finite, which is never applied: the run stops, or goes on, with max_skipped in a row at most.
+    whose loss or gradient is not finite, which is never applied: the run stops, or goes on. skip_spikes skips updates with
+    extreme losses too. max_skipped in a row end the run.
     """
 
     steps: Count = 100
@@ -89,6 +98,7 @@ class TrainConfig:
     eval_every: Natural = 0
     eval_batches: Count | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    skip_spikes: SpikesConfig | None = None
     max_skipped: Count = 10
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -102,12 +112,44 @@ class TrainConfig:
 class CheckpointConfig:
     """The `checkpoint:` section: every so many steps (0: only at the end), and how many are kept.
 
-    Files have a CRC-32 each; sha256 adds a SHA-256, which costs ten times as much.
+    Files have a CRC-32 each; sha256 adds a SHA-256, which costs ten times as much. weights: another run's directory, or one of its
+    checkpoints, whose parameters a new run starts with. cast: floating arrays of another type are converted when they are read.
     """
 
     every: Natural = 0
     keep: Count = 3
     sha256: bool = False
+    weights: str | None = None
+    cast: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """The `watchdog:` section: after how many seconds a process that makes no progress is ended, and says where it was.
+
+    step_seconds: in a step, or ten times the slowest step so far, if that is longer; start_seconds: in anything else;
+    peer_seconds: without a word from another process of the run.
+    """
+
+    step_seconds: Positive = 60.0
+    start_seconds: Positive = 1800.0
+    peer_seconds: Positive = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault that a drill injects, once in a run, before a step begins or into the first save from it on."""
+
+    at_step: Count
+    kind: Literal["kill", "hang", "raise", "nan", "corrupt", "disk_full"]
+    process: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """The `debug:` section: faults for drills."""
+
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +175,9 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None
 
 

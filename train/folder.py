@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,79 @@ from train.config import Run
 
 FIXED = ("model", "data", "run.seed")
 """What must be as it was when the run started; the rest (mesh, rules, steps, batch, ...) may change between starts."""
+_KEPT = "data"
+"""Encoded text is of use to any run."""
 
 
-def check_folder(run: Run) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What to go on from: the newest checkpoint here if there is one, else that of `path`; never: start again.
+
+    allow: keys below `FIXED` that may differ from those of the run that is gone on with.
+    """
+
+    never: bool = False
+    path: Path | None = None
+    allow: tuple[str, ...] = ()
+
+
+def read_resume(resume: str, allow: Sequence[str]) -> Resume:
+    """From the command line: auto, never or a path. Raises InputError."""
+    problems = []
+    for key in allow:
+        if not any(_is_below(key, section) for section in FIXED):
+            problems.append(f"command line: --allow-change: {key}: may change anyway, or is no key. These and what is below them can be allowed: {', '.join(FIXED)}")
+    path = None if resume in ("auto", "never") else Path(resume)
+    if path is not None and not path.is_dir():
+        problems.append(f"command line: --resume: {resume}: is no folder. Write auto, never, a run directory or one of its checkpoints")
+    if problems:
+        raise InputError(problems)
+    return Resume(never=resume == "never", path=path, allow=tuple(allow))
+
+
+def check_folder(run: Run, resume: Resume) -> None:
     """Raises InputError when the run directory was started with another model or other data, naming the keys."""
     path = run.config.run.path / "config.yaml"
-    if not path.is_file():
+    if resume.never or not path.is_file():
         return
     before = document.read(path).plain()
-    after = document.parse(document.dump(run.resolved()), "config").plain()
-    problems = [
-        f"{run.where(key)}: {key}: is {new!r}, but {path} was started with {old!r}. Change it back, or give the run another name (run.name=...)"
-        for section in FIXED
-        for key, old, new in _differences(section, _get(before, section), _get(after, section))
-    ]
+    problems = _changed(run, {key: _get(before, key) for key in FIXED}, str(path), resume.allow)
     if problems:
         raise InputError(problems)
 
 
-def check_data(run: Run, fingerprint: Mapping[str, Any]) -> None:
+def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
     """Raises InputError when the data's own fingerprint differs from the one that the run directory keeps."""
     path = run.config.run.path / "data.json"
-    if not path.is_file():
+    if resume.never or not path.is_file():
         return
-    before = json.loads(path.read_text())
-    changed = [f"{key} was {before.get(key)!r}, is {fingerprint.get(key)!r}" for key in {*before, *fingerprint} if before.get(key) != fingerprint.get(key)]
-    if changed:
-        raise InputError(
-            [f"{run.where('data')}: data: is not the data that {run.config.run.path} was started with: {'; '.join(sorted(changed))}. Give the run another name (run.name=...)"]
-        )
+    if problems := _changed_data(run, json.loads(path.read_text()), fingerprint, str(run.config.run.path), resume.allow):
+        raise InputError(problems)
 
 
-def config_fingerprint(run: Run) -> int:
-    """A CRC-32 of what must not change in a run."""
-    resolved = run.resolved()
-    return zlib.crc32(json.dumps({key: _get(resolved, key) for key in FIXED}, sort_keys=True, default=str).encode())
+def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], where: str, allow: Sequence[str]) -> None:
+    """Raises InputError when a checkpoint from elsewhere, with these fingerprints, was made with another model or other data."""
+    problems = [*_changed(run, before.get("config", {}), where, allow), *_changed_data(run, before.get("data", {}), data, where, allow)]
+    if problems:
+        raise InputError(problems)
+
+
+def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run, as plain values."""
+    return {"config": _fixed(run), "data": dict(data)}
+
+
+def make_way(folder: Path) -> Path | None:
+    """Moves an earlier run in this folder to a folder beside it, which is returned; None where there is none."""
+    earlier = [path for path in folder.iterdir() if path.name != _KEPT] if folder.is_dir() else []
+    if not earlier:
+        return None
+    beside = (folder.absolute().with_name(f"{folder.absolute().name}.{n}") for n in itertools.count(1))
+    target = next(path for path in beside if not path.exists())
+    target.mkdir()
+    for path in earlier:
+        path.rename(target / path.name)
+    return target
 
 
 def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
@@ -64,6 +103,36 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)
+
+
+def _fixed(run: Run) -> dict[str, Any]:
+    # As a file would give it back.
+    resolved = document.parse(document.dump(run.resolved()), "config").plain()
+    return {key: _get(resolved, key) for key in FIXED}
+
+
+def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    return [
+        f"{run.where(key)}: {key}: is {new!r}, but {where} was started with {old!r}. Change it back, give the run another name (run.name=...), "
+        f"or allow it (--allow-change {key})"
+        for section, value in _fixed(run).items()
+        for key, old, new in _differences(section, before.get(section), value)
+        if not any(_is_below(key, allowed) for allowed in allow)
+    ]
+
+
+def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    changed = [f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if not changed or any(_is_below(key, "data") for key in allow):
+        return []
+    return [
+        f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. "
+        "Give the run another name (run.name=...), or allow it (--allow-change data)"
+    ]
+
+
+def _is_below(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -1,7 +1,8 @@
-"""Watches for updates that were not applied, because a loss or a gradient was not finite."""
+"""Watches for updates that were not applied: a loss or a gradient was not finite, or a loss was a spike."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from train.config import TrainConfig
 from train.records import Records
 
 
-class NonFiniteError(Exception):
+class SkippedError(Exception):
     """The run has to stop; the message says at which step, and on which samples."""
 
 
@@ -30,20 +31,22 @@ class Guard:
         self._in_a_row = 0
 
     def check(self, done: Done | None) -> None:
-        """Looks at a finished step. Raises NonFiniteError, on all processes alike."""
+        """Looks at a finished step. Raises SkippedError, on all processes alike."""
         if done is None:
             return
-        if bool(done.metrics["finite"]):
+        if bool(done.metrics["applied"]):
             self._in_a_row = 0
             return
         self._in_a_row += 1
         first, last = done.samples
         loss, norm = (float(done.metrics[name]) for name in ("loss", "grad_norm"))
-        self._records.event("nonfinite", time.time(), 0.0, step=done.step, samples=[first, last], loss=str(loss), grad_norm=str(norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        kind = "spike" if finite else "nonfinite"
+        self._records.event(kind, time.time(), 0.0, step=done.step, samples=[first, last], loss=str(loss), grad_norm=str(norm))
         what = f"step {done.step}: the loss is {loss} and the norm of the gradient {norm}, on samples {first} to {last}; the update was not applied"
-        if self._config.on_nonfinite == "stop":
-            raise NonFiniteError(f"{what}. train.on_nonfinite: skip goes on after such steps")
+        if self._config.on_nonfinite == "stop" and not finite:
+            raise SkippedError(f"{what}. train.on_nonfinite: skip goes on after such steps")
         if self._in_a_row >= self._config.max_skipped:
-            raise NonFiniteError(f"{what}. It is number {self._in_a_row} in a row (train.max_skipped)")
+            raise SkippedError(f"{what}. It is number {self._in_a_row} in a row (train.max_skipped)")
         if self._enabled:
             print(f"jgt: {what}", file=sys.stderr)

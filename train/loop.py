@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,48 +14,73 @@ from typing import Any
 import jax
 
 from jgt.document import collect
-from train.agree import agree
-from train.checkpoint import Checkpoints, Identity, SaveError
-from train.clock import InFlight, StepClock
-from train.config import Run
+from train.agree import agree, barrier
+from train.checkpoint import FOLDER, Checkpoints, Identity, SaveError
+from train.clock import InFlight, StepClock, Stretches
+from train.config import Fault, Run
 from train.console import Screen
 from train.data.batches import Data, open_data
+from train.faults import Faults
 from train.feed import Feed
 from train.flops import flops_per_token, peak_flops
-from train.folder import check_data, config_fingerprint, write_folder
+from train.folder import Resume, check_data, fingerprints, make_way, write_folder
 from train.guard import Done, Guard
 from train.optimizer import build_schedule
+from train.processes import shared_store
 from train.records import Records
 from train.sample import sample_text
 from train.setup import Setup, prepare
+from train.start import Position, Start
 from train.step import State
+from train.watch import Watch
+
+_LAST_SAVE_SECONDS = 10
 
 
-def train(run: Run) -> None:
-    """Trains until `train.steps`, from the newest checkpoint if there is one. Raises InputError for wrong input."""
-    config = run.config
-    first = jax.process_index() == 0
-    screen = Screen(enabled=first)
-    setup, data = open_run(run)
-    if first:
-        write_folder(run, data.fingerprint)
-    screen.setup(setup)
-    screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
-    records = Records(config.run.path, enabled=first)
-    identity = Identity(mesh=dict(setup.mesh.shape), fingerprints={"config": config_fingerprint(run), "data": dict(data.fingerprint)})
-    checkpoints = Checkpoints(config.run.path / "checkpoints", config.checkpoint, identity)
-    try:
-        Loop(setup, data, screen, records, checkpoints).run()
-    except (Exception, KeyboardInterrupt):
-        print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
-        raise
-    finally:
-        screen.stop_steps()
-        records.close()
+def train(run: Run, resume: Resume | None = None, *, begun: float | None = None) -> None:
+    """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks to stop.
+
+    begun: when this process did, seconds since 1970. Raises InputError for wrong input, SkippedError and SaveError where a run has
+    to end.
+    """
+    resume, entered = resume or Resume(), time.time()
+    folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
+    screen = Screen(enabled=process == 0)
+    with Watch(run.config.watchdog, folder, shared_store()) as watch, contextlib.ExitStack() as closing:
+        setup, data = open_run(run, resume)
+        if process == 0:
+            if resume.never and (moved := make_way(folder)):
+                screen.say(f"The earlier run is now in {moved}")
+            write_folder(run, data.fingerprint)
+        barrier("run directory")
+        records = closing.enter_context(contextlib.closing(Records(folder, process=process)))
+        watch.note = lambda why: records.event("stop", time.time(), 0.0, why=why)
+        begun = begun or entered
+        who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
+        records.event("start", begun, entered - begun, **who, jax=jax.__version__)
+        records.event("open", entered, time.time() - entered)
+        screen.setup(setup)
+        screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
+
+        def note_fault(fault: Fault) -> None:
+            records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
+
+        faults = Faults(run.config.debug.faults, folder, process, note_fault)
+        identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
+        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free)
+        closing.callback(screen.stop_steps)
+        try:
+            Loop(setup, data, screen, records, checkpoints, watch, faults).run(resume)
+        except Exception as error:
+            # The other processes may be gone, and a save that needs them with them.
+            checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
+            records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+            raise
         checkpoints.close()
 
 
-def open_run(run: Run) -> tuple[Setup, Data]:
+def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     """The program and the data. Raises InputError with what is wrong with either."""
     config = run.config
     problems: list[str] = []
@@ -66,7 +94,7 @@ def open_run(run: Run) -> tuple[Setup, Data]:
     problems += [f"{run.where('data')}: {problem}" for problem in in_data]
     if data is not None and jax.process_index() == 0:
         with collect(problems):
-            check_data(run, data.fingerprint)
+            check_data(run, data.fingerprint, resume or Resume())
     agree(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
     return setup, data
@@ -75,74 +103,83 @@ def open_run(run: Run) -> tuple[Setup, Data]:
 class Loop:
     """One run over an open directory; owns the state while it is trained."""
 
-    def __init__(self, setup: Setup, data: Data, screen: Screen, records: Records, checkpoints: Checkpoints):
+    def __init__(
+        self, setup: Setup, data: Data, screen: Screen, records: Records, checkpoints: Checkpoints, watch: Watch, faults: Faults
+    ):
         self._setup, self._data = setup, data
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
+        self._watch, self._faults = watch, faults
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
         self._schedule: Callable[[int], Any] = build_schedule(self._config.optimizer, self._config.train.steps)
         self._eval_step: Any = None
 
-    def run(self) -> None:
+    def run(self, resume: Resume) -> None:
         """Start or resume, train, and show a sample."""
-        state, step, samples = self._start()
-        if step >= self._config.train.steps:
-            self._screen.say(f"Already at step {step} of {self._config.train.steps}; to go on, raise it: train.steps={step * 2}")
+        position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
+        self._records.forget_after(position.step)
+        last = self._config.train.steps
+        if position.step >= last:
+            self._screen.say(f"Already at step {position.step} of {last}; to go on, raise it: train.steps={position.step * 2}")
         else:
-            state = self._steps(state, step, samples)
-        if self._config.sample.tokens:
-            text = sample_text(self._setup, state, self._data)
-            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-            self._records.text("sample.txt", text)
-            self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{shown}")
+            position = self._steps(position)
+            self._screen.say(f"Checkpoint of step {position.step} in {self._checkpoints.folder}")
+        if position.step < last:
+            why = self._watch.asked or "a signal to another process"
+            self._screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command goes on from it")
+        elif self._config.sample.tokens:
+            self._sample(position.state)
+        self._records.event("stop", time.time(), 0.0, step=position.step, why="done" if position.step >= last else self._watch.asked or "peer")
 
-    def _start(self) -> tuple[State, int, int]:
-        """The state to begin with, the steps done and the sequences of training data consumed."""
-        with self._records.phase("verify"):
-            found, reports = self._checkpoints.find()
-        for report in reports:
-            print(f"jgt: {report}", file=sys.stderr)
-        self._records.forget_after(0 if found is None else found.step)
-        if found is None:
-            with self._records.phase("init"):
-                state = jax.block_until_ready(self._setup.init())
-            return state, 0, 0
-        with self._records.phase("restore", step=found.step):
-            state = self._checkpoints.restore(found, self._setup.shapes, self._setup.shardings)
-        self._screen.say(f"Resumed from step {found.step} in {self._config.run.path}")
-        return state, found.step, found.samples
-
-    def _steps(self, state: State, done: int, samples: int) -> State:
-        config = self._config.train
-        with self._records.phase("compile"):
+    def _steps(self, position: Position) -> Position:
+        """Trains from a position to the end or to where a signal stops it, and saves that."""
+        config, state, samples = self._config.train, position.state, position.samples
+        with self._phase("compile"):
             train_step = self._setup.compile_train_step()
-        self._screen.start_steps(done, config.steps)
-        clock = StepClock(done)
-        begun = time.time()
-        in_flight, guard = InFlight(), Guard(config, self._records, enabled=jax.process_index() == 0)
+        self._screen.start_steps(position.step, config.steps)
+        clock, in_flight = StepClock(position.step), InFlight()
+        stretches = Stretches(position.step, functools.partial(self._records.event, "step"))
+        guard = Guard(config, self._records, enabled=jax.process_index() == 0)
+        done = saved = position.step
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
-            state, metrics = train_step(state, batch)
-            guard.check(in_flight.add(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics)))
-            samples += config.batch
+            if not self._watch.may_begin(step):
+                break
+            state, metrics = train_step(state, self._faults.before(step, batch))
+            with stretches.waiting():
+                finished = in_flight.add(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
+            guard.check(finished)
+            done, samples = step, samples + config.batch
             if step % config.log_every == 0 or step == config.steps:
-                self._log(step, jax.device_get(metrics), clock)
+                with stretches.waiting():
+                    metrics = jax.device_get(metrics)
+                self._log(step, metrics, clock)
             if self._due(step, config.eval_every) and self._data.has_eval:
                 jax.block_until_ready(metrics)
-                with clock.paused():
+                with clock.paused(), stretches.interrupted(step):
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
                 for finished in in_flight.rest():
                     guard.check(finished)
-                with clock.paused(), self._records.phase("save", step=step), self._saving(step):
+                with clock.paused(), stretches.interrupted(step), self._phase("save", step=step), self._saving(step):
                     self._checkpoints.save(state, step, samples)
+                    saved = step
             with self._saving(step):
                 self._checkpoints.poll()
-        self._records.event("step", begun, clock.total, steps=config.steps - done)
-        with self._records.phase("save", step=config.steps):
-            self._checkpoints.wait()
+            stretches.step(step)
+        for finished in in_flight.rest():
+            guard.check(finished)
+        stretches.end(done)
         self._screen.stop_steps()
-        self._screen.say(f"Checkpoint of step {config.steps} in {self._config.run.path / 'checkpoints'}")
-        return state
+        with self._phase("save", step=done):
+            if saved < done:
+                self._checkpoints.save(state, done, samples)
+            self._checkpoints.wait()
+        return Position(state=state, step=done, samples=samples)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, **details: Any) -> Iterator[None]:
+        with self._watch.phase(name), self._records.phase(name, **details):
+            yield
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
@@ -178,12 +215,19 @@ class Loop:
         flops = tokens * flops_per_token(self._config.model, self._setup.num_parameters)
         return {"tokens_per_s": tokens, "mfu": flops / (peak * self._setup.mesh.size) if peak else None}
 
+    def _sample(self, state: State) -> None:
+        with self._phase("sample"):
+            text = sample_text(self._setup, state, self._data)
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        self._records.text("sample.txt", text)
+        self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{shown}")
+
     def _evaluate(self, state: State, step: int) -> None:
         """Token-weighted mean over the held-out split, nats per token."""
         if self._eval_step is None:
-            with self._records.phase("compile", what="evaluation"):
+            with self._phase("compile", what="evaluation"):
                 self._eval_step = self._setup.compile_eval_step()
-        with self._records.phase("eval", step=step):
+        with self._phase("eval", step=step):
             sums, in_flight = [], InFlight()
             for batch in self._feed.evaluation(self._config.train.eval_batches):
                 sums.append(self._eval_step(state.params, batch))

@@ -15,11 +15,11 @@ import jgt
 from jgt.document import InputError, nearest
 from jgt.placement import Placement
 from jgt.rules import Matcher, Rules, expand
-from train.config import Run, batch_problems
+from train.config import Run, SpikesConfig, batch_problems
 from train.loss import Batch, Loss, make_loss
 from train.models.build import Model, build
 from train.optimizer import build_optimizer
-from train.step import State, make_eval_step, make_train_step
+from train.step import State, make_eval_step, make_train_step, no_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class Setup:
     def shardings(self) -> State:
         """Where each part of the state goes."""
         place = self.placement
-        return State(place.replicated(), place.params, place.optimizer(self.shapes.opt_state))
+        whole = place.replicated()
+        return State(whole, place.params, place.optimizer(self.shapes.opt_state), jax.tree.map(lambda _: whole, self.shapes.losses))
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -53,7 +54,7 @@ class Setup:
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
-        make = jax.jit(_init(self.model, self.optimizer), out_shardings=self.shardings)
+        make = jax.jit(_init(self.model, self.optimizer, self.run.config.train.skip_spikes), out_shardings=self.shardings)
         return make(jax.random.key(self.run.config.run.seed))
 
     def train_step(self) -> Any:
@@ -62,13 +63,16 @@ class Setup:
         def pin(gradients: Any) -> Any:
             return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
 
-        step = make_train_step(self.loss, self.optimizer, accumulate=self.run.config.train.accumulate, pin_gradients=pin)
+        config = self.run.config.train
+        step = make_train_step(
+            self.loss, self.optimizer, accumulate=config.accumulate, pin_gradients=pin, spikes=config.skip_spikes
+        )
         shardings = self.shardings
         whole = self.placement.replicated()
         return jax.jit(
             step,
             in_shardings=(shardings, self.batch_shardings),
-            out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "finite": whole}),
+            out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "applied": whole}),
             donate_argnums=0,
         )
 
@@ -96,7 +100,7 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
     model = build(config.model, config.train.remat)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
-    shapes = jax.eval_shape(_init(model, optimizer), jax.random.key(config.run.seed))
+    shapes = jax.eval_shape(_init(model, optimizer, config.train.skip_spikes), jax.random.key(config.run.seed))
     plain = make_loss(model.apply)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
     placement = jgt.place(plain, rules, mesh, shapes.params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
@@ -128,10 +132,10 @@ def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
 
 
-def _init(model: Model, optimizer: optax.GradientTransformation) -> Any:
+def _init(model: Model, optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Any:
     def init(key: jax.Array) -> State:
         params = model.init(key)
-        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), no_losses(spikes))
 
     return init
 

@@ -10,28 +10,38 @@ import jax.numpy as jnp
 import optax
 
 from jgt import signal
+from train.config import SpikesConfig
 from train.loss import Batch, Loss
 
 
 class State(NamedTuple):
-    """What a checkpoint holds: updates done, parameters, optimizer state; also their shapes or shardings."""
+    """What a checkpoint holds: updates done, parameters, optimizer state; also their shapes or shardings.
+
+    losses: f32[window], those of the last steps, where spikes are skipped; NaN where there is none yet.
+    """
 
     step: Any
     params: Any
     opt_state: Any
+    losses: Any = ()
 
 
 StepFn = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
 
 def make_train_step(
-    loss: Loss, optimizer: optax.GradientTransformation, *, accumulate: int, pin_gradients: Callable[[Any], Any]
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int,
+    pin_gradients: Callable[[Any], Any],
+    spikes: SpikesConfig | None = None,
 ) -> StepFn:
-    """step(state, batch [b, s]) → new state and {loss, grad_norm, finite}.
+    """step(state, batch [b, s]) → new state and {loss, grad_norm, applied}.
 
     The loss is the mean over the batch's weights. With accumulate n the batch runs in n parts, one after another; loss and
-    gradient are those of the whole batch. An update whose loss or gradient is not finite leaves parameters and optimizer state as
-    they were.
+    gradient are those of the whole batch. An update whose loss or gradient is not finite, or whose loss is a spike, is not applied:
+    it leaves parameters and optimizer state as they were.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -42,11 +52,29 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
+            applied, losses = finite, state.losses
+            if spikes is not None:
+                applied &= ~_is_spike(value, losses, spikes.deviations)
+                losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
             new, old = (params, opt_state), (state.params, state.opt_state)
-            params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        return State(state.step + 1, params, opt_state), {"loss": value, "grad_norm": norm, "finite": finite}
+            params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
+        return State(state.step + 1, params, opt_state, losses), {"loss": value, "grad_norm": norm, "applied": applied}
 
     return train_step
+
+
+def no_losses(spikes: SpikesConfig | None) -> Any:
+    """The losses of a state that has trained no step."""
+    return () if spikes is None else jnp.full(spikes.window, jnp.nan, jnp.float32)
+
+
+def _is_spike(loss: jax.Array, before: jax.Array, deviations: float) -> jax.Array:
+    """Whether a loss lies so many standard deviations above the mean of those before, of which at least half a window is known.
+
+    As OLMo-core's SkipStepOptimizer does (olmo_core/optim/skip_step_optimizer.py).
+    """
+    known = jnp.sum(~jnp.isnan(before)) >= max(2, before.size // 2)
+    return known & (loss > jnp.nanmean(before) + deviations * jnp.nanstd(before, ddof=1))
 
 
 def make_eval_step(loss: Loss) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
-from train.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint import Checkpoints, Identity, SaveError, find_in, restore, restore_params
 from train.config import CheckpointConfig
 from train.step import State
 
@@ -36,8 +36,8 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints):
     checkpoints.save(saved, 3, samples=48)
     checkpoints.wait()
     found, reports = checkpoints.find()
-    assert (found.step, found.samples, reports) == (3, 48, [])
-    restored = checkpoints.restore(found, *shapes_of(other))
+    assert (found.manifest.step, found.manifest.samples, reports) == (3, 48, [])
+    restored = restore(found, *shapes_of(other))
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
     assert restored.params["kernel"].sharding == other.params["kernel"].sharding
 
@@ -47,7 +47,7 @@ def test_the_newest_is_the_last_finished_and_old_ones_go(checkpoints, tmp_path):
     for step in (1, 2, 10):
         checkpoints.save(state_on(PartitionSpec()), step, samples=step)
     checkpoints.wait()
-    assert checkpoints.find()[0].step == 10
+    assert checkpoints.find()[0].manifest.step == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
 
 
@@ -55,7 +55,7 @@ def test_the_manifest_says_what_there_is(tmp_path):
     opened = Checkpoints(tmp_path, CheckpointConfig(sha256=True), Identity(mesh={"data": 8}, fingerprints={"config": 7}))
     opened.save(state_on(PartitionSpec()), 1, samples=5)
     opened.close()
-    found, _ = opened.find()
+    found = opened.find()[0].manifest
     assert (found.mesh, found.fingerprints) == ({"data": 8}, {"config": 7})
     assert {(a.path, a.shape, a.dtype) for a in found.arrays} == {
         ("step", (), "int32"),
@@ -103,11 +103,11 @@ def test_a_damaged_step_is_never_used(spoil, checkpoints, tmp_path):
         shutil.copytree(tmp_path / "whole", tmp_path / "2")
         spoil(tmp_path / "2" / file)
         found, reports = checkpoints.find()
-        assert found.step == 1, file
+        assert found.manifest.step == 1, file
         (report,) = reports
         assert "the checkpoint of step 2 is damaged" in report
         shutil.rmtree(tmp_path / report.rpartition("/")[2])
-    restored = checkpoints.restore(found, *shapes_of(states[1]))
+    restored = restore(found, *shapes_of(states[1]))
     jax.tree.map(np.testing.assert_array_equal, restored, states[1])
 
 
@@ -120,7 +120,7 @@ def test_what_was_never_finished_is_no_checkpoint(checkpoints, tmp_path):
     (tmp_path / "trash").mkdir()
     again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
     found, (report,) = again.find()
-    assert found.step == 1 and "it was never finished" in report
+    assert found.manifest.step == 1 and "it was never finished" in report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "5.broken", "7"]
     again.close()
 
@@ -130,17 +130,66 @@ def test_another_tree_is_refused_array_by_array(checkpoints):
     checkpoints.wait()
     found, _ = checkpoints.find()
     shapes, shardings = shapes_of(state_on(PartitionSpec()))
-    other = State(shapes.step, {"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16"), "bias": shapes.step}, {"mu": shapes.opt_state["mu"]})
+    other = State(shapes.step, {"kernel": jax.ShapeDtypeStruct((8, 15), "bfloat16"), "bias": shapes.step}, {"mu": shapes.opt_state["mu"]})
     with pytest.raises(InputError) as caught:
-        checkpoints.restore(found, other, shardings)
+        restore(found, other, shardings)
     assert [problem.split(": ")[1:3] for problem in caught.value.problems] == [
         ["opt_state/count", "is not part of this model. Give the run another name (run.name=...), or the model it was started with"],
         ["params/bias", "is missing in the checkpoint. Give the run another name (run.name=...), or the model it was started with"],
         [
             "params/kernel",
-            "is float32[8, 16] in the checkpoint, but bfloat16[8, 16] in this run. Give the run another name (run.name=...), or the model it was started with",
+            "is float32[8, 16] in the checkpoint, but bfloat16[8, 15] in this run. Give the run another name (run.name=...), or the model it was started with",
         ],
     ]
+
+
+def test_another_type_is_converted_on_request_alone(checkpoints):
+    saved = state_on(PartitionSpec())
+    checkpoints.save(saved, 1, samples=1)
+    checkpoints.wait()
+    found, _ = checkpoints.find()
+    shapes, shardings = shapes_of(saved)
+    narrow = shapes._replace(params={"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16")})
+    with pytest.raises(InputError, match=r"params/kernel: is float32\[8, 16\] in the checkpoint, but bfloat16\[8, 16\] in this run. checkpoint.cast=true converts it"):
+        restore(found, narrow, shardings)
+    np.testing.assert_array_equal(restore(found, narrow, shardings, cast=True).params["kernel"], saved.params["kernel"].astype("bfloat16"))
+    count = shapes._replace(opt_state=shapes.opt_state | {"count": jax.ShapeDtypeStruct((), "float32")})
+    with pytest.raises(InputError, match="opt_state/count: is int32"):
+        restore(found, count, shardings, cast=True)
+
+
+def test_parameters_come_alone(checkpoints, tmp_path):
+    saved = state_on(PartitionSpec())
+    checkpoints.save(saved, 1, samples=1)
+    checkpoints.wait()
+    found, _ = find_in(tmp_path)
+    shapes, shardings = shapes_of(saved)
+    restored = restore_params(found, shapes.params, shardings.params)
+    jax.tree.map(np.testing.assert_array_equal, restored, saved.params)
+
+
+def test_names_that_would_be_one_are_not_saved(checkpoints):
+    x = jnp.zeros(2)
+    with pytest.raises(ValueError, match=r"cannot tell these names apart: params/a/b, params/a.b"):
+        checkpoints.save(State(x, {"a.b": x, "a": {"b": x}}, {"mu": x}), 1, samples=1)
+
+
+def test_a_foreign_checkpoint_is_read_and_not_touched(checkpoints, tmp_path):
+    for step in (1, 2):
+        checkpoints.save(state_on(PartitionSpec()), step, samples=step)
+    checkpoints.wait()
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(tmp_path / "1", run / "checkpoints" / "1")
+    shutil.copytree(tmp_path / "2", run / "checkpoints" / "2")
+    (run / "checkpoints" / "2" / "manifest.json").unlink()
+    for path in (run, run / "checkpoints"):
+        found, (report,) = find_in(path)
+        assert found.folder == run / "checkpoints" / "1"
+        assert report == f"the checkpoint {run}/checkpoints/2 is damaged (it has no manifest.json: it was never finished); it is not used"
+    assert find_in(run / "checkpoints" / "1")[0].folder == run / "checkpoints" / "1"
+    assert find_in(tmp_path / "nowhere") == (None, [])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2"]
 
 
 def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_path, monkeypatch):
@@ -154,4 +203,4 @@ def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
     checkpoints.wait()
-    assert checkpoints.find()[0].step == 2
+    assert checkpoints.find()[0].manifest.step == 2

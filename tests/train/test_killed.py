@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, restore
 from train.config import load
 from train.setup import prepare
 
@@ -49,8 +49,8 @@ def outcome(tiny_file, folder, read_rows):
     setup = prepare(run)
     checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint)
     found, reports = checkpoints.find()
-    assert reports == [] and found.step == STEPS
-    state = jax.device_get(checkpoints.restore(found, setup.shapes, setup.shardings))
+    assert reports == [] and found.manifest.step == STEPS
+    state = jax.device_get(restore(found, setup.shapes, setup.shardings))
     checkpoints.close()
     return jax.tree.leaves(state), {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints, SaveError
+from train.checkpoint import Checkpoints, SaveError, restore
 from train.config import load
 from train.console import Screen
 from train.loop import train
@@ -62,7 +62,7 @@ def last_params():
     def _last_params(run):
         setup = prepare(run)
         checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-        state = checkpoints.restore(checkpoints.find()[0], setup.shapes, setup.shardings)
+        state = restore(checkpoints.find()[0], setup.shapes, setup.shardings)
         checkpoints.close()
         return jax.device_get(state.params)
 
@@ -136,10 +136,13 @@ def test_an_evaluation_is_the_mean_over_all_held_out_tokens(straight, tiny, tmp_
 
 def test_phases(straight, read_rows):
     events = read_rows(straight / "events.jsonl")
-    assert {event["phase"] for event in events} == {"verify", "init", "compile", "step", "eval", "save"}
+    assert {event["phase"] for event in events} == {"start", "open", "verify", "init", "compile", "step", "eval", "save", "stop"}
     assert all(event["seconds"] >= 0 and event["time"] > 1e9 for event in events)
     assert [event["step"] for event in events if event["phase"] == "eval"] == [3, 6]
-    assert [event["steps"] for event in events if event["phase"] == "step"] == [6]
+    stretches = [event for event in events if event["phase"] == "step"]
+    assert [step for event in stretches for step in range(event["first"], event["last"] + 1)] == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= event["busy"] <= event["seconds"] and event["steps"] == event["last"] + 1 - event["first"] for event in stretches)
+    assert events[-1] == {"phase": "stop", "time": events[-1]["time"], "seconds": 0.0, "step": 6, "why": "done"}
 
 
 def test_only_the_last_checkpoints_are_kept(straight):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from train.feed import Feed
-from train.guard import NonFiniteError
+from train.guard import SkippedError
 from train.loop import train
 from train.step import State, make_train_step
 
@@ -20,9 +20,9 @@ def test_an_update_that_is_not_finite_changes_nothing(value):
     state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     batch = {"weights": jnp.ones(2), "x": jnp.array([1.0, 2.0, 3.0])}
     moved, metrics = step(state, batch)
-    assert metrics["finite"] and not np.array_equal(moved.params["w"], params["w"])
+    assert metrics["applied"] and not np.array_equal(moved.params["w"], params["w"])
     same, metrics = step(moved, batch | {"x": batch["x"].at[1].set(value)})
-    assert not metrics["finite"] and same.step == 2
+    assert not metrics["applied"] and same.step == 2
     jax.tree.map(np.testing.assert_array_equal, (same.params, same.opt_state), (moved.params, moved.opt_state))
 
 
@@ -48,7 +48,7 @@ def events(run, read_rows):
 def test_a_run_stops_and_says_where(tiny, spoil, read_rows, capsys):
     spoil(3)
     run = tiny("train.steps=6", "checkpoint.every=2")
-    with pytest.raises(NonFiniteError, match=r"step 3: the loss is nan and the norm of the gradient nan, on samples 32 to 47; the update was not applied"):
+    with pytest.raises(SkippedError, match=r"step 3: the loss is nan and the norm of the gradient nan, on samples 32 to 47; the update was not applied"):
         train(run)
     assert [(e["step"], e["samples"]) for e in events(run, read_rows)] == [(3, [32, 47])]
     assert "the newest checkpoint is that of step 2" in capsys.readouterr().err
@@ -68,6 +68,6 @@ def test_a_run_may_skip_them(tiny, spoil, read_rows, capsys):
 def test_too_many_in_a_row_stop_a_run(tiny, spoil, read_rows):
     spoil(1, 3, 4)
     run = tiny("train.steps=6", "train.on_nonfinite=skip", "train.max_skipped=2")
-    with pytest.raises(NonFiniteError, match=r"step 4: .* It is number 2 in a row \(train.max_skipped\)"):
+    with pytest.raises(SkippedError, match=r"step 4: .* It is number 2 in a row \(train.max_skipped\)"):
         train(run)
     assert [e["step"] for e in events(run, read_rows)] == [1, 3, 4]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, restore
 from train.cluster import Cluster, find_cluster, flag_problems
 from train.config import load
 from train.feed import local_rows
@@ -127,10 +127,10 @@ def restored(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
     found, _ = checkpoints.find()
-    state = checkpoints.restore(found, setup.shapes, setup.shardings)
+    state = restore(found, setup.shapes, setup.shardings)
     checkpoints.close()
-    assert found.step == STEPS
-    return jax.device_get(state.params), found.samples
+    assert found.manifest.step == STEPS
+    return jax.device_get(state.params), found.manifest.samples
 
 
 # -- rows --------------------------------------------------------------------------------------------------------

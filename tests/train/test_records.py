@@ -9,7 +9,7 @@ from train.records import Records
 
 
 def test_metrics_and_events(tmp_path, read_rows):
-    records = Records(tmp_path, enabled=True)
+    records = Records(tmp_path)
     records.metrics(1, {"loss": 2.5, "mfu": None})
     with records.phase("save", step=1):
         pass
@@ -24,7 +24,7 @@ def test_metrics_and_events(tmp_path, read_rows):
 def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows):
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)] + ['{"step": 5, "lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    records = Records(tmp_path, enabled=True)
+    records = Records(tmp_path)
     records.forget_after(2)
     records.metrics(3, {"loss": 0.5})
     records.close()
@@ -32,30 +32,38 @@ def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows)
 
 
 def test_what_is_not_finite_is_null(tmp_path, read_rows):
-    with contextlib.closing(Records(tmp_path, enabled=True)) as records:
+    with contextlib.closing(Records(tmp_path)) as records:
         records.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
 
 
 def test_nothing_to_forget(tmp_path):
-    with contextlib.closing(Records(tmp_path, enabled=True)) as records:
+    with contextlib.closing(Records(tmp_path)) as records:
         records.forget_after(2)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_other_processes_write_nothing(tmp_path):
-    records = Records(tmp_path / "run", enabled=False)
+def test_other_processes_write_their_events_alone(tmp_path, read_rows):
+    records = Records(tmp_path, process=3)
     records.metrics(1, {"loss": 2.5})
+    records.text("sample.txt", "a")
     with records.phase("init"):
         pass
     records.forget_after(0)
     records.close()
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["events-3.jsonl"]
+    assert [row["phase"] for row in read_rows(tmp_path / "events-3.jsonl")] == ["init"]
+
+
+def test_an_event_after_a_line_cut_short_has_a_line_of_its_own(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"phase": "ini')
+    Records(tmp_path).event("start", 1.0, 0.5)
+    assert (tmp_path / "events.jsonl").read_text() == '{"phase": "ini\n{"phase": "start", "time": 1.0, "seconds": 0.5}\n'
 
 
 def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboardX")
-    records = Records(tmp_path, enabled=True)
+    records = Records(tmp_path)
     records.metrics(1, {"loss": 2.5, "mfu": None})
     records.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
@@ -65,5 +73,5 @@ def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):
     monkeypatch.setattr("train.tensorboard.SummaryWriter", None)
-    Records(tmp_path, enabled=True).metrics(1, {"loss": 2.5})
+    Records(tmp_path).metrics(1, {"loss": 2.5})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
