@@ -13,12 +13,13 @@ from jgt.document import InputError
 from train.cluster import find_cluster, flag_problems
 from train.config import Run, load
 from train.exits import Exit
+from train.flags import whole_number
 from train.folder import Resume, check_folder, read_resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns a `train.exits.Exit`; some failures end the process with one."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         run = _load(arguments)
         if arguments.print_config:
@@ -32,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line of a run."""
     parser = argparse.ArgumentParser(prog="train", description="Trains the model of a YAML file; run again, it resumes.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as train.steps=300")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first step, with a table of bytes per device")
+    parser.add_argument("--replay", type=whole_number, metavar="STEP", help="recompute a logged step twice, and say where a fault in it comes from")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="never: from step 0; PATH: another run, or one of its checkpoints")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="a key of model or data that may differ from the run's before")
@@ -68,6 +71,11 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
         from train.dry_run import dry_run
 
         dry_run(run)
+        return Exit.DONE
+    if arguments.replay is not None:
+        from train.replay import replay
+
+        replay(run, arguments.replay)
         return Exit.DONE
 
     from train.checkpoint import SaveError

@@ -26,10 +26,8 @@ from train.agree import barrier
 from train.config import CheckpointConfig
 from train.manifest import ArrayEntry, BrokenError, Manifest, file_entries
 from train.step import State
-from train.steps import Steps
+from train.steps import FOLDER, Steps
 
-FOLDER = "checkpoints"
-"""Where they are in a run directory."""
 _ARRAYS = "state"
 _ROOM = 1.1
 """How much more than its arrays a save may need."""
@@ -60,17 +58,17 @@ class Found:
     manifest: Manifest
 
 
-def find_in(path: Path) -> tuple[Found | None, list[str]]:
+def find_in(path: Path, *, before: int | None = None) -> tuple[Found | None, list[str]]:
     """The newest whole step of another run, and what is wrong with newer ones; nothing there is changed.
 
-    path: a run directory, its `checkpoints` folder, or one step of it.
+    path: a run directory, its `checkpoints` folder, or one step of it; before: only steps below this one count.
     """
     path = path.absolute()
     if path.name.isdecimal() and (path / manifest.NAME).exists():
         steps, listed = Steps(path.parent), [int(path.name)]
     else:
         steps = Steps(path / FOLDER if (path / FOLDER).is_dir() else path)
-        listed = steps.listed()
+        listed = [step for step in steps.listed() if before is None or step < before]
     reports: list[str] = []
     while step := _of_first(listed.pop() if listed else 0):
         found, problem = _read(steps, step)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from train.config import Fault
-from train.steps import Steps
+from train.steps import FOLDER, Steps
 
-_FOLDER = "faults"
+_MARKS = "faults"
 
 
 class InjectedError(Exception):
@@ -59,13 +59,13 @@ class Faults:
             case "raise":
                 raise InjectedError(f"debug.faults: raise at step {fault.at_step}")
             case "corrupt":
-                _flip_a_bit(Steps(self._folder / "checkpoints"))
+                _flip_a_bit(Steps(self._folder / FOLDER))
             case _:
                 return _poisoned(batch)
         return batch
 
     def _first_time(self, number: int, fault: Fault) -> bool:
-        marks = self._folder / _FOLDER
+        marks = self._folder / _MARKS
         marks.mkdir(exist_ok=True)
         try:
             (marks / str(number)).touch(exist_ok=False)

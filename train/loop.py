@@ -15,7 +15,7 @@ import jax
 
 from jgt.document import collect
 from train.agree import agree, barrier
-from train.checkpoint import FOLDER, Checkpoints, Identity, SaveError
+from train.checkpoint import Checkpoints, Identity, SaveError
 from train.clock import InFlight, StepClock, Stretches
 from train.config import Fault, Run
 from train.console import Screen
@@ -32,6 +32,7 @@ from train.sample import sample_text
 from train.setup import Setup, prepare
 from train.start import Position, Start
 from train.step import State
+from train.steps import FOLDER
 from train.watch import Watch
 
 _LAST_SAVE_SECONDS = 10

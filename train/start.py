@@ -43,13 +43,13 @@ class Start:
             found, reports = checkpoints.find()
         _report(reports)
         if found is not None:
-            position = self._restored(found)
+            position = self._at(found)
             self._say(f"Resumed from step {position.step} in {self._setup.run.config.run.path}")
             return position
         if resume.path is not None:
             found = self._foreign("--resume", resume.path)
             check_origin(self._setup.run, found.manifest.fingerprints, self._data, str(found.folder), resume.allow)
-            position = self._restored(found)
+            position = self._at(found)
             self._say(f"Goes on from {found.folder}, at step {position.step}")
             return position
         with self._phase("init"):
@@ -62,16 +62,9 @@ class Start:
         self._say(f"Starts with the parameters of {found.folder}")
         return Position(state=state._replace(params=params))
 
-    def _restored(self, found: Found) -> Position:
-        shapes, shardings = self._setup.shapes, self._setup.shardings
-        fits = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in found.manifest.arrays)
+    def _at(self, found: Found) -> Position:
         with self._phase("restore", step=found.manifest.step):
-            if fits:
-                state = restore(found, shapes, shardings, cast=self._config.cast)
-            else:
-                state = restore(found, shapes._replace(losses=()), shardings._replace(losses=()), cast=self._config.cast)
-                losses = no_losses(self._setup.run.config.train.skip_spikes)
-                state = state._replace(losses=jax.tree.map(jax.device_put, losses, shardings.losses))
+            state = restored(self._setup, found)
         return Position(state=state, step=found.manifest.step, samples=found.manifest.samples)
 
     def _foreign(self, where: str, path: Path) -> Found:
@@ -81,6 +74,16 @@ class Start:
         if found is None:
             raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])
         return found
+
+
+def restored(setup: Setup, found: Found) -> State:
+    """The state of a checkpoint, laid out for this run. Raises InputError where it does not fit."""
+    shapes, shardings, config = setup.shapes, setup.shardings, setup.run.config
+    has_losses = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in found.manifest.arrays)
+    if has_losses:
+        return restore(found, shapes, shardings, cast=config.checkpoint.cast)
+    state = restore(found, shapes._replace(losses=()), shardings._replace(losses=()), cast=config.checkpoint.cast)
+    return state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
 
 
 def _report(reports: list[str]) -> None:

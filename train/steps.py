@@ -14,6 +14,8 @@ from pathlib import Path
 from train import manifest
 from train.manifest import BrokenError, Manifest
 
+FOLDER = "checkpoints"
+"""Where the steps are in a run directory."""
 _SAVING = ".saving"
 _TRASH = "trash"
 
