@@ -27,6 +27,9 @@ from train.__main__ import _parser as train_parser
 from train.config import Config
 from train.data.config import MixturePart
 from train.plan.__main__ import _parser as plan_parser
+from train.report.accounts import CAUSES, account
+from train.report.events import Event
+from train.report.starts import find_starts
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -35,7 +38,7 @@ README, RULES, TRAINING, PYTHON, SCHEDULES = (
 )
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
-PIPELINE, PLAN = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md"
+PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -192,6 +195,22 @@ def test_every_key_of_a_plans_json_stands_there():
     text = section(PLAN, "## JSON")
     assert all(f"`{key}`" in text for key in [*keys, *keys["memory"]])
     assert all(f"`{field.name}`" in text for field in dataclasses.fields(Collective))
+
+
+# -- reports -----------------------------------------------------------------------------------------------------
+
+
+def test_every_cause_and_every_key_of_a_report_stands_there():
+    text = section(RELIABILITY, "## Accounting")
+    causes = {row[1].strip("`"): row[0] for row in rows(text) if len(row) == 3}
+    assert causes == {"key": "row", **CAUSES}
+    details = {"steps": 2, "busy": 1.0, "step": 0}
+    events = [Event(phase=phase, time=0.0, seconds=1.0, details=details) for phase in ("start", "step")]
+    found = account("run", events, {1: find_starts(events)}).to_json()
+    documented = {key.strip("` ") for row in rows(text) if len(row) == 2 for key in row[0].split(",")}
+    assert documented == {"key", *found}
+    inside = [*found["causes"]["steps"], *found["starts"][0], *found["skipped"], *found["throughput"], *found["stragglers"]]
+    assert all(f"`{key}`" in text for key in [*inside, *found["stragglers"]["processes"][0]])
 
 
 # -- keys --------------------------------------------------------------------------------------------------------
