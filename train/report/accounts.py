@@ -21,11 +21,13 @@ CAUSES: Mapping[str, str] = {
     "redone": "steps lost to a restart",
     "down": "between two starts",
     "startup": "process and links",
+    "open": "opening model and data",
     "compile": "compiling",
     "init": "initialization",
     "restore": "finding and restoring a checkpoint",
     "save": "saving, while training waits",
     "eval": "evaluating",
+    "sample": "writing a sample",
     "other": "anything else inside a start",
 }
 """What wall time goes to: each second to one of them."""
@@ -36,7 +38,7 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float that counts them from 1970 has no more."""
 
-_CAUSE_OF = {"start": "startup", "verify": "restore", **{name: name for name in ("compile", "init", "restore", "save", "eval")}}
+_CAUSE_OF = {"start": "startup", "verify": "restore", **{name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample")}}
 
 
 @dataclass(frozen=True, kw_only=True)
