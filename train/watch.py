@@ -126,6 +126,7 @@ class Watch:
         """The training thread fails. An error of the runtime may be another process's death, of which word may be under way."""
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._progress("failing", float("inf"))
+            _say(f"{_first_line(error)}; another process may be gone: waits {self._config.peer_seconds + 5:.0f} s for word of it")
             self._closed.wait(self._config.peer_seconds + 5)
         peers.tell(f"failed: {type(error).__name__}: {_first_line(error)}")
 

@@ -1,8 +1,10 @@
 """Real processes killed at random moments: every restart goes on, and ends bit for bit where the unbroken run ends."""
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,78 +14,124 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints, restore
+from jgt import document
+from train.checkpoint import find_in, restore
 from train.config import load
 from train.setup import prepare
+from train.steps import FOLDER, Steps
 
-ROOT = Path(__file__).parents[2]
 STEPS = 12
-OVERRIDES = [f"train.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=2", "train.log_every=1"]
-SCRIPT = """
-import sys, jax
-jax.config.update("jax_disable_most_optimizations", True)
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-from train.__main__ import main
-sys.exit(main(sys.argv[2:]))
-"""
+SECONDS = 120
+OVERRIDES = [f"train.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=2", "train.log_every=1", "watchdog={peer_seconds: 2, step_seconds: 20}"]
+RULES = {
+    "axes": {"batch": ["data", "fsdp"]},
+    "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
+    "default": "replicate",
+}
+MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory, pytestconfig):
+    """Starts runs in processes of their own, by fork: nursery(arguments, log) → pid, and nursery.wait(pid) → exit code."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pytestconfig.rootpath)}
+    command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(tmp_path_factory.mktemp("compiled"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=pytestconfig.rootpath) as process:
+
+        def ask(**question):
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        def start(arguments, log):
+            return ask(arguments=arguments, log=str(log))
+
+        start.wait = lambda pid: ask(wait=pid)
+        yield start
+        process.kill()
 
 
 @pytest.fixture
-def start(tiny_file, tmp_path_factory):
-    """Starts a run in a process of its own, which writes beside its folder."""
-    cache = tmp_path_factory.mktemp("compiled")
+def start(nursery, tiny_file, tmp_path):
+    """Starts the processes of a run, which write beside its folder; the numbers of the processes."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(document.dump(RULES))
 
-    def _start(folder):
-        arguments = [sys.executable, "-c", SCRIPT, str(cache), "--config", str(tiny_file), f"run.dir={folder}", *OVERRIDES]
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-        with folder.with_suffix(".log").open("w") as log:
-            return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def _start(folder, count):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        arguments = ["--config", str(tiny_file), f"run.dir={folder}", f"rules={rules}", MESHES[count], "devices.virtual_cpu=2", *OVERRIDES]
+        flags = [["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(i)] if count > 1 else [] for i in range(count)]
+        return [nursery([*arguments, *flags[i]], folder.with_suffix(f".{i}.log")) for i in range(count)]
 
     return _start
 
 
+def is_there(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def ended(nursery, pids):
+    """The exit codes of a run's processes, which end by themselves."""
+    deadline = time.monotonic() + SECONDS
+    while any(is_there(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in pids:
+        if is_there(pid):
+            os.kill(pid, signal.SIGKILL)
+    return [nursery.wait(pid) for pid in pids]
+
+
+def kill_at_random(pids, longest, chance):
+    """Kills one of a run's processes, or all, after a random time; whether they were still there."""
+    time.sleep(chance.uniform(0.1, longest))
+    victims = chance.choice([pids, *([pid] for pid in pids)])
+    there = [is_there(pid) for pid in victims]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    return any(there)
+
+
 def outcome(tiny_file, folder, read_rows):
     """Parameters and optimizer state at the end, and every step's loss."""
-    run = load(tiny_file, [f"run.dir={folder}", *OVERRIDES])
-    setup = prepare(run)
-    checkpoints = Checkpoints(folder / "checkpoints", run.config.checkpoint)
-    found, reports = checkpoints.find()
+    setup = prepare(load(tiny_file, [f"run.dir={folder}", *OVERRIDES]))
+    found, reports = find_in(folder)
     assert reports == [] and found.manifest.step == STEPS
     state = jax.device_get(restore(found, setup.shapes, setup.shardings))
-    checkpoints.close()
     return jax.tree.leaves(state), {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
 
 
-def kill_at_random(process, longest, chance):
-    """Kills a run after a random time; whether it was still there."""
-    time.sleep(chance.uniform(0.2, longest))
-    if process.poll() is not None:
-        return False
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return True
+def check_listed(folder):
+    """What is listed is whole."""
+    steps = Steps(folder / FOLDER)
+    for step in steps.listed():
+        assert steps.read(step).step == step
 
 
-@pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_killed_run_ends_where_the_unbroken_one_ends(num_kills, start, tiny_file, tmp_path, read_rows):
-    whole = start(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("count", "num_kills"),
+    [(1, 17), (2, 3), *(pytest.param(count, 100, marks=pytest.mark.slow, id=f"{count}-100") for count in (1, 2))],
+)
+def test_a_killed_run_ends_where_the_unbroken_one_ends(count, num_kills, nursery, start, tiny_file, tmp_path, read_rows):
+    assert ended(nursery, start(tmp_path / "first", count)) == [0] * count  # compiles
     begun = time.perf_counter()
-    assert whole.wait(timeout=300) == 0
+    assert ended(nursery, start(tmp_path / "whole", count)) == [0] * count
     longest, kills, runs = time.perf_counter() - begun, 0, 0
     chance = random.Random(num_kills)
     straight = outcome(tiny_file, tmp_path / "whole", read_rows)
     while kills < num_kills:
         runs += 1
-        folder, done = tmp_path / f"broken{runs}", False
-        while not done and kills < num_kills:
-            process = start(folder)
-            killed = kill_at_random(process, longest, chance)
+        folder, killed = tmp_path / f"broken{runs}", True
+        while killed and kills < num_kills:
+            pids = start(folder, count)
+            killed = kill_at_random(pids, longest, chance)
             kills += killed
-            done = not killed
-            assert killed or process.wait() == 0, folder.with_suffix(".log").read_text()
-        code, output = start(folder).wait(timeout=300), folder.with_suffix(".log").read_text()
-        assert code == 0, output
+            codes = ended(nursery, pids)
+            assert killed or codes == [0] * count, folder.with_suffix(".0.log").read_text()
+            check_listed(folder)
+        codes, output = ended(nursery, start(folder, count)), folder.with_suffix(".0.log").read_text()
+        assert codes == [0] * count, output
         assert "damaged" not in output
         states, losses = outcome(tiny_file, folder, read_rows)
         assert losses == straight[1]

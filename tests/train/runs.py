@@ -1,0 +1,79 @@
+"""Runs in processes of their own: started, watched from outside, and killed when a test is over."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 100
+ENVIRONMENT = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+class Processes:
+    """Python processes with their output in files; a context that leaves none behind."""
+
+    def __init__(self, folder, commands, root):
+        self.logs = [folder / f"{i}.log" for i in range(len(commands))]
+        self._all = []
+        for command, log in zip(commands, self.logs, strict=True):
+            with log.open("w") as file:
+                started = subprocess.Popen(
+                    [sys.executable, *command], cwd=root, env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            self._all.append(started)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self._all:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def send(self, process, number):
+        """Sends a signal to one of them."""
+        self._all[process].send_signal(number)
+
+    def wait(self, process, seconds=SECONDS):
+        """The exit code of one of them."""
+        return self._all[process].wait(timeout=seconds)
+
+    def wait_all(self, seconds=SECONDS):
+        """The exit codes of all."""
+        return [process.wait(timeout=seconds) for process in self._all]
+
+    def output(self, process):
+        """What one of them printed."""
+        return self.logs[process].read_text()
+
+
+def wait_for_step(run, step):
+    """Waits until a step of a run is logged."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if any(row["step"] >= step for row in rows(run / "metrics.jsonl")):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{run} has not come to step {step}")
+
+
+def rows(path):
+    """The whole lines of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines(keepends=True) if line.endswith("\n")] if Path(path).exists() else []
+
+
+def flags(port, count, process):
+    """The flags that join a process to the others."""
+    return ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
