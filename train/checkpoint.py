@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from train.steps import FOLDER, Steps
 _ARRAYS = "state"
 _ROOM = 1.1
 """How much more than its arrays a save may need."""
+# Orbax leaves a task for each array behind when a save fails, and asyncio prints them all; SaveError says it once.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def free_bytes(folder: Path) -> int:
