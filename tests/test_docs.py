@@ -23,8 +23,8 @@ from jgt.plan.collectives import Collective
 from jgt.plan.findings import Kind
 from jgt.plan.limits import LIMITS, read_budget
 from jgt.rules import load
-from train.__main__ import _parser as train_parser
-from train.config import Config
+from train.__main__ import parser as train_parser
+from train.config import Config, Fault, SpikesConfig
 from train.data.config import MixturePart
 from train.plan.__main__ import _parser as plan_parser
 from train.report.accounts import CAUSES, account
@@ -218,10 +218,21 @@ def test_every_cause_and_every_key_of_a_report_stands_there():
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_key_of_a_section_stands_with_its_default(name):
-    text = section(TRAINING, f"## {name}").replace("| `weight` |", "| weight |")
-    documented = keys_and_defaults(text)
+    documented = {key: default for key, default in keys_and_defaults(section(TRAINING, f"## {name}")).items() if "." not in key}
     defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(SECTIONS[name]()).items()}
     assert {key: document.parse(default.strip("`"), "default").plain() for key, default in documented.items()} == defaults
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "kind"), [("train", "skip_spikes.", SpikesConfig), ("debug", "faults[].", Fault), ("data", "mixture[].", MixturePart)]
+)
+def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):
+    found = keys_and_defaults(section(TRAINING, f"## {name}"))
+    documented = {key.removeprefix(inner): default.strip("`") for key, default in found.items() if key.startswith(inner)}
+    fields = {f.name: "required" if f.default is dataclasses.MISSING else str(f.default) for f in dataclasses.fields(kind)}
+    # What a part of a mixture shares with `data` stands there.
+    assert documented == {key: fields[key] for key in documented}
+    assert kind is MixturePart or documented.keys() == fields.keys()
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class BrokenError(Exception):
 
 def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
     """All files of a step, read once. Raises BrokenError for links."""
-    return tuple(_entry(folder, path, sha256=sha256) for path in _files(folder))
+    with _readers() as readers:
+        return tuple(readers.map(lambda path: _entry(folder, path, sha256=sha256), _files(folder)))
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -99,15 +101,9 @@ def check(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> I
     yield from (f"{path} is missing" for path in sorted(listed.keys() - found))
     yield from (f"{path} does not belong to it" for path in sorted(found - listed.keys()))
     index, count = part
-    for path in sorted(listed.keys() & found)[index::count]:
-        entry = listed[path]
-        size = (folder / path).stat().st_size
-        if size != entry.size:
-            yield f"{path} has {size} bytes instead of {entry.size}"
-            continue
-        own = _entry(folder, folder / path, sha256=entry.sha256 is not None)
-        if own != entry:
-            yield f"{path} has other content than was written (checksum)"
+    with _readers() as readers:
+        parts = sorted(listed.keys() & found)[index::count]
+        yield from filter(None, readers.map(lambda path: _problem(folder, listed[path]), parts))
 
 
 def sync_folder(folder: Path) -> None:
@@ -117,6 +113,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def _readers() -> ThreadPoolExecutor:
+    # Reading and checksums leave Python's lock to others.
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+def _problem(folder: Path, entry: FileEntry) -> str | None:
+    size = (folder / entry.path).stat().st_size
+    if size != entry.size:
+        return f"{entry.path} has {size} bytes instead of {entry.size}"
+    if _entry(folder, folder / entry.path, sha256=entry.sha256 is not None) != entry:
+        return f"{entry.path} has other content than was written (checksum)"
+    return None
 
 
 def _files(folder: Path) -> list[Path]:

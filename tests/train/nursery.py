@@ -17,9 +17,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-import train.dry_run
-import train.loop
-from train.__main__ import main
+from train.__main__ import main  # noqa: E402
 
 
 def run(arguments, log):

@@ -1,0 +1,132 @@
+"""What it costs to be able to go on: the time in which a save blocks training, the manifest's share of it, the watch over a step.
+
+    python benchmarks/survival.py [--megabytes N] [--repeats N] [--folder FOLDER] [--json]
+
+The watch is timed alone, against a step of the quickstart: what it adds is far below what two runs of a step differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+
+from train import checkpoint
+from train.checkpoint import Checkpoints
+from train.config import CheckpointConfig, WatchdogConfig, load
+from train.feed import Feed
+from train.loop import open_run
+from train.step import State
+from train.watch import Watch
+
+_ARRAYS = 24
+_STEPS = 20_000
+_PAIRS = 20
+
+
+def main() -> None:
+    """Prints a line a measurement, or one JSON object."""
+    parser = argparse.ArgumentParser(description="Times saves and the watch.")
+    parser.add_argument("--megabytes", type=int, default=1500, help="size of the state (1500)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="where to save; a temporary folder by default")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        found = saves(Path(folder), arguments.megabytes, arguments.repeats) | watch(Path(folder))
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        print(f"{name:32} {value:.4g}")
+
+
+def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
+    """Medians over saves of a state: until training goes on, until it is on disk, and the manifest's part of that."""
+    size = megabytes * 1_000_000 // 4 // _ARRAYS // 1024
+    keys = jax.random.split(jax.random.key(0), _ARRAYS)
+    params = {f"kernel{i}": jax.random.normal(key, (size, 1024)) for i, key in enumerate(keys)}
+    state = jax.block_until_ready(State(jnp.zeros((), jnp.int32), params, {"count": jnp.zeros((), jnp.int32)}))
+    manifests: list[float] = []
+    plain = checkpoint.file_entries
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        entries = plain(*arguments, **options)
+        manifests.append(time.perf_counter() - started)
+        return entries
+
+    checkpoint.file_entries = timed
+    blocked, total = [], []
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=1))
+    for step in range(1, repeats + 2):
+        os.sync()
+        started = time.perf_counter()
+        checkpoints.save(state, step, samples=0)
+        blocked.append(time.perf_counter() - started)
+        checkpoints.wait()
+        total.append(time.perf_counter() - started)
+    checkpoints.close()
+    checkpoint.file_entries = plain
+    blocking, whole, manifest = (statistics.median(times[1:]) for times in (blocked, total, manifests))
+    return {
+        "state_mb": megabytes,
+        "save_s": whole,
+        "blocking_s": blocking,
+        "blocking_share": blocking / whole,
+        "manifest_s": manifest,
+        "manifest_share": manifest / whole,
+    }
+
+
+def watch(folder: Path) -> dict[str, Any]:
+    """Seconds that the watch takes of the training thread for a step, and a step of the quickstart."""
+    with Watch(WatchdogConfig(), folder, None) as guard:
+        started = time.perf_counter()
+        for step in range(_STEPS):
+            guard.may_begin(step)
+        each = (time.perf_counter() - started) / _STEPS
+    ratios = []
+    for _ in range(_PAIRS):
+        with Watch(WatchdogConfig(), folder, None):
+            watched = spin()
+        ratios.append(watched / spin())
+    step = quickstart_step(folder)
+    return {"watch_s": each, "step_s": step, "watch_share": each / step, "thread_share": statistics.median(ratios) - 1}
+
+
+def spin() -> float:
+    """Seconds of a fixed piece of Python: the watch's thread takes some of it away."""
+    started = time.perf_counter()
+    for _ in range(10):
+        sum(range(3_000_000))
+    return time.perf_counter() - started
+
+
+def quickstart_step(folder: Path) -> float:
+    """The median step of the quickstart on one device, seconds."""
+    run = load("configs/quickstart.yaml", ["rules=null", "mesh=null", f"run.dir={folder / 'run'}", "devices.virtual_cpu=null"])
+    setup, data = open_run(run)
+    compiled, state, times = setup.compile_train_step(), setup.init(), []
+    for _, batch in zip(range(6), Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq).train(0), strict=False):
+        started = time.perf_counter()
+        state, metrics = compiled(state, batch)
+        jax.block_until_ready(metrics)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    main()
