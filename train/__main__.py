@@ -14,7 +14,7 @@ from train.cluster import find_cluster, flag_problems
 from train.config import Run, load
 from train.exits import Exit
 from train.flags import whole_number
-from train.folder import Resume, check_folder, read_resume
+from train.folder import InUseError, Resume, check_folder, read_resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT
-    except (SkippedError, SaveError) as error:
+    except (SkippedError, SaveError, InUseError) as error:
         print(f"jgt: {error}", file=sys.stderr)
         code = Exit.FAILED
     except Exception:

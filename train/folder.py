@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,13 @@ from train.config import Run
 
 FIXED = ("model", "data", "run.seed")
 """What must be as it was when the run started; the rest (mesh, rules, steps, batch, ...) may change between starts."""
-_KEPT = "data"
+_LOCK = "lock"
+_KEPT = ("data", _LOCK)
 """Encoded text is of use to any run."""
+
+
+class InUseError(Exception):
+    """Another run is at work in this directory; the message says in which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +85,31 @@ def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
     return {"config": _fixed(run), "data": dict(data)}
 
 
+@contextlib.contextmanager
+def held(folder: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Has the run directory for itself, and creates it; a process that was just killed has so long to be gone. Raises InUseError.
+
+    File systems that know no locks let everyone in.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as file:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InUseError(f"another run is at work in {folder}. Wait for its end, or give this one another name (run.name=...)") from None
+                time.sleep(0.2)
+            except OSError:
+                break
+        yield
+
+
 def make_way(folder: Path) -> Path | None:
     """Moves an earlier run in this folder to a folder beside it, which is returned; None where there is none."""
-    earlier = [path for path in folder.iterdir() if path.name != _KEPT] if folder.is_dir() else []
+    earlier = [path for path in folder.iterdir() if path.name not in _KEPT] if folder.is_dir() else []
     if not earlier:
         return None
     beside = (folder.absolute().with_name(f"{folder.absolute().name}.{n}") for n in itertools.count(1))

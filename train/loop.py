@@ -23,7 +23,7 @@ from train.data.batches import Data, open_data
 from train.faults import Faults
 from train.feed import Feed
 from train.flops import flops_per_token, peak_flops
-from train.folder import Resume, check_data, fingerprints, make_way, write_folder
+from train.folder import Resume, check_data, fingerprints, held, make_way, write_folder
 from train.guard import Done, Guard
 from train.optimizer import build_schedule
 from train.processes import shared_store
@@ -50,6 +50,7 @@ def train(run: Run, resume: Resume | None = None, *, begun: float | None = None)
     with Watch(run.config.watchdog, folder, shared_store()) as watch, contextlib.ExitStack() as closing:
         setup, data = open_run(run, resume)
         if process == 0:
+            closing.enter_context(held(folder))
             if resume.never and (moved := make_way(folder)):
                 screen.say(f"The earlier run is now in {moved}")
             write_folder(run, data.fingerprint)

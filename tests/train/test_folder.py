@@ -4,7 +4,7 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.folder import Resume, check_data, check_folder, write_folder
+from train.folder import InUseError, Resume, check_data, check_folder, held, write_folder
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -58,6 +58,14 @@ def test_the_same_path_with_other_contents(tiny, started, tiny_file, tmp_path):
         f"{tiny_file}:{load(tiny_file).where('data').rpartition(':')[2]}: data: is not the data that {tmp_path}/run was started with: "
         "eval_tokens was None, is 10; train_tokens was 100, is 90. Give the run another name (run.name=...), or allow it (--allow-change data)"
     )
+
+
+def test_a_directory_has_one_run_at_a_time(tmp_path):
+    second = held(tmp_path / "run", seconds=0.3)
+    with held(tmp_path / "run"), pytest.raises(InUseError, match=r"another run is at work in .*run\. Wait for its end"):
+        second.__enter__()
+    with held(tmp_path / "run"):
+        pass
 
 
 def test_the_directory_is_written_as_read(started, tmp_path):
