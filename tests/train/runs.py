@@ -21,15 +21,16 @@ def free_port():
 
 
 class Processes:
-    """Python processes with their output in files; a context that leaves none behind."""
+    """Python processes with their output in files; a context that leaves none behind. environment: variables besides those of all."""
 
-    def __init__(self, folder, commands, root):
+    def __init__(self, folder, commands, root, environment=None):
         self.logs = [folder / f"{i}.log" for i in range(len(commands))]
         self._all = []
+        variables = os.environ | ENVIRONMENT | (environment or {})
         for command, log in zip(commands, self.logs, strict=True):
             with log.open("w") as file:
                 started = subprocess.Popen(
-                    [sys.executable, *command], cwd=root, env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    [sys.executable, *command], cwd=root, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
             self._all.append(started)
 
