@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jgt import document
 from jgt.document import InputError
-from train.cluster import find_cluster, flag_problems
+from train.cluster import cluster_problems, find_cluster, flag_problems
 from train.config import Run, load
 from train.exits import Exit
 from train.flags import whole_number
@@ -18,7 +18,7 @@ from train.folder import InUseError, Resume, check_folder, read_resume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns a `train.exits.Exit`; some failures end the process with one."""
+    """Returns a `train.exits.Exit`, or what --stopped-code says; some failures end the process with one."""
     arguments = parser().parse_args(argv)
     try:
         run = _load(arguments)
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="never: from step 0; PATH: another run, or one of its checkpoints")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="a key of model or data that may differ from the run's before")
+    parser.add_argument("--stopped-code", type=whole_number, default=Exit.DONE, metavar="N", help="exit code where a signal stops the run before its last step (0)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; with --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes share the run")
     parser.add_argument("--process", type=int, metavar="I", help="which of them this one is, from 0")
@@ -56,7 +57,7 @@ def _load(arguments: argparse.Namespace) -> Run:
         arguments.config,
         arguments.overrides,
         num_processes=1 if cluster is None else cluster.num_processes,
-        problems=tuple(flag_problems(*flags)),
+        problems=(*flag_problems(*flags), *cluster_problems(cluster)),
     )
 
 
@@ -84,8 +85,7 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     from train.loop import train
 
     try:
-        train(run, resume, begun=process_started())
-        return Exit.DONE
+        return train(run, resume, begun=process_started(), stopped_code=arguments.stopped_code)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ def find_cluster(coordinator: str | None, num_processes: int | None, process: in
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         return Cluster()
     return None
+
+
+def cluster_problems(cluster: Cluster | None) -> Iterator[str]:
+    """What JAX's own detection of this cluster lacks."""
+    if cluster == Cluster() and importlib.util.find_spec("kubernetes") is None:
+        yield (
+            "environment: JOB_COMPLETION_INDEX: this is one process of a Kubernetes job, and JAX finds the others only with the package "
+            "kubernetes. Install it (pip install 'jax[k8s]'), or give --coordinator, --processes and --process"
+        )
 
 
 def flag_problems(coordinator: str | None, num_processes: int | None, process: int | None) -> Iterator[str]:

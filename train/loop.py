@@ -20,6 +20,7 @@ from train.clock import InFlight, StepClock, Stretches
 from train.config import Fault, Run
 from train.console import Screen
 from train.data.batches import Data, open_data
+from train.exits import Exit
 from train.faults import Faults
 from train.feed import Feed
 from train.flops import flops_per_token, peak_flops
@@ -38,16 +39,16 @@ from train.watch import Watch
 _LAST_SAVE_SECONDS = 10
 
 
-def train(run: Run, resume: Resume | None = None, *, begun: float | None = None) -> None:
+def train(run: Run, resume: Resume | None = None, *, begun: float | None = None, stopped_code: int = Exit.DONE) -> int:
     """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks to stop.
 
-    begun: when this process did, seconds since 1970. Raises InputError for wrong input, SkippedError and SaveError where a run has
-    to end.
+    begun: when this process did, seconds since 1970. Returns the exit code, `stopped_code` where a signal came first. Raises InputError
+    for wrong input, SkippedError and SaveError where a run has to end.
     """
     resume, entered = resume or Resume(), time.time()
     folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
-    screen = Screen(enabled=process == 0)
-    with Watch(run.config.watchdog, folder, shared_store()) as watch, contextlib.ExitStack() as closing:
+    screen, done = Screen(enabled=process == 0), False
+    with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
         setup, data = open_run(run, resume)
         if process == 0:
             closing.enter_context(held(folder))
@@ -72,7 +73,7 @@ def train(run: Run, resume: Resume | None = None, *, begun: float | None = None)
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free)
         closing.callback(screen.stop_steps)
         try:
-            Loop(setup, data, screen, records, checkpoints, watch, faults).run(resume)
+            done = Loop(setup, data, screen, records, checkpoints, watch, faults).run(resume)
         except Exception as error:
             # The other processes may be gone, and a save that needs them with them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
@@ -80,6 +81,7 @@ def train(run: Run, resume: Resume | None = None, *, begun: float | None = None)
             print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
             raise
         checkpoints.close()
+    return Exit.DONE if done else stopped_code
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
@@ -116,8 +118,8 @@ class Loop:
         self._schedule: Callable[[int], Any] = build_schedule(self._config.optimizer, self._config.train.steps)
         self._eval_step: Any = None
 
-    def run(self, resume: Resume) -> None:
-        """Start or resume, train, and show a sample."""
+    def run(self, resume: Resume) -> bool:
+        """Start or resume, train, and show a sample; whether all steps are done."""
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
         self._records.forget_after(position.step)
         last = self._config.train.steps
@@ -132,6 +134,7 @@ class Loop:
         elif self._config.sample.tokens:
             self._sample(position.state)
         self._records.event("stop", time.time(), 0.0, step=position.step, why="done" if position.step >= last else self._watch.asked or "peer")
+        return position.step >= last
 
     def _steps(self, position: Position) -> Position:
         """Trains from a position to the end or to where a signal stops it, and saves that."""

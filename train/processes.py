@@ -62,6 +62,8 @@ def start(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_seconds: i
     if cluster.coordinator is None:
         jax.distributed.initialize(**options)
     else:
+        # Even then JAX would look for a cluster: under Slurm it would take all but one device of each process away.
+        options["cluster_detection_method"] = "deactivate"
         jax.distributed.initialize(cluster.coordinator, cluster.num_processes, cluster.process, **options)
 
 

@@ -41,11 +41,12 @@ Note = Callable[[str], None]
 class Watch:
     """The watch over this process; a context, entered in the main thread.
 
-    The training thread says what it is at with `phase` and `may_begin`.
+    The training thread says what it is at with `phase` and `may_begin`. stopped_code: of a process that a signal ends before its
+    first step.
     """
 
-    def __init__(self, config: WatchdogConfig, folder: Path, store: Store | None):
-        self._config = config
+    def __init__(self, config: WatchdogConfig, folder: Path, store: Store | None, stopped_code: int = Exit.DONE):
+        self._config, self._stopped_code = config, stopped_code
         self.note: Note = lambda why: None
         """Called with the reason, once, before the process is ended."""
         self._process, count = jax.process_index(), jax.process_count()
@@ -158,7 +159,7 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         if self._agreement.before_any:
-            self._end(Exit.DONE, f"stopped by {self._asked or 'another process'} before the first step: there is nothing to save", stacks=False)
+            self._end(self._stopped_code, f"stopped by {self._asked or 'another process'} before the first step: there is nothing to save", stacks=False)
         if self._idle > self._limit:
             why = f"hangs: {self._doing} has taken more than {self._limit:.0f} s"
             others = "" if self._peers is None else self._peers.others()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.checkpoint import Checkpoints, restore
-from train.cluster import Cluster, find_cluster, flag_problems
+from train.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from train.config import load
 from train.feed import local_rows
 from train.loop import train
+from train.processes import start
 from train.setup import prepare
 
 SECONDS = 100
@@ -207,3 +209,26 @@ def test_the_environment_names_a_cluster(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert find_cluster(None, None, None) == expected
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_kubernetes_needs_its_package_unless_flags_are_given(monkeypatch, installed):
+    monkeypatch.setattr("train.cluster.importlib.util.find_spec", lambda name: object() if installed else None)
+    problems = list(cluster_problems(Cluster()))
+    assert [problem.startswith("environment: JOB_COMPLETION_INDEX: ") for problem in problems] == [True] * (not installed)
+    for cluster in (None, Cluster(num_processes=2), Cluster(coordinator="host:1", num_processes=2, process=0)):
+        assert list(cluster_problems(cluster)) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "detected"), [(Cluster(num_processes=2), True), (Cluster(coordinator="host:1", num_processes=2, process=1), False)]
+)
+def test_with_flags_jax_looks_for_no_cluster(monkeypatch, cluster, detected):
+    calls = []
+    initialize = types.SimpleNamespace(initialize=lambda *flags, **options: calls.append((flags, options)))
+    fake = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=initialize)
+    monkeypatch.setattr("train.processes.jax", fake)
+    start(cluster, None)
+    ((flags, options),) = calls
+    assert flags == (() if detected else ("host:1", 2, 1))
+    assert options.get("cluster_detection_method") == (None if detected else "deactivate")

@@ -6,10 +6,11 @@ import time
 import pytest
 from runs import Processes, flags, free_port, rows, wait_for_step
 
-from train.config import load
+from train.config import WatchdogConfig, load
 from train.exits import Exit
 from train.loop import train
 from train.steps import FOLDER, Steps
+from train.watch import Watch
 
 SOON = 60
 """Seconds in which all have to be gone."""
@@ -53,17 +54,17 @@ def events(path, phase, process=0):
 
 
 def test_a_signal_to_one_of_two_stops_both_at_a_step_that_both_save(two, tmp_path):
-    with two("checkpoint.every=1000000") as processes:
+    with two("checkpoint.every=1000000", "--stopped-code", "75") as processes:
         wait_for_step(tmp_path / "run", 4)
         processes.send(1, signal.SIGTERM)
-        assert processes.wait_all(SOON) == [Exit.DONE, Exit.DONE]
+        assert processes.wait_all(SOON) == [75, 75]
         (step,) = Steps(tmp_path / "run" / FOLDER).listed()
         assert f"Stopped at step {step} of {MANY} by a signal to another process; the same command goes on from it" in processes.output(0)
         assert "jgt: SIGTERM: stops after the step under way" in processes.output(1)
     stops = [events(tmp_path / "run", "stop", process)[-1] for process in (0, 1)]
     assert [(stop["step"], stop["why"]) for stop in stops] == [(step, "peer"), (step, "SIGTERM")]
     assert max(losses(tmp_path / "run")) == step
-    with two(steps=step + 3) as processes:
+    with two("--stopped-code", "75", steps=step + 3) as processes:
         assert processes.wait_all() == [Exit.DONE, Exit.DONE]
         assert f"Resumed from step {step}" in processes.output(0)
     assert max(losses(tmp_path / "run")) == step + 3
@@ -85,6 +86,17 @@ def test_ctrl_c_stops_a_run_alone_and_a_second_one_at_once(tiny_file, tmp_path, 
             time.sleep(1)
         assert processes.wait(0, 10) == 128 + signal.SIGTERM
         assert "jgt: SIGTERM once more: stops at once" in processes.output(0)
+
+
+def test_a_run_stopped_before_its_first_step_ends_with_the_code_asked_for(tmp_path, monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr("train.watch.os._exit", codes.append)
+    for code in ({}, {"stopped_code": 75}):
+        watch = Watch(WatchdogConfig(), tmp_path, None, **code)
+        watch._signal(signal.SIGTERM)
+        watch._judge(time.monotonic())
+    assert codes == [Exit.DONE, 75]
+    assert "before the first step: there is nothing to save" in capsys.readouterr().err
 
 
 # -- one of two is gone ------------------------------------------------------------------------------------------
