@@ -34,6 +34,8 @@ _SLOW = 10
 """A step may take so many times as long as the slowest one so far."""
 _UNMEASURED = 2
 """The first steps of a start take longer than others."""
+_AGAIN_SECONDS = 0.5
+"""What asks twice at once (a process, and its group) asks once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Note = Callable[[str], None]
 
@@ -60,6 +62,7 @@ class Watch:
         self._steps, self._slowest = 0, 0.0
         self._begun: float | None = None
         self._asked: str | None = None
+        self._asked_at = 0.0
         self._closed = threading.Event()
         self._ending = threading.Lock()
 
@@ -152,8 +155,10 @@ class Watch:
             return
         name = signal.Signals(number).name
         if self._asked is not None:
+            if time.monotonic() - self._asked_at < _AGAIN_SECONDS:
+                return
             self._end(128 + number, f"{name} once more: stops at once", stacks=False)
-        self._asked = name
+        self._asked, self._asked_at = name, time.monotonic()
         _say(f"{name}: stops after the step under way and saves it; once more stops at once")
         self._agreement.ask()
 
