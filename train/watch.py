@@ -33,7 +33,7 @@ _TICK = 0.25
 _SLOW = 10
 """A step may take so many times as long as the slowest one so far."""
 _UNMEASURED = 2
-"""The first steps of a start take longer than others."""
+"""The host is so many steps ahead of the devices: in the first steps it waits for none."""
 _AGAIN_SECONDS = 0.5
 """What asks twice at once (a process, and its group) asks once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -109,7 +109,7 @@ class Watch:
     def may_begin(self, step: int) -> bool:
         """Says that all before this step is done; whether to begin it, or to stop here, as all processes do."""
         now = time.monotonic()
-        if self._begun is not None and self._steps >= _UNMEASURED:
+        if self._begun is not None and self._steps > _UNMEASURED:
             self._slowest = max(self._slowest, now - self._begun)
         self._begun = now
         self._steps += 1
