@@ -1,0 +1,351 @@
+"""What the watch ends, with which code and words; its time is the test's, and it leaves the test running."""
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jgt.document import InputError
+from train.config import WatchdogConfig
+from train.console import Screen
+from train.exits import Exit
+from train.loop import train
+from train.watch import Watch
+
+TICK = 0.5
+"""Seconds of which the watch believes at most so many at a time."""
+
+
+class LeftError(BaseException):
+    """The process would have ended here."""
+
+
+class Turns:
+    """Stands for `select`: the test says when the watch looks, and goes on when it has looked or left."""
+
+    def __init__(self):
+        self._orders, self._over = queue.Queue(), queue.Queue()
+        self.codes = []
+        self.released = False
+
+    def select(self, reading, writing, failing, seconds):
+        if not self.released:
+            self._over.put(None)
+            self._orders.get(timeout=10)
+        return select.select(reading, writing, failing, 0.01 if self.released else 0)
+
+    def leave(self, code):
+        self.codes.append(code)
+        self.released = True
+        self._over.put(None)
+        raise LeftError
+
+    def take(self):
+        self._over.get(timeout=10)
+        if not self.released:
+            self._orders.put(None)
+            self._over.put(self._over.get(timeout=10))
+
+    def release(self):
+        self.released = True
+        self._orders.put(None)
+
+
+class Shared(dict):
+    """The texts of all processes; broken: nothing answers."""
+
+    broken = False
+
+    def set(self, name, text):
+        if self.broken:
+            raise ConnectionError
+        self[name] = text
+
+    def below(self, folder):
+        if self.broken:
+            raise ConnectionError
+        return {name.removeprefix(f"{folder}/"): text for name, text in self.items() if name.startswith(f"{folder}/")}
+
+
+class Scene:
+    """A watch, and the time."""
+
+    def __init__(self, watch, now, turns):
+        self.watch, self._now, self._turns = watch, now, turns
+        self.reasons = []
+        watch.note = self.reasons.append
+
+    @property
+    def codes(self):
+        """The exit codes with which the process would have ended."""
+        return self._turns.codes
+
+    def wait(self, seconds):
+        """Lets time pass as it does."""
+        for _ in range(round(seconds / TICK)):
+            self.jump(TICK)
+
+    def jump(self, seconds):
+        """Lets time pass at once, as for a process that is suspended."""
+        self._now[0] += seconds
+        if not self.codes:
+            self._turns.take()
+
+    def steps(self, first, last, seconds):
+        """Trains some steps of so many seconds each, but for the last one, which only begins."""
+        for step in range(first, last + 1):
+            assert self.watch.may_begin(step)
+            self.wait(seconds if step < last else 0)
+
+    def signal(self, number):
+        """Sends this process a signal, for which the watch has set a handler."""
+        assert signal.getsignal(number).__module__ == "train.watch"
+        os.kill(os.getpid(), number)
+        for _ in range(100):
+            self.jump(0)
+            if self.codes or self.watch.asked:
+                break
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path):
+    """Enters a watch with these limits."""
+    now, turns = [1000.0], Turns()
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr("train.watch.time", clock)
+    monkeypatch.setattr("train.peers.time", clock)
+    monkeypatch.setattr("train.peers._ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("train.watch.select", turns)
+    monkeypatch.setattr("os._exit", turns.leave)
+    plain = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is LeftError else plain(args))
+
+    @contextlib.contextmanager
+    def _watched(store=None, **limits):
+        with Watch(WatchdogConfig(**limits), tmp_path, store) as watch:
+            try:
+                yield Scene(watch, now, turns)
+            finally:
+                turns.release()
+
+    return _watched
+
+
+def test_a_step_that_does_not_end_is_ended_with_its_stacks(watched, tmp_path, capfd):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 5, 1)
+        scene.wait(60)
+        assert scene.codes == []
+        scene.wait(1)
+        assert scene.codes == [Exit.HUNG]
+    assert scene.reasons == ["process 0 hangs: step 5 has taken more than 60 s"]
+    for text in ((tmp_path / "stacks-0.txt").read_text(), capfd.readouterr().err):
+        assert "process 0 hangs: step 5 has taken more than 60 s" in text
+        assert "test_a_step_that_does_not_end_is_ended_with_its_stacks" in text
+
+
+def test_a_step_may_take_ten_times_as_long_as_the_slowest_one(watched):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 4, 2)
+        scene.steps(5, 6, 7)
+        scene.steps(7, 9, 3)
+        scene.wait(70)
+        assert scene.codes == []
+        scene.wait(1)
+    assert scene.reasons == ["process 0 hangs: step 9 has taken more than 70 s"]
+
+
+def test_each_step_has_its_own_time(watched):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 5, 1)
+        for step in range(6, 10):
+            scene.wait(59)
+            scene.watch.may_begin(step)
+        assert scene.codes == []
+
+
+def test_the_first_steps_have_the_time_of_a_start_and_are_no_measure(watched):
+    """The host is two steps ahead of the devices: the third is the first in which it waits for one."""
+    with watched(step_seconds=60, start_seconds=200) as scene:
+        scene.steps(1, 3, 0.5)
+        scene.wait(190)
+        assert scene.codes == []
+        scene.steps(4, 4, 1)
+        scene.wait(1900)
+        assert scene.codes == []
+        scene.wait(1)
+    assert scene.reasons == ["process 0 hangs: step 4 has taken more than 1900 s"]
+
+
+def test_anything_else_has_the_time_of_a_start(watched):
+    with watched(step_seconds=10, start_seconds=100) as scene:
+        scene.steps(1, 5, 1)
+        with scene.watch.phase("save"):
+            scene.wait(100)
+        scene.wait(100)
+        with scene.watch.phase("eval"):
+            scene.wait(100)
+            assert scene.codes == []
+            scene.wait(1)
+    assert scene.codes == [Exit.HUNG]
+    assert scene.reasons == ["process 0 hangs: eval has taken more than 100 s"]
+
+
+def test_a_step_with_a_phase_is_no_measure(watched):
+    with watched(step_seconds=60, start_seconds=1000) as scene:
+        scene.steps(1, 5, 1)
+        with scene.watch.phase("save"):
+            scene.wait(500)
+        scene.steps(6, 6, 0)
+        scene.wait(61)
+    assert scene.reasons == ["process 0 hangs: step 6 has taken more than 60 s"]
+
+
+def test_opening_data_may_take_any_time(watched):
+    with watched(step_seconds=1, start_seconds=1) as scene:
+        scene.wait(500)
+        assert scene.codes == []
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count(watched):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 5, 1)
+        for _ in range(3):
+            scene.jump(100_000)
+        scene.wait(58)
+        assert scene.codes == []
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_step_under_way(watched, number, capfd):
+    with watched() as scene:
+        scene.steps(1, 3, 1)
+        assert scene.watch.asked is None
+        scene.signal(number)
+        assert scene.watch.asked == signal.Signals(number).name
+        assert not scene.watch.may_begin(4)
+    assert scene.codes == []
+    assert f"{signal.Signals(number).name}: stops after the step under way and saves it; once more stops at once" in capfd.readouterr().err
+
+
+def test_a_second_signal_stops_at_once(watched, tmp_path):
+    with watched() as scene:
+        scene.steps(1, 3, 1)
+        scene.signal(signal.SIGTERM)
+        scene.signal(signal.SIGINT)
+        scene.wait(1)
+    assert scene.codes == [128 + signal.SIGINT]
+    assert scene.reasons == ["SIGINT once more: stops at once"]
+    assert not (tmp_path / "stacks-0.txt").exists()
+
+
+def test_before_the_first_step_there_is_nothing_to_save(watched):
+    with watched() as scene:
+        scene.signal(signal.SIGTERM)
+        scene.wait(1)
+    assert scene.codes == [Exit.DONE]
+    assert scene.reasons == ["stopped by SIGTERM before the first step: there is nothing to save"]
+
+
+def test_handlers_are_as_before_afterwards(watched):
+    def own(number, frame):
+        pass
+
+    before = {number: signal.signal(number, own) for number in (signal.SIGTERM, signal.SIGINT)}
+    wake_up = signal.set_wakeup_fd(-1)
+    try:
+        with contextlib.suppress(ValueError), watched() as scene:
+            assert all(signal.getsignal(number) is not own for number in before)
+            scene.wait(1)
+            raise ValueError
+        assert all(signal.getsignal(number) is own for number in before)
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(wake_up)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_that_is_asked_to_stop_saves_the_step_and_goes_on_from_it(tiny, monkeypatch, capsys, read_rows):
+    plain = Screen.step
+
+    def step(self, step, total, metrics):
+        plain(self, step, total, metrics)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(Screen, "step", step)
+    run = tiny("train.steps=6")
+    train(run)
+    assert "Stopped at step 3 of 6 by SIGTERM; the same command goes on from it" in " ".join(capsys.readouterr().out.split())
+    train(run)
+    assert [row["step"] for row in read_rows(run.config.run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    stops = [event["why"] for event in read_rows(run.config.run.path / "events.jsonl") if event["phase"] == "stop"]
+    assert stops == ["SIGTERM", "done"]
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_hang_is_told_to_the_others(watched):
+    store = Shared()
+    with watched(store, step_seconds=60, peer_seconds=1000) as scene:
+        scene.steps(1, 5, 1)
+        scene.wait(61)
+    assert scene.codes == [Exit.HUNG]
+    assert store["failed/0"] == "hangs: step 5 has taken more than 60 s"
+
+
+def test_an_error_is_told_to_the_others(watched):
+    store = Shared()
+    with pytest.raises(ValueError, match="first"), watched(store):
+        raise ValueError("first\nsecond")
+    assert store["failed/0"] == "failed: ValueError: first"
+
+
+def test_wrong_input_is_found_by_all_alike_and_not_told(watched):
+    store = Shared()
+    with pytest.raises(InputError), watched(store):
+        raise InputError(["wrong"])
+    assert not store.below("failed")
+
+
+def test_who_is_done_says_goodbye(watched):
+    store = Shared()
+    with watched(store):
+        pass
+    assert store["alive/0"] == "done"
+
+
+def test_a_failure_elsewhere_ends_this_process(watched, tmp_path):
+    store = Shared({"failed/1": "failed: ValueError: first"})
+    with watched(store) as scene:
+        for _ in range(500):
+            if scene.codes:
+                break
+            time.sleep(0.01)
+    assert scene.codes == [Exit.PEER]
+    assert scene.reasons == ["process 0 ends, because process 1 failed: ValueError: first"]
+    assert "Thread" in (tmp_path / "stacks-0.txt").read_text()
+
+
+def test_a_coordinator_that_does_not_answer_ends_this_process(watched):
+    store = Shared()
+    store.broken = True
+    with watched(store, peer_seconds=30) as scene:
+        scene.wait(35)
+        assert scene.codes == []
+        scene.wait(1)
+    assert scene.codes == [Exit.PEER]
+    assert scene.reasons == ["process 0 ends, because process 0 does not answer"]
