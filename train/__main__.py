@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a run."""
-    parser = argparse.ArgumentParser(prog="train", description="Trains the model of a YAML file; run again, it resumes.")
+    parser = argparse.ArgumentParser(prog="train", description="Trains the model of a YAML file; run again, it resumes.", allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as train.steps=300")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first step, with a table of bytes per device")

@@ -67,6 +67,8 @@ class Launcher:
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
         end = self._group.wait(self._grace_seconds)
+        # A signal from now on is for the next one.
+        self._group = None
         if end.first:
             log = self._logs / f"process-{end.first}.log"
             lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]

@@ -26,5 +26,6 @@ def environments(count: int, *, virtual: bool) -> list[dict[str, str]]:
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:
     if _VISIBLE in environment:
-        return [name for name in environment[_VISIBLE].split(",") if name]
+        # -1 hides all.
+        return [name for name in environment[_VISIBLE].split(",") if name not in ("", "-1")]
     return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)

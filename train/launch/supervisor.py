@@ -11,6 +11,8 @@ from train.launch.group import End
 
 _FIRST_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 60.0
+_DOUBLINGS = 6
+"""After so many the longest delay is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def supervise(policy: Policy, surroundings: Surroundings, say: Callable[[str], N
             return end.code
         if (end.code == Exit.INPUT or end.codes[end.first] < 0) and processes > policy.min_processes:
             processes -= 1
-        delay = min(_FIRST_DELAY_SECONDS * 2 ** (in_a_row - 1), _LONGEST_DELAY_SECONDS)
+        delay = min(_FIRST_DELAY_SECONDS * 2 ** min(in_a_row - 1, _DOUBLINGS), _LONGEST_DELAY_SECONDS)
         say(f"starts again on {processes} process{'es' if processes > 1 else ''} in {delay:.0f} s (restart {in_a_row} of {policy.restarts} in a row)")
         again = True
         if not surroundings.pause(delay):
