@@ -208,7 +208,7 @@ def test_gpus_are_shared_equally(monkeypatch):
     assert visible(4, virtual=False) == ["4", "5", "6", "7"]
     assert visible(1, virtual=False) == ["4,5,6,7"]
     assert visible(3, virtual=True) == ["4,5,6,7"] * 3
-    with pytest.raises(InputError, match="3 processes cannot share 4 GPUs equally. These can: 1, 2, 4"):
+    with pytest.raises(InputError, match=r"3 processes cannot share 4 GPUs equally\. These can: 1, 2, 4"):
         visible(3, virtual=False)
 
 
