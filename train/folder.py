@@ -18,9 +18,11 @@ from train.config import Run
 
 FIXED = ("model", "data", "run.seed")
 """What must be as it was when the run started; the rest (mesh, rules, steps, batch, ...) may change between starts."""
+LOGS = "logs"
+"""What a launcher's processes print."""
 _LOCK = "lock"
-_KEPT = ("data", _LOCK)
-"""Encoded text is of use to any run."""
+_KEPT = ("data", LOGS, _LOCK)
+"""Encoded text is of use to any run, and the launcher writes to its files while the run starts."""
 
 
 class InUseError(Exception):

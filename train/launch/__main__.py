@@ -14,13 +14,12 @@ from jgt.document import InputError
 from train.__main__ import parser as train_parser
 from train.config import Run, load
 from train.flags import whole_number
-from train.folder import check_folder, read_resume
+from train.folder import LOGS, check_folder, read_resume
 from train.launch.devices import environments
 from train.launch.group import End, Group
 from train.launch.supervisor import Policy, supervise
 from train.steps import FOLDER, Steps
 
-_LOGS = "logs"
 _LAST_LINES = 20
 
 
@@ -45,7 +44,7 @@ class Launcher:
     def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float):
         self._arguments = arguments
         self._virtual = run.config.devices.virtual_cpu is not None
-        self._logs = run.config.run.path / _LOGS
+        self._logs = run.config.run.path / LOGS
         self._steps = Steps(run.config.run.path / FOLDER)
         self._grace_seconds = grace_seconds
         self._group: Group | None = None
