@@ -4,7 +4,7 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.folder import InUseError, Resume, check_data, check_folder, held, write_folder
+from train.folder import InUseError, Resume, check_data, check_folder, held, make_way, read_resume, write_folder
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -70,3 +70,81 @@ def test_a_directory_has_one_run_at_a_time(tmp_path):
 
 def test_the_directory_is_written_as_read(started, tmp_path):
     assert load(tmp_path / "run" / "config.yaml").config.model == started.config.model
+
+
+# -- changes that are allowed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allow", [("model.layers", "model.tied"), ("model",), ("data", "model.tied", "model")])
+def test_a_change_may_be_allowed_by_key_or_by_section(tiny, started, allow):
+    check_folder(tiny("model.layers=3", "model.tied=true"), Resume(allow=allow))
+
+
+def test_what_is_not_allowed_is_still_refused(tiny, started):
+    found = problems(check_folder, tiny("model.layers=3", "model.tied=true", "run.seed=5"), Resume(allow=("model.tied", "run.seed", "model.lay")))
+    assert [problem.split(": ")[2] for problem in found] == ["model.layers"]
+
+
+def test_other_data_may_be_allowed(tiny, started):
+    check_data(tiny(), {"source": "text", "train_tokens": 90}, Resume(allow=("data",)))
+    problems(check_data, tiny(), {"source": "text", "train_tokens": 90}, Resume(allow=("model", "run.seed")))
+
+
+@pytest.mark.parametrize("key", ["train.batch", "modell", "run", "model_layers", ""])
+def test_keys_that_cannot_be_allowed(key):
+    (problem,) = problems(read_resume, "auto", ["model.layers", key])
+    assert problem == (
+        f"command line: --allow-change: {key}: may change anyway, or is no key. These and what is below them can be allowed: model, data, run.seed"
+    )
+
+
+# -- what to go on from ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_says_what_to_go_on_from(tmp_path):
+    assert read_resume("auto", []) == Resume()
+    assert read_resume("never", ["run.seed"]) == Resume(never=True, allow=("run.seed",))
+    assert read_resume(str(tmp_path), ["data.path"]) == Resume(path=tmp_path, allow=("data.path",))
+
+
+def test_all_that_is_wrong_with_it_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    first, second = problems(read_resume, str(tmp_path / "file"), ["optimizer"])
+    assert first.startswith("command line: --allow-change: optimizer: ")
+    assert second == f"command line: --resume: {tmp_path / 'file'}: is no folder. Write auto, never, a run directory or one of its checkpoints"
+
+
+def test_a_run_that_begins_again_is_compared_with_nothing(tiny, started):
+    check_folder(tiny("model.layers=3"), Resume(never=True))
+    check_data(tiny(), {"source": "other"}, Resume(never=True))
+
+
+# -- making way ------------------------------------------------------------------------------------------------------
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started, tmp_path):
+    run = tmp_path / "run"
+    for name in ("data", "logs", "checkpoints"):
+        (run / name).mkdir()
+    assert make_way(run) == tmp_path / "run.1"
+    assert names(run) == ["data", "logs"]
+    assert names(tmp_path / "run.1") == ["checkpoints", "config.yaml", "data.json"]
+
+
+def test_each_earlier_run_has_a_folder_of_its_own(tiny, tmp_path):
+    for number in (1, 2, 3):
+        write_folder(tiny(f"run.seed={number}"), FINGERPRINT)
+        assert make_way(tmp_path / "run") == tmp_path / f"run.{number}"
+    assert [load(tmp_path / f"run.{number}" / "config.yaml").config.run.seed for number in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_where_nothing_was_nothing_makes_way(tmp_path):
+    assert make_way(tmp_path / "run") is None
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    (tmp_path / "run" / "logs").mkdir()
+    assert make_way(tmp_path / "run") is None
+    assert names(tmp_path) == ["run"]
