@@ -76,7 +76,7 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         from train.replay import replay
 
-        replay(run, arguments.replay)
+        replay(run, arguments.replay, resume)
         return Exit.DONE
 
     from train.checkpoint import SaveError

@@ -6,6 +6,7 @@ time is the machine's; what comes out as it was logged is the data's or the code
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -27,7 +28,7 @@ from train.feed import Feed
 from train.folder import Resume
 from train.loop import open_run
 from train.setup import Setup
-from train.start import restored
+from train.start import Start, restored
 from train.step import State
 
 _WORST = 5
@@ -56,26 +57,33 @@ class Verdict:
     text: str
 
 
-def replay(run: Run, step: int) -> Verdict:
-    """Recomputes a step and prints what comes out. Raises InputError for a step that was not logged."""
+def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
+    """Recomputes a step and prints what comes out. Raises InputError for a step that was not logged.
+
+    resume: what the run went on from.
+    """
+    resume = resume or Resume()
     screen = Screen(enabled=jax.process_index() == 0)
     logged = _logged(run.config.run.path)
     if step not in logged:
         steps = sorted(logged)
         known = f"{steps[0]} to {steps[-1]} are, every {run.config.train.log_every}" if steps else "none is"
         raise InputError([f"command line: --replay: step {step} is not logged in {run.config.run.path}. Of its steps {known}"])
-    setup, data = open_run(run, Resume())
+    setup, data = open_run(run, resume)
     found, reports = find_in(run.config.run.path, before=step)
+    if found is None and resume.path is not None:
+        found, reports = find_in(resume.path, before=step)
     for report in reports:
         print(f"jgt: {report}", file=sys.stderr)
     begin = 0 if found is None else found.manifest.step
     screen.say(f"Recomputes steps {begin + 1} to {step} twice, from {'the start' if found is None else found.folder}")
+    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda text: None)
     train_step, feed = setup.compile_train_step(), Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq)
     passes: list[dict[int, Passed]] = []
     samples = 0 if found is None else found.manifest.samples
     before: State | None = None
     for _ in range(2):
-        state = setup.init() if found is None else restored(setup, found)
+        state = start.fresh() if found is None else restored(setup, found)
         passed: dict[int, Passed] = {}
         for number, batch in zip(range(begin + 1, step + 1), feed.train(samples), strict=False):
             before = jax.tree.map(jnp.copy, state) if number == step else None
@@ -130,13 +138,15 @@ def _extreme(loss: float, before: Sequence[float]) -> bool:
 
 
 def _losses(setup: Setup, state: State, batch: dict[str, jax.Array]) -> np.ndarray:
-    """The mean loss of each sample: a loss that is a sum of weights times nats has the nats for its gradient by the weights."""
+    """The mean loss of each sample by its weights: a loss that is a sum of weights times nats has the nats for its gradient by them."""
 
     def nats(weights: jax.Array) -> jax.Array:
         return setup.loss(state.params, batch | {"weights": weights})
 
-    rows = jax.jit(lambda weights: jnp.mean(jax.grad(nats)(weights), axis=1), out_shardings=setup.placement.replicated())
-    return np.asarray(rows(jnp.ones_like(batch["weights"])))
+    def rows(weights: jax.Array) -> jax.Array:
+        return jnp.sum(weights * jax.grad(nats)(jnp.ones_like(weights)), axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
+
+    return np.asarray(jax.jit(rows, out_shardings=setup.placement.replicated())(batch["weights"]))
 
 
 @jax.jit
@@ -149,7 +159,11 @@ def _digest(tree: Any) -> jax.Array:
 
 def _logged(folder: Path) -> dict[int, float | None]:
     path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        # A killed process may have stopped in a line.
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 

@@ -52,15 +52,19 @@ class Start:
             position = self._at(found)
             self._say(f"Goes on from {found.folder}, at step {position.step}")
             return position
+        return Position(state=self.fresh())
+
+    def fresh(self) -> State:
+        """The state before the first step of a run that goes on from none. Raises InputError for parameters that do not fit."""
         with self._phase("init"):
             state = jax.block_until_ready(self._setup.init())
         if self._config.weights is None:
-            return Position(state=state)
+            return state
         found = self._foreign(f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights", Path(self._config.weights))
         with self._phase("restore", step=0):
             params = restore_params(found, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
         self._say(f"Starts with the parameters of {found.folder}")
-        return Position(state=state._replace(params=params))
+        return state._replace(params=params)
 
     def _at(self, found: Found) -> Position:
         with self._phase("restore", step=found.manifest.step):
