@@ -1,0 +1,190 @@
+"""What a run starts from, and that the rest of the world stays as it was."""
+
+import contextlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jgt.document import InputError
+from train.checkpoint import Checkpoints, find_in
+from train.config import load
+from train.console import Screen
+from train.folder import Resume
+from train.loop import open_run, train
+from train.start import Start, restored
+
+STEPS = ("train.steps=6", "checkpoint.every=2")
+
+
+@pytest.fixture(scope="module")
+def earlier(tiny_file, tmp_path_factory):
+    """The directory of another run, with the checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("earlier")
+    train(load(tiny_file, [f"run.dir={folder}", *STEPS]))
+    return folder
+
+
+@pytest.fixture
+def copied(earlier, tmp_path):
+    """A copy of that run, to be damaged."""
+    shutil.copytree(earlier, tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+@pytest.fixture
+def position():
+    """Where a run would start, and what it says."""
+
+    def _position(run, resume=None):
+        resume, said = resume or Resume(), []
+        setup, data = open_run(run, resume)
+        checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
+        with contextlib.closing(checkpoints):
+            start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), said.append)
+            return start.position(checkpoints, resume), said
+
+    return _position
+
+
+@pytest.fixture
+def losses(read_rows):
+    """Step → loss of a run directory."""
+    return lambda folder: {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def state_of(run, step):
+    return restored(open_run(run)[0], find_in(step)[0])
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip_a_bit(step):
+    """Damages a checkpoint."""
+    largest = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    largest.write_bytes(damaged)
+
+
+def wrong(position, run, resume):
+    with pytest.raises(InputError) as caught:
+        position(run, resume)
+    return caught.value.problems
+
+
+# -- never -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_begins_again_leaves_the_earlier_one_beside(tiny, losses, tmp_path, capsys):
+    train(tiny("train.steps=2", "checkpoint.every=1"))
+    capsys.readouterr()
+    train(tiny("train.steps=1", "run.seed=5"), Resume(never=True))
+    assert f"The earlier run is now in {tmp_path / 'run.1'}" in capsys.readouterr().out.replace("\n", "")
+    assert list(losses(tmp_path / "run")) == [1]
+    assert list(losses(tmp_path / "run.1")) == [1, 2]
+    assert find_in(tmp_path / "run")[0].manifest.step == 1
+    assert find_in(tmp_path / "run.1")[0].manifest.step == 2
+    assert load(tmp_path / "run.1" / "config.yaml").config.run.seed == 0
+
+
+# -- another run's checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "step"), [("", 6), ("checkpoints", 6), ("checkpoints/4", 4)])
+def test_a_run_goes_on_from_another_one_or_from_one_of_its_steps(earlier, tiny, position, path, step):
+    found, said = position(tiny(), Resume(path=earlier / path))
+    assert (found.step, found.samples, found.state.step) == (step, step * 16, step)
+    same(found.state, state_of(tiny(), earlier / "checkpoints" / str(step)))
+    assert said == [f"Goes on from {earlier}/checkpoints/{step}, at step {step}"]
+
+
+def test_it_ends_where_the_unbroken_run_ends_and_goes_on_from_its_own_checkpoints(earlier, tiny, losses, tmp_path, capsys, monkeypatch):
+    before = content(earlier)
+    resume, run = Resume(path=earlier / "checkpoints" / "2"), tiny(*STEPS)
+    plain = Screen.step
+
+    def stop(self, step, total, metrics):
+        plain(self, step, total, metrics)
+        if step == 5:
+            raise ConnectionError
+
+    monkeypatch.setattr(Screen, "step", stop)
+    with pytest.raises(ConnectionError):
+        train(run, resume)
+    monkeypatch.setattr(Screen, "step", plain)
+    assert list(losses(tmp_path / "run")) == [3, 4, 5]
+    train(run, resume)
+    assert f"Resumed from step 4 in {tmp_path / 'run'}" in capsys.readouterr().out.replace("\n", "")
+    assert losses(tmp_path / "run") == {step: loss for step, loss in losses(earlier).items() if step > 2}
+    assert content(earlier) == before
+
+
+def test_another_model_and_other_data_are_refused_by_name(earlier, tiny, position, text_file, tmp_path):
+    (tmp_path / "other.txt").write_text(text_file.read_text()[:-1])
+    run = tiny("model.rope_theta=5000", "run.seed=3", f"data.path={tmp_path / 'other.txt'}")
+    found = wrong(position, run, Resume(path=earlier))
+    where = f"{earlier}/checkpoints/6"
+    assert found[0].startswith(f"command line: model.rope_theta=5000: model.rope_theta: is 5000.0, but {where} was started with 10000.0. ")
+    assert [problem.split(": ")[2] for problem in found[1:3]] == ["data.path", "run.seed"]
+    assert f"data: is not the data that {where} was started with: " in found[3]
+    assert len(found) == 4
+    (last,) = wrong(position, run, Resume(path=earlier, allow=("model", "data")))
+    assert "run.seed: is 3" in last
+    assert position(run, Resume(path=earlier, allow=("model.rope_theta", "data", "run.seed")))[0].step == 6
+
+
+def test_a_model_with_other_arrays_cannot_be_allowed(earlier, tiny, position):
+    assert "params/layers/attn/k_proj/kernel: is float32[2, 32, 32] in the checkpoint, but float32[3, 32, 32] in this run" in "\n".join(
+        wrong(position, tiny("model.layers=3"), Resume(path=earlier, allow=("model.layers",)))
+    )
+
+
+def test_where_no_checkpoint_is_there_is_nothing_to_go_on_from(tiny, position, tmp_path):
+    what = f"no whole checkpoint in {tmp_path}. Name a run directory, or one of the steps in its checkpoints/"
+    assert wrong(position, tiny(), Resume(path=tmp_path)) == (f"--resume: {what}",)
+    run = tiny(f"checkpoint.weights={tmp_path}")
+    assert wrong(position, run, Resume()) == (f"command line: checkpoint.weights={tmp_path}: checkpoint.weights: {what}",)
+
+
+# -- another run's parameters ----------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_with_the_parameters_of_another_one_alone(earlier, tiny, position):
+    found, said = position(tiny(f"checkpoint.weights={earlier}", "run.seed=5"))
+    assert (found.step, found.samples, found.state.step) == (0, 0, 0)
+    same(found.state.params, state_of(tiny(), earlier).params)
+    assert not any(np.any(x) for x in jax.tree.leaves(found.state.opt_state))
+    assert said == [f"Starts with the parameters of {earlier}/checkpoints/6"]
+
+
+def test_a_damaged_step_is_passed_over_and_left_as_it_is(copied, tiny, position, capsys):
+    flip_a_bit(copied / "checkpoints" / "6")
+    before = content(copied)
+    found, said = position(tiny(f"checkpoint.weights={copied}"))
+    assert said == [f"Starts with the parameters of {copied}/checkpoints/4"]
+    same(found.state.params, state_of(tiny(), copied / "checkpoints" / "4").params)
+    assert f"jgt: the checkpoint {copied}/checkpoints/6 is damaged (" in capsys.readouterr().err
+    assert content(copied) == before
+
+
+def test_its_own_checkpoints_come_first(earlier, copied, tiny, position):
+    shutil.rmtree(copied / "checkpoints" / "6")
+    run = tiny(f"run.dir={copied}", f"checkpoint.weights={earlier}")
+    for resume in (Resume(), Resume(path=earlier)):
+        found, said = position(run, resume)
+        assert found.step == 4 and said == [f"Resumed from step 4 in {copied}"]
+
+
+def test_its_own_damaged_step_is_set_aside(copied, tiny, position, capsys):
+    flip_a_bit(copied / "checkpoints" / "6")
+    assert position(tiny(f"run.dir={copied}"))[0].step == 4
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["2", "4", "6.broken"]
+    assert "the checkpoint of step 6 is damaged" in capsys.readouterr().err
