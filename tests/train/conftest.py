@@ -10,6 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgt import document
 from train.config import Run, load
+from train.loop import train
 
 TINY = {
     "run": {"name": "tiny"},
@@ -54,6 +55,14 @@ def tiny_file(tmp_path_factory, text_file) -> Path:
 def tiny(tiny_file, tmp_path) -> Callable[..., Run]:
     """The tiny run with overrides; its directory is tmp_path/run."""
     return lambda *overrides: load(tiny_file, [f"run.dir={tmp_path / 'run'}", *overrides])
+
+
+@pytest.fixture(scope="package")
+def earlier(tiny_file, tmp_path_factory) -> Path:
+    """The directory of a tiny run of six steps with the checkpoints of steps 2, 4 and 6, which no test changes."""
+    folder = tmp_path_factory.mktemp("earlier")
+    train(load(tiny_file, [f"run.dir={folder}", "train.steps=6", "checkpoint.every=2"]))
+    return folder
 
 
 @pytest.fixture

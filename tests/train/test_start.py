@@ -9,26 +9,15 @@ import pytest
 
 from jgt.document import InputError
 from train.checkpoint import Checkpoints, find_in
-from train.config import load
 from train.console import Screen
 from train.folder import Resume
 from train.loop import open_run, train
 from train.start import Start, restored
 
-STEPS = ("train.steps=6", "checkpoint.every=2")
-
-
-@pytest.fixture(scope="module")
-def earlier(tiny_file, tmp_path_factory):
-    """The directory of another run, with the checkpoints of steps 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("earlier")
-    train(load(tiny_file, [f"run.dir={folder}", *STEPS]))
-    return folder
-
 
 @pytest.fixture
 def copied(earlier, tmp_path):
-    """A copy of that run, to be damaged."""
+    """A copy of the earlier run, to be damaged."""
     shutil.copytree(earlier, tmp_path / "copied")
     return tmp_path / "copied"
 
@@ -83,16 +72,14 @@ def wrong(position, run, resume):
 # -- never -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_begins_again_leaves_the_earlier_one_beside(tiny, losses, tmp_path, capsys):
-    train(tiny("train.steps=2", "checkpoint.every=1"))
-    capsys.readouterr()
-    train(tiny("train.steps=1", "run.seed=5"), Resume(never=True))
-    assert f"The earlier run is now in {tmp_path / 'run.1'}" in capsys.readouterr().out.replace("\n", "")
-    assert list(losses(tmp_path / "run")) == [1]
-    assert list(losses(tmp_path / "run.1")) == [1, 2]
-    assert find_in(tmp_path / "run")[0].manifest.step == 1
-    assert find_in(tmp_path / "run.1")[0].manifest.step == 2
-    assert load(tmp_path / "run.1" / "config.yaml").config.run.seed == 0
+def test_a_run_that_begins_again_leaves_the_earlier_one_beside(copied, tiny, losses, capsys):
+    before, beside = content(copied), copied.with_name("copied.1")
+    train(tiny("train.steps=1", f"run.dir={copied}", "run.seed=5"), Resume(never=True))
+    assert f"The earlier run is now in {beside}" in capsys.readouterr().out.replace("\n", "")
+    assert list(losses(copied)) == [1]
+    assert find_in(copied)[0].manifest.step == 1
+    del before["lock"]
+    assert content(beside) == before
 
 
 # -- another run's checkpoints ---------------------------------------------------------------------------------------
@@ -108,7 +95,7 @@ def test_a_run_goes_on_from_another_one_or_from_one_of_its_steps(earlier, tiny, 
 
 def test_it_ends_where_the_unbroken_run_ends_and_goes_on_from_its_own_checkpoints(earlier, tiny, losses, tmp_path, capsys, monkeypatch):
     before = content(earlier)
-    resume, run = Resume(path=earlier / "checkpoints" / "2"), tiny(*STEPS)
+    resume, run = Resume(path=earlier / "checkpoints" / "2"), tiny("train.steps=6", "checkpoint.every=2")
     plain = Screen.step
 
     def stop(self, step, total, metrics):

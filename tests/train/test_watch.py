@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jgt.document import InputError
+from train.checkpoint import find_in
 from train.config import WatchdogConfig
 from train.console import Screen
 from train.exits import Exit
@@ -276,7 +277,7 @@ def test_handlers_are_as_before_afterwards(watched):
             signal.signal(number, handler)
 
 
-def test_a_run_that_is_asked_to_stop_saves_the_step_and_goes_on_from_it(tiny, monkeypatch, capsys, read_rows):
+def test_a_run_that_is_asked_to_stop_saves_the_step_under_way(tiny, monkeypatch, capsys, read_rows):
     plain = Screen.step
 
     def step(self, step, total, metrics):
@@ -289,10 +290,10 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_and_goes_on_from_it(tiny, mo
     run = tiny("train.steps=6")
     train(run)
     assert "Stopped at step 3 of 6 by SIGTERM; the same command goes on from it" in " ".join(capsys.readouterr().out.split())
-    train(run)
-    assert [row["step"] for row in read_rows(run.config.run.path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    stops = [event["why"] for event in read_rows(run.config.run.path / "events.jsonl") if event["phase"] == "stop"]
-    assert stops == ["SIGTERM", "done"]
+    assert [row["step"] for row in read_rows(run.config.run.path / "metrics.jsonl")] == [1, 2, 3]
+    assert find_in(run.config.run.path)[0].manifest.step == 3
+    stop = read_rows(run.config.run.path / "events.jsonl")[-1]
+    assert (stop["phase"], stop["step"], stop["why"]) == ("stop", 3, "SIGTERM")
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
