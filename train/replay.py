@@ -7,11 +7,12 @@ time is the machine's; what comes out as it was logged is the data's or the code
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +94,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
         passes.append(passed)
     assert before is not None
     first = samples + (step - begin - 1) * run.config.train.batch
-    losses = [_losses(setup, before, batch) for _, batch in zip(range(2), feed.train(first), strict=False)]
+    losses = _losses(setup, before, itertools.islice(feed.train(first), 2))
     screen.table(
         "Losses", ["step", "logged", "first pass", "second pass"], [_row(n, logged.get(n), passes) for n in passes[0]], numbers=4
     )
@@ -137,16 +138,16 @@ def _extreme(loss: float, before: Sequence[float]) -> bool:
     return len(before) > 1 and loss > statistics.mean(before) + _OUTLIER * statistics.stdev(before)
 
 
-def _losses(setup: Setup, state: State, batch: dict[str, jax.Array]) -> np.ndarray:
+def _losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.Array]]) -> list[np.ndarray]:
     """The mean loss of each sample by its weights: a loss that is a sum of weights times nats has the nats for its gradient by them."""
 
-    def nats(weights: jax.Array) -> jax.Array:
-        return setup.loss(state.params, batch | {"weights": weights})
+    def rows(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        weights = batch["weights"]
+        nats = jax.grad(lambda ones: setup.loss(params, batch | {"weights": ones}))(jnp.ones_like(weights))
+        return jnp.sum(weights * nats, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
 
-    def rows(weights: jax.Array) -> jax.Array:
-        return jnp.sum(weights * jax.grad(nats)(jnp.ones_like(weights)), axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
-
-    return np.asarray(jax.jit(rows, out_shardings=setup.placement.replicated())(batch["weights"]))
+    compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
+    return [np.asarray(compiled(state.params, batch)) for batch in batches]
 
 
 @jax.jit
