@@ -330,8 +330,9 @@ def test_who_is_done_says_goodbye(watched):
 
 
 def test_a_failure_elsewhere_ends_this_process(watched, tmp_path):
-    store = Shared({"failed/1": "failed: ValueError: first"})
+    store = Shared()
     with watched(store) as scene:
+        store["failed/1"] = "failed: ValueError: first"
         for _ in range(500):
             if scene.codes:
                 break
