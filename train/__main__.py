@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import sys
 import traceback
@@ -64,7 +65,9 @@ def _load(arguments: argparse.Namespace) -> Run:
 def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     from train.processes import leave, start
 
-    faulthandler.enable()
+    # stderr may be no file: of a test, or closed.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.enable()
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX aborts without saying why; so the watch has to come first.
     start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds=int(2 * run.config.watchdog.peer_seconds) + 10)
