@@ -129,8 +129,8 @@ def watched(monkeypatch, tmp_path):
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is LeftError else plain(args))
 
     @contextlib.contextmanager
-    def _watched(store=None, **limits):
-        with Watch(WatchdogConfig(**limits), tmp_path, store) as watch:
+    def _watched(store=None, stopped_code=Exit.DONE, **limits):
+        with Watch(WatchdogConfig(**limits), tmp_path, store, stopped_code) as watch:
             try:
                 yield Scene(watch, now, turns)
             finally:
@@ -243,6 +243,7 @@ def test_a_second_signal_stops_at_once(watched, tmp_path):
     with watched() as scene:
         scene.steps(1, 3, 1)
         scene.signal(signal.SIGTERM)
+        scene.wait(0.5)
         scene.signal(signal.SIGINT)
         scene.wait(1)
     assert scene.codes == [128 + signal.SIGINT]
@@ -250,11 +251,22 @@ def test_a_second_signal_stops_at_once(watched, tmp_path):
     assert not (tmp_path / "stacks-0.txt").exists()
 
 
-def test_before_the_first_step_there_is_nothing_to_save(watched):
+def test_two_signals_at_once_are_one(watched):
     with watched() as scene:
+        scene.steps(1, 3, 1)
+        scene.signal(signal.SIGTERM)
         scene.signal(signal.SIGTERM)
         scene.wait(1)
-    assert scene.codes == [Exit.DONE]
+        assert not scene.watch.may_begin(4)
+    assert scene.codes == []
+
+
+@pytest.mark.parametrize("stopped_code", [Exit.DONE, 99])
+def test_before_the_first_step_there_is_nothing_to_save(watched, stopped_code):
+    with watched(stopped_code=stopped_code) as scene:
+        scene.signal(signal.SIGTERM)
+        scene.wait(1)
+    assert scene.codes == [stopped_code]
     assert scene.reasons == ["stopped by SIGTERM before the first step: there is nothing to save"]
 
 
