@@ -108,17 +108,21 @@ class Watch:
 
     def may_begin(self, step: int) -> bool:
         """Says that all before this step is done; whether to begin it, or to stop here, as all processes do."""
-        now = time.monotonic()
-        if self._begun is not None and self._steps > _UNMEASURED:
-            self._slowest = max(self._slowest, now - self._begun)
-        self._begun = now
+        self._measure()
+        self._begun = time.monotonic()
         self._steps += 1
         limit = max(self._config.step_seconds, _SLOW * self._slowest) if self._slowest else self._config.start_seconds
         self._progress(f"step {step}", limit)
         return self._agreement.may_begin(step)
 
     def _other(self, what: str) -> None:
+        # Before anything else the host waits for the steps that it has begun.
+        self._measure()
         self._progress(what, self._config.start_seconds)
+
+    def _measure(self) -> None:
+        if self._begun is not None and self._steps > _UNMEASURED:
+            self._slowest = max(self._slowest, time.monotonic() - self._begun)
         self._begun = None
 
     def _progress(self, what: str, limit: float) -> None:

@@ -23,6 +23,7 @@ class Played:
         self._ends, self._stopped_in = list(ends), stopped_in
         self._step = 0
         self.starts, self.pauses, self.said = [], [], []
+        self.is_stopped = False
 
     def run(self, processes, *, again):
         self.starts.append(processes)
@@ -41,6 +42,13 @@ class Played:
     def code(self, processes=1, restarts=3, min_processes=None):
         """The exit code of a launcher with this policy."""
         return supervise(Policy(processes=processes, restarts=restarts, min_processes=min_processes or processes), self, self.said.append)
+
+
+def test_a_launcher_that_was_asked_to_stop_starts_nothing_again():
+    played = Played((1, 2), (0, 2))
+    played.is_stopped = True
+    assert played.code() == 1
+    assert played.starts == [1] and played.pauses == []
 
 
 def test_a_run_that_is_done_is_not_started_again():

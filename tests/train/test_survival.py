@@ -99,6 +99,14 @@ def test_a_run_stopped_before_its_first_step_ends_with_the_code_asked_for(tmp_pa
     assert "before the first step: there is nothing to save" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_two_processes_replay_a_step(two, tmp_path):
+    for options in ((), ("--replay", "3")):
+        with two("checkpoint.every=2", *options, steps=4) as processes:
+            assert processes.wait_all() == [Exit.DONE, Exit.DONE]
+    assert "none: step 3 comes out as it was logged, bit for bit" in processes.output(0)
+
+
 # -- one of two is gone ------------------------------------------------------------------------------------------
 
 

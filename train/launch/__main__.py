@@ -13,7 +13,7 @@ from typing import Any
 from jgt.document import InputError
 from train.__main__ import parser as train_parser
 from train.config import Run, load
-from train.flags import whole_number
+from train.flags import natural_number, whole_number
 from train.folder import LOGS, check_folder, read_resume
 from train.launch.devices import environments
 from train.launch.group import End, Group
@@ -78,6 +78,11 @@ class Launcher:
         """The step of the newest checkpoint, 0 for none."""
         return max(self._steps.listed(), default=0)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal asked for the end."""
+        return self._stopped.is_set()
+
     def pause(self, seconds: float) -> bool:
         """Waits; whether to go on then."""
         return not self._stopped.wait(seconds)
@@ -122,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts the processes of one run on this machine, and starts them again from the newest checkpoint when one fails.",
     )
     parser.add_argument("--processes", type=whole_number, required=True, metavar="N", help="how many processes")
-    parser.add_argument("--restarts", type=int, default=3, metavar="K", help="at most so many in a row without a newer checkpoint (3)")
+    parser.add_argument("--restarts", type=natural_number, default=3, metavar="K", help="at most so many in a row without a newer checkpoint (3)")
     parser.add_argument("--min-processes", type=whole_number, metavar="M", help="after a process is lost go on with one less, down to M")
     parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others to end by themselves (10)")
     return parser

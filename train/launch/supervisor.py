@@ -39,6 +39,11 @@ class Surroundings(Protocol):
         """The step of the newest checkpoint, 0 for none."""
         ...
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal asked for the end."""
+        ...
+
     def pause(self, seconds: float) -> bool:
         """Waits; whether to go on then."""
         ...
@@ -57,6 +62,8 @@ def supervise(policy: Policy, surroundings: Surroundings, say: Callable[[str], N
         after = surroundings.newest_step()
         in_a_row = 1 if after > before else in_a_row + 1
         say(f"process {end.first} ended with {_describe(end.codes[end.first])}; the newest checkpoint is that of step {after}")
+        if surroundings.is_stopped:
+            return end.code
         if in_a_row > policy.restarts:
             say(f"no restart: {_tried(policy.restarts)}")
             return end.code
