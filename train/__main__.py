@@ -64,10 +64,13 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     from train.processes import leave, start
+    from train.xla import configure
 
     # stderr may be no file: of a test, or closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
+    for warning in configure(run.config.xla, virtual=run.config.devices.virtual_cpu is not None):
+        print(f"jgt: {warning}", file=sys.stderr)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX aborts without saying why; so the watch has to come first.
     start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds=int(2 * run.config.watchdog.peer_seconds) + 10)

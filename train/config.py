@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -48,6 +49,28 @@ class DevicesConfig:
     """The `devices:` section: absent, all that JAX finds; or this many virtual CPU devices a process."""
 
     virtual_cpu: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class XlaConfig:
+    """The `xla:` section. preset: a set of XLA flags; auto: gpu-overlap where there are NVIDIA GPUs; flags: more of them, by name.
+
+    cache: the folder of compiled programs; auto: in the user's cache folder; null: none are kept.
+    """
+
+    preset: Literal["auto", "none", "gpu-overlap"] = "auto"
+    flags: dict[str, bool | int | float | str] = field(default_factory=dict)
+    cache: str | None = "auto"
+
+    def plain_flags(self) -> dict[str, str]:
+        """The flags as XLA reads them, without dashes."""
+        return {name.removeprefix("--"): str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.flags.items()}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Names that can be XLA's."""
+        for name, value in self.flags.items():
+            if not re.fullmatch(r"(--)?xla_\w+", name) or re.search(r"\s", str(value)):
+                yield f"flags.{name}", "is no flag of XLA. Write xla_NAME: VALUE, without spaces"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +191,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
+    xla: XlaConfig = field(default_factory=XlaConfig)
     mesh: Node | None = None
     rules: Node | None = None
     pipeline: Pipeline | None = None

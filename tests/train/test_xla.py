@@ -1,0 +1,89 @@
+"""XLA's flags, which are tried before they are used, and the cache of compiled programs."""
+
+import os
+
+import jax
+import pytest
+
+from jgt.document import InputError
+from train import xla
+from train.config import XlaConfig
+from train.xla import PRESETS, configure
+
+GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """Configures with XLA_FLAGS as given; what they are afterwards, and the warnings."""
+
+    def _flags(config, given=""):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        warnings = configure(config, virtual=True)
+        return os.environ["XLA_FLAGS"].split(), warnings
+
+    return _flags
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """What is set in JAX's configuration."""
+    found = {}
+    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+    return found
+
+
+def test_flags_are_set_and_unknown_ones_left_out(flags):
+    found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True, f"--{UNKNOWN}": 3, "xla_cpu_enable_fast_math": "perhaps"}))
+    assert found == [f"--{GOOD}=true"]
+    assert warnings == [
+        f"XLA does not know --{UNKNOWN}=3 here; it is left out",
+        "XLA does not know --xla_cpu_enable_fast_math=perhaps here; it is left out",
+    ]
+
+
+def test_the_environment_wins(flags):
+    found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True}), given=f"--{GOOD}=false --xla_dump_to=x")
+    assert (found, warnings) == ([f"--{GOOD}=false", "--xla_dump_to=x"], [])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_known(name, flags):
+    found, warnings = flags(XlaConfig(cache=None, preset=name))
+    assert warnings == []
+    assert found == [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
+
+
+@pytest.mark.parametrize(("gpus", "virtual", "expected"), [(["nvidia0"], False, "gpu-overlap"), (["nvidia0"], True, "none"), ([], False, "none")])
+def test_a_preset_for_the_devices_here(gpus, virtual, expected, monkeypatch):
+    monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
+    assert xla._preset(XlaConfig(), virtual=virtual) == expected
+    assert xla._preset(XlaConfig(preset="none"), virtual=virtual) == "none"
+
+
+def test_names_that_cannot_be_xlas(tiny):
+    with pytest.raises(InputError, match=r"xla.flags.foo: is no flag of XLA. Write xla_NAME: VALUE"):
+        tiny("xla.flags={foo: 3}")
+    with pytest.raises(InputError, match="is no flag of XLA"):
+        tiny("xla.flags={xla_foo: 'a --xla_bar=1'}")
+
+
+def test_programs_are_kept_in_the_users_cache_folder(flags, updates, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags(XlaConfig())
+    (folder,) = (tmp_path / "jgt" / "compiled").iterdir()
+    assert updates["jax_compilation_cache_dir"] == str(folder)
+    flags(XlaConfig(cache=str(tmp_path / "own")))
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "own")
+    updates.clear()
+    flags(XlaConfig(cache=None))
+    assert updates == {}
+
+
+def test_a_cache_that_has_grown_too_large_loses_the_oldest(flags, updates, monkeypatch, tmp_path):
+    monkeypatch.setattr(xla, "_LARGEST_CACHE", 25)
+    for age, name in enumerate(["new", "old", "oldest"]):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    flags(XlaConfig(cache=str(tmp_path)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
