@@ -32,6 +32,8 @@ from train.processes import Store
 _TICK = 0.25
 _SLOW = 10
 """A step may take so many times as long as the slowest one so far."""
+_LAST_WORD_SECONDS = 2.0
+"""What the processes leave each other is in the first one: it stays so long for the others to read it."""
 _UNMEASURED = 2
 """The host is so many steps ahead of the devices: in the first steps it waits for none."""
 _AGAIN_SECONDS = 0.5
@@ -90,6 +92,8 @@ class Watch:
         self._thread.join(timeout=5)
         if self._peers is not None:
             self._peers.close(done=error is None)
+            if error is not None:
+                self._linger()
         self._signals.close()
 
     # -- the training thread -------------------------------------------------------------------------------------
@@ -192,7 +196,13 @@ class Watch:
                     _dump(file)
                 _dump(sys.stderr)
             self.note(why)
+        if stacks:
+            self._linger()
         os._exit(code)
+
+    def _linger(self) -> None:
+        if self._peers is not None and self._process == 0:
+            time.sleep(_LAST_WORD_SECONDS)
 
 
 def _ignore(number: int, frame: Any) -> None:

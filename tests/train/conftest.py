@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from runs import Nursery
 
 from jgt import document
 from train.config import Run, load
@@ -33,6 +34,13 @@ def _configure(*, quick: bool, folder: str | None, min_seconds: float) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="package")
+def nursery(tmp_path_factory, pytestconfig) -> Iterator[Nursery]:
+    """Starts runs in processes of their own, by fork."""
+    with Nursery(tmp_path_factory.mktemp("compiled"), pytestconfig.rootpath) as nursery:
+        yield nursery
 
 
 @pytest.fixture(scope="package")

@@ -1,18 +1,13 @@
 """Real processes killed at random moments: every restart goes on, and ends bit for bit where the unbroken run ends."""
 
-import json
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from runs import flags, free_port
 
 from jgt import document
 from train.checkpoint import find_in, restore
@@ -21,7 +16,6 @@ from train.setup import prepare
 from train.steps import FOLDER, Steps
 
 STEPS = 12
-SECONDS = 120
 OVERRIDES = [f"train.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=2", "train.log_every=1", "watchdog={peer_seconds: 2, step_seconds: 20}"]
 RULES = {
     "axes": {"batch": ["data", "fsdp"]},
@@ -31,65 +25,32 @@ RULES = {
 MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory, pytestconfig):
-    """Starts runs in processes of their own, by fork: nursery(arguments, log) → pid, and nursery.wait(pid) → exit code."""
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pytestconfig.rootpath)}
-    command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(tmp_path_factory.mktemp("compiled"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=pytestconfig.rootpath) as process:
-
-        def ask(**question):
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            return int(process.stdout.readline())
-
-        def start(arguments, log):
-            return ask(arguments=arguments, log=str(log))
-
-        start.wait = lambda pid: ask(wait=pid)
-        yield start
-        process.kill()
-
-
 @pytest.fixture
 def start(nursery, tiny_file, tmp_path):
-    """Starts the processes of a run, which write beside its folder; the numbers of the processes."""
+    """Starts the processes of a run, which write beside its folder."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(document.dump(RULES))
 
     def _start(folder, count):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         arguments = ["--config", str(tiny_file), f"run.dir={folder}", f"rules={rules}", MESHES[count], "devices.virtual_cpu=2", *OVERRIDES]
-        flags = [["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(i)] if count > 1 else [] for i in range(count)]
-        return [nursery([*arguments, *flags[i]], folder.with_suffix(f".{i}.log")) for i in range(count)]
+        return [nursery.start([*arguments, *(flags(port, count, i) if count > 1 else [])], folder.with_suffix(f".{i}.log")) for i in range(count)]
 
     return _start
 
 
-def is_there(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def ended(nursery, pids):
+def ended(children):
     """The exit codes of a run's processes, which end by themselves."""
-    deadline = time.monotonic() + SECONDS
-    while any(is_there(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in pids:
-        if is_there(pid):
-            os.kill(pid, signal.SIGKILL)
-    return [nursery.wait(pid) for pid in pids]
+    return [child.wait() for child in children]
 
 
-def kill_at_random(pids, longest, chance):
+def kill_at_random(children, longest, chance):
     """Kills one of a run's processes, or all, after a random time; whether they were still there."""
     time.sleep(chance.uniform(0.1, longest))
-    victims = chance.choice([pids, *([pid] for pid in pids)])
-    there = [is_there(pid) for pid in victims]
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+    victims = chance.choice([children, *([child] for child in children)])
+    there = [child.poll() is None for child in victims]
+    for child in victims:
+        child.send_signal(signal.SIGKILL)
     return any(there)
 
 
@@ -113,10 +74,10 @@ def check_listed(folder):
     ("count", "num_kills"),
     [(1, 17), (2, 3), *(pytest.param(count, 100, marks=pytest.mark.slow, id=f"{count}-100") for count in (1, 2))],
 )
-def test_a_killed_run_ends_where_the_unbroken_one_ends(count, num_kills, nursery, start, tiny_file, tmp_path, read_rows):
-    assert ended(nursery, start(tmp_path / "first", count)) == [0] * count  # compiles
+def test_a_killed_run_ends_where_the_unbroken_one_ends(count, num_kills, start, tiny_file, tmp_path, read_rows):
+    assert ended(start(tmp_path / "first", count)) == [0] * count  # compiles
     begun = time.perf_counter()
-    assert ended(nursery, start(tmp_path / "whole", count)) == [0] * count
+    assert ended(start(tmp_path / "whole", count)) == [0] * count
     longest, kills, runs = time.perf_counter() - begun, 0, 0
     chance = random.Random(num_kills)
     straight = outcome(tiny_file, tmp_path / "whole", read_rows)
@@ -124,13 +85,13 @@ def test_a_killed_run_ends_where_the_unbroken_one_ends(count, num_kills, nursery
         runs += 1
         folder, killed = tmp_path / f"broken{runs}", True
         while killed and kills < num_kills:
-            pids = start(folder, count)
-            killed = kill_at_random(pids, longest, chance)
+            children = start(folder, count)
+            killed = kill_at_random(children, longest, chance)
             kills += killed
-            codes = ended(nursery, pids)
+            codes = ended(children)
             assert killed or codes == [0] * count, folder.with_suffix(".0.log").read_text()
             check_listed(folder)
-        codes, output = ended(nursery, start(folder, count)), folder.with_suffix(".0.log").read_text()
+        codes, output = ended(start(folder, count)), folder.with_suffix(".0.log").read_text()
         assert codes == [0] * count, output
         assert "damaged" not in output
         states, losses = outcome(tiny_file, folder, read_rows)

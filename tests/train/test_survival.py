@@ -31,13 +31,13 @@ def command(tiny_file, tmp_path):
 
 
 @pytest.fixture
-def two(command, tmp_path, pytestconfig):
+def two(command, nursery, tmp_path, pytestconfig):
     """Starts both processes of a run."""
 
     def _two(*overrides, **options):
         port = free_port()
-        both = [["-m", "train", *command(*overrides, **options), *flags(port, 2, i)] for i in range(2)]
-        return Processes(tmp_path, both, pytestconfig.rootpath)
+        both = [[*command(*overrides, **options), *flags(port, 2, i)] for i in range(2)]
+        return Processes(tmp_path, both, pytestconfig.rootpath, nursery=nursery)
 
     return _two
 
@@ -70,16 +70,16 @@ def test_a_signal_to_one_of_two_stops_both_at_a_step_that_both_save(two, tmp_pat
     assert max(losses(tmp_path / "run")) == step + 3
 
 
-def test_ctrl_c_stops_a_run_alone_and_a_second_one_at_once(tiny_file, tmp_path, pytestconfig):
-    alone = [["-m", "train", "--config", str(tiny_file), f"train.steps={MANY}", f"run.dir={tmp_path / 'run'}"]]
-    with Processes(tmp_path, alone, pytestconfig.rootpath) as processes:
+def test_ctrl_c_stops_a_run_alone_and_a_second_one_at_once(nursery, tiny_file, tmp_path, pytestconfig):
+    alone = [["--config", str(tiny_file), f"train.steps={MANY}", f"run.dir={tmp_path / 'run'}"]]
+    with Processes(tmp_path, alone, pytestconfig.rootpath, nursery=nursery) as processes:
         wait_for_step(tmp_path / "run", 3)
         processes.send(0, signal.SIGINT)
         assert processes.wait(0, SOON) == Exit.DONE
         (step,) = Steps(tmp_path / "run" / FOLDER).listed()
         assert f"Stopped at step {step} of {MANY} by SIGINT" in processes.output(0)
     faults = [[*alone[0], "train.log_every=1", f"debug.faults=[{{at_step: {step + 5}, kind: hang}}]"]]
-    with Processes(tmp_path, faults, pytestconfig.rootpath) as processes:
+    with Processes(tmp_path, faults, pytestconfig.rootpath, nursery=nursery) as processes:
         wait_for_step(tmp_path / "run", step + 4)
         for _ in range(2):
             processes.send(0, signal.SIGTERM)

@@ -119,7 +119,7 @@ class Scene:
 def watched(monkeypatch, tmp_path):
     """Enters a watch with these limits."""
     now, turns = [1000.0], Turns()
-    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime, sleep=lambda seconds: None)
     monkeypatch.setattr("train.watch.time", clock)
     monkeypatch.setattr("train.peers.time", clock)
     monkeypatch.setattr("train.peers._ROUND_SECONDS", 0.01)
