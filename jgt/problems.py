@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from jgt.rules.spec import Misfit, SpecRule, misfits
@@ -31,6 +32,7 @@ def remedy(misfit: Misfit) -> str:
     """What would fit: the sizes on either side, and the products of axes that divide this one."""
     below = misfit.size - misfit.size % misfit.parts
     sizes = f"{below} or {below + misfit.parts}" if below else f"{misfit.parts}"
-    divisors = ", ".join(str(n) for n in range(1, misfit.parts) if misfit.size % n == 0)
+    low = [n for n in range(1, math.isqrt(misfit.size) + 1) if misfit.size % n == 0]
+    divisors = ", ".join(str(n) for n in sorted({*low, *(misfit.size // n for n in low)}) if n < misfit.parts)
     over = " x ".join(misfit.axes)
     return f"A size of {sizes} would fit, or {over} of {divisors}"

@@ -13,6 +13,8 @@ import pytest
 import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
+from jgt.mesh import sizes
+from jgt.pipeline import custom, entries
 from jgt.pipeline.__main__ import _parser as schedule_parser
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.report import number, percent
@@ -23,10 +25,15 @@ from jgt.plan.collectives import Collective
 from jgt.plan.findings import Kind
 from jgt.plan.limits import LIMITS, read_budget
 from jgt.rules import load
+from train import config
 from train.__main__ import parser as train_parser
 from train.config import Config, Fault, SpikesConfig
+from train.data import config as data_config
+from train.data import files, jsonl, tokenizer_json
+from train.data import text as data_text
 from train.data.config import MixturePart
 from train.plan.__main__ import _parser as plan_parser
+from train.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event
 from train.report.starts import find_starts
@@ -242,6 +249,40 @@ def test_every_choice_of_a_key_stands_there(name):
         options = [hint, *typing.get_args(hint)]
         choices = [c for option in options if typing.get_origin(option) is typing.Literal for c in typing.get_args(option)]
         assert all(f"`{choice}`" in types[key] for choice in choices), key
+
+
+@pytest.mark.parametrize("name", [*SECTIONS, "pipeline"])
+def test_every_limit_of_a_key_stands_there(name):
+    """Of whole numbers and of floats; 1e30, which all floats have, stands once."""
+    page = section(PIPELINE, "## Keys") if name == "pipeline" else section(TRAINING, f"## {name}")
+    types = {row[0].strip("`"): row[1] for row in rows(page) if len(row) == 4}
+    for key, bound in limits({"pipeline": Pipeline, **SECTIONS}[name]):
+        limit = f"> 0, ≤ {bound.high:,}" if bound.above is not None else f"{bound.low} to {bound.high:,}"
+        assert bound.high == 1e30 or limit in types[key], (key, types[key])
+    assert "A float is at most 1e30" in TRAINING.read_text()
+
+
+def limits(cls, prefix=""):
+    """The keys of a section with a bound, those inside of others included."""
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        whole = typing.get_origin(hint) in (typing.Annotated, tuple)
+        for option in [hint] if whole else [hint, *typing.get_args(hint)]:
+            inside = typing.get_args(option)[0] if typing.get_origin(option) is tuple else option
+            if dataclasses.is_dataclass(inside):
+                yield from limits(inside, f"{prefix}{name}{'' if inside is option else '[]'}.")
+            elif typing.get_origin(option) is typing.Annotated:
+                yield f"{prefix}{name}", option.__metadata__[0]
+
+
+def test_the_limits_of_files_stand_there():
+    page = section(TRAINING, "## Limits")
+    numbers = [document.files.MAX_BYTES, document.files.MAX_FILES, document.reader.MAX_DEPTH, document.reader.MAX_VALUES, document.reader.MAX_KEY]
+    numbers += [document.node.MAX_PROBLEMS, sizes.MAX_AXES, sizes.MAX_DEVICES, custom.MAX_CELLS, entries.MAX_BYTES]
+    numbers += [config.MAX_FLAGS, config.MAX_NAME, config.MAX_PATH, data_config.MAX_PARTS, files.MAX_FILES, files.MAX_NAMES]
+    numbers += [jsonl.MAX_LINE_BYTES, data_text.MAX_LINE_BYTES, jsonl.MAX_RATIO, jsonl.MAX_EXPANDED, tokenizer_json.MAX_BYTES]
+    assert [number for number in numbers if f"{number:,}" not in page] == []
+    assert load.MAX_AXES == sizes.MAX_AXES
+    assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
 
 
 def test_every_key_of_a_pipeline_stands_with_its_default():

@@ -2,15 +2,19 @@
 
 import dataclasses
 import math
+import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jgt import document
-from jgt.document import Bound, InputError, Node, bind, dump, files, from_python, merge, override, parse, read
+from jgt.document import Bound, InputError, Node, bind, dump, files, from_python, merge, override, parse, read, reader, regular
 
 
 def plain(text):
@@ -136,6 +140,46 @@ def test_what_follows_too_deep_a_part_is_still_read():
     assert found[1].startswith("f.yaml:2: b: the tag !x")
 
 
+@pytest.mark.parametrize("opening", ["[", "{a: "])
+def test_open_brackets_take_no_time(opening):
+    started = time.perf_counter()
+    assert problems_of(parse, opening * 200_000, "f.yaml")
+    assert time.perf_counter() - started < 2
+
+
+def test_values_are_counted():
+    assert len(plain("[" + "a, " * (reader.MAX_VALUES - 1) + "]")) == reader.MAX_VALUES - 1
+    (problem,) = problems_of(parse, "a:\n" + "- {}\n" * reader.MAX_VALUES, "f.yaml")
+    assert problem == f"f.yaml:{reader.MAX_VALUES - 1}: more than 10,000 keys and values, the most that is read; the rest was not"
+
+
+def test_the_length_of_a_key_is_limited_with_those_around_it():
+    assert plain("x" * 900 + ": {y: 1}") == {"x" * 900: {"y": 1}}
+    (problem,) = problems_of(parse, "x" * 900 + ": {" + "y" * 100 + ": 1}", "f.yaml")
+    assert problem.endswith(f"the key {'y' * 100!r} is longer than 1,000 characters, with those around it")
+
+
+def test_a_merge_key_is_refused_and_its_text_is_not():
+    (problem,) = problems_of(parse, "a:\n  <<: {b: 1}", "f.yaml")
+    assert problem == "f.yaml:2: a: the merge key << is not allowed; write the values out, or use extends:"
+    assert plain("a: <<\n'<<': b") == {"a": "<<", "<<": "b"}
+
+
+@pytest.mark.parametrize("text", ["9" * 301, "1" * 100_000 + "x", "1" + "_" * 100_000, "." * 100_000, "1." * 50_000, "1e" + "9" * 100_000])
+def test_what_is_too_long_for_a_number_is_text(text):
+    started = time.perf_counter()
+    assert plain(text) == text
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\ud800"', '"\\UFFFFFFFF"', "%YAML " + "9" * 5_000 + ".1\n---\n", "a: !x 1", "[" * 2_000, "\0", "a: *x", "a: 1\na: 2"]
+)
+def test_the_loader_in_python_refuses_the_same(monkeypatch, text):
+    monkeypatch.setattr(reader, "_Loader", yaml.SafeLoader)
+    assert all(problem.startswith("f.yaml:") for problem in problems_of(parse, text, "f.yaml"))
+
+
 def test_all_problems_come_at_once():
     found = problems_of(parse, "a: !x 1\nb: &y 2\nb: 3\nc: [*z]", "f.yaml")
     assert [p.split(":")[1] for p in found] == ["1", "2", "3", "4"]
@@ -145,6 +189,20 @@ def test_a_message_is_all_problems():
     with pytest.raises(InputError, match=r"(?s)^f.yaml:1: a: .*\nf.yaml:2: b: ") as caught:
         parse("a: !x 1\nb: !x 2", "f.yaml")
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_problem_is_one_line_that_can_be_shown():
+    (problem,) = InputError(["a\nb\x1b[31m\u202e\ud800\x85" + "x" * 5_000]).problems
+    assert problem.startswith("a\\nb\\x1b[31m\\u202e\\ud800\\x85xx") and problem.isprintable() and len(problem) < 2_100
+
+
+def test_of_many_problems_the_first_are_shown():
+    found = InputError(f"f:{line}: x" for line in range(5_000, 0, -1)).problems
+    assert found[:2] == ("f:1: x", "f:2: x") and found[-1] == "and 4,000 more problems" and len(found) == 1_001
+
+
+def test_a_line_that_is_no_number_is_no_place():
+    assert len(InputError([f"f:{'9' * 5_000}: x", "f:1: x"]).problems) == 2
 
 
 # -- files
@@ -205,6 +263,43 @@ def test_extends_is_relative_to_the_file(tmp_path):
     assert node.find("a").where == f"{tmp_path}/sub/../base.yaml:1"
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "it is a named pipe, not a file"),
+        (Path.mkdir, "it is a folder, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        (lambda path: None, "No such file or directory"),
+    ],
+)
+def test_only_a_file_is_read(tmp_path, make, said):
+    path = tmp_path / "a.yaml"
+    make(path)
+    assert problems_of(read, path) == [f"{path}: cannot be read: {said}"]
+    assert not regular.is_file(path) and regular.is_folder(path) == path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["\0", "a" * 300, "a/" * 5_000])
+def test_what_can_be_no_name_is_no_file(name):
+    assert not regular.is_file(name) and not regular.is_folder(name)
+    assert "cannot be read: " in problems_of(read, name)[0]
+
+
+def test_a_file_has_as_many_bytes_as_may_be(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert regular.read_bytes(tmp_path / "a", 5) == b"12345"
+    assert problems_of(regular.read_bytes, tmp_path / "a", 4) == [f"{tmp_path}/a: the file is larger than 4 bytes, the most that is read here"]
+
+
+def test_files_that_extend_each_other_are_counted(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.yaml").write_text(f"a{number}: 1\nextends: {number + 1}.yaml")
+    (tmp_path / "40.yaml").write_text("b: 1")
+    assert read(tmp_path / "10.yaml").plain()["b"] == 1
+    assert "more than 32 files extend each other" in problems_of(read, tmp_path / "0.yaml")[0]
+
+
 # -- merge and override
 
 
@@ -248,6 +343,12 @@ def test_override_takes_text_with_equals():
 def test_override_refuses_what_is_no_assignment(assignment):
     (problem,) = problems_of(override, parse("a: 1", "f"), assignment)
     assert "an override is written key.sub=value" in problem
+
+
+@pytest.mark.parametrize("key", [".".join("a" * 33), "a" * 1_001, ".".join("a" * 100_000)])
+def test_override_refuses_keys_without_end(key):
+    (problem,) = problems_of(override, parse("a: 1", "f"), f"{key}=1")
+    assert "characters; at most 32 and 1,000 are read" in problem and len(problem) < 400
 
 
 def test_override_refuses_bad_yaml():

@@ -73,7 +73,8 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
         print(f"jgt: {warning}", file=sys.stderr)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX aborts without saying why; so the watch has to come first.
-    start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds=int(2 * run.config.watchdog.peer_seconds) + 10)
+    heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + 10
+    start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"))
     if arguments.dry_run:
         from train.dry_run import dry_run
 

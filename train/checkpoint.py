@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jgt.document import InputError
+from jgt.document import InputError, is_folder
 from jgt.placement import path_text
 from jgt.plan.units import size_text
 from train import manifest
@@ -67,6 +67,8 @@ def find_in(path: Path, *, before: int | None = None) -> tuple[Found | None, lis
     path: a run directory, its `checkpoints` folder, or one step of it; before: only steps below this one count.
     """
     path = path.absolute()
+    if not is_folder(path):
+        return None, []
     if path.name.isdecimal() and (path / manifest.NAME).exists():
         steps, listed = Steps(path.parent), [int(path.name)]
     else:

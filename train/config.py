@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from jgt import document
 from jgt.document import Bound, InputError, Node, bind, collect
-from jgt.mesh.sizes import read_sizes, size_problem
+from jgt.mesh.sizes import MAX_DEVICES, read_sizes, size_problem
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.custom import find_table
 from jgt.plan.limits import Limit, read_budget
@@ -19,9 +21,15 @@ from jgt.rules import Matcher, Rules, expand, misfits, rules_from_node
 from train.data.config import DataConfig, path_problems
 from train.models.config import ModelConfig
 
-Count = Annotated[int, Bound(low=1)]
-Natural = Annotated[int, Bound(low=0)]
-Positive = Annotated[float, Bound(above=0)]
+Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
+Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
+Batch = Annotated[int, Bound(low=1, high=1_000_000)]
+Positive = Annotated[float, Bound(above=0, high=1e30)]
+Seconds = Annotated[float, Bound(above=0, high=1_000_000)]
+MAX_FLAGS = 64
+MAX_NAME, MAX_PATH = 240, 2_000
+"""Bytes of a run directory's path; a system's own limits are 255 and 4096."""
+NotNegative = Annotated[float, Bound(low=0, high=1e30)]
 Fraction = Annotated[float, Bound(low=0, high=1)]
 
 
@@ -31,7 +39,8 @@ class RunConfig:
 
     name: str = "run"
     dir: str | None = None
-    seed: Natural = 0
+    # JAX keeps 32 bits of a seed.
+    seed: Annotated[int, Bound(low=0, high=2**32 - 1)] = 0
 
     @property
     def path(self) -> Path:
@@ -39,16 +48,21 @@ class RunConfig:
         return Path(self.dir or f"runs/{self.name}")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """A name is one folder's name."""
-        if not self.name or set(self.name) & set("/\\\0") or self.name in (".", ".."):
-            yield "name", f"{self.name!r} cannot name a folder. Use letters, digits, dots and dashes"
+        """A name is one folder's name, and what is written below the directory has to have a name too."""
+        if not self.name.isprintable() or set(self.name) & set("/\\") or self.name in ("", ".", ".."):
+            yield "name", f"{document.shown(self.name)} cannot name a folder. Use letters, digits, dots and dashes"
+        key = "name" if self.dir is None else "dir"
+        if self.dir is not None and not (self.dir and self.dir.isprintable()):
+            yield "dir", f"{document.shown(self.dir)} cannot be a path. Use letters, digits, dots, dashes and slashes, or null"
+        elif max(map(len, map(os.fsencode, self.path.parts)), default=0) > MAX_NAME or len(os.fsencode(self.path)) > MAX_PATH:
+            yield key, f"{document.shown(str(self.path))} is too long; a name has at most {MAX_NAME} bytes here, a path {MAX_PATH:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
     """The `devices:` section: absent, all that JAX finds; or this many virtual CPU devices a process."""
 
-    virtual_cpu: Count | None = None
+    virtual_cpu: Annotated[int, Bound(low=1, high=MAX_DEVICES)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +81,16 @@ class XlaConfig:
         return {name.removeprefix("--"): str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.flags.items()}
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Names that can be XLA's."""
+        """Names that can be XLA's, of which none leads to a place: there XLA would write, or run what it finds."""
         for name, value in self.flags.items():
-            if not re.fullmatch(r"(--)?xla_\w+", name) or re.search(r"\s", str(value)):
-                yield f"flags.{name}", "is no flag of XLA. Write xla_NAME: VALUE, without spaces"
+            if not re.fullmatch(r"(--)?xla_\w{1,100}", name, re.ASCII) or not re.fullmatch(r"[\w.,:+-]{1,100}", str(value), re.ASCII):
+                yield f"flags.{name}", "is no flag of XLA. Write xla_NAME: VALUE, without spaces and slashes"
+            elif re.search(r"dump|_(dir|file|path|to|from|cache)(_|$)", name):
+                yield f"flags.{name}", "names a place. Set it in the environment: XLA_FLAGS"
+        if len(self.flags) > MAX_FLAGS:
+            yield "flags", f"has {len(self.flags):,} flags; {MAX_FLAGS} are the most"
+        if self.cache is not None and not (self.cache and self.cache.isprintable()):
+            yield "cache", f"{document.shown(self.cache)} cannot be a path. Write auto, null, or the path of a folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +111,7 @@ class OptimizerConfig:
     b1: Fraction = 0.9
     b2: Fraction = 0.95
     eps: Positive = 1e-8
-    weight_decay: Annotated[float, Bound(low=0)] = 0.1
+    weight_decay: NotNegative = 0.1
     clip: Positive | None = 1.0
 
 
@@ -99,7 +119,7 @@ class OptimizerConfig:
 class SpikesConfig:
     """`train.skip_spikes`: skips an update whose loss lies so many standard deviations above the mean of the last `window` losses."""
 
-    window: Annotated[int, Bound(low=4)] = 128
+    window: Annotated[int, Bound(low=4, high=1_000_000)] = 128
     deviations: Positive = 6.0
 
 
@@ -114,8 +134,8 @@ class TrainConfig:
     """
 
     steps: Count = 100
-    batch: Count = 32
-    accumulate: Count = 1
+    batch: Batch = 32
+    accumulate: Batch = 1
     remat: Literal["none", "full"] | tuple[str, ...] = "none"
     log_every: Count = 1
     eval_every: Natural = 0
@@ -154,9 +174,9 @@ class WatchdogConfig:
     peer_seconds: without a word from another process of the run.
     """
 
-    step_seconds: Positive = 60.0
-    start_seconds: Positive = 1800.0
-    peer_seconds: Positive = 30.0
+    step_seconds: Seconds = 60.0
+    start_seconds: Seconds = 1800.0
+    peer_seconds: Seconds = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +201,7 @@ class SampleConfig:
 
     tokens: Natural = 0
     prompt: str = "\n"
-    temperature: Annotated[float, Bound(low=0)] = 0.8
+    temperature: NotNegative = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,8 +344,10 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
         problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
         return None
     path = _beside(node, folder)
-    if not path.is_file():
-        beside = sorted(file.name for file in path.parent.glob("*.yaml"))
+    if not document.is_file(path):
+        beside = []
+        with contextlib.suppress(OSError, ValueError):
+            beside = sorted(file.name for file in path.parent.glob("*.yaml"))
         problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, beside)}"))
         return None
     with collect(problems):
@@ -335,7 +357,7 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
 def _beside(node: Node, folder: Path) -> Path:
     """A path beside the file that its key stands in, which may be one that the run's file extends."""
     file = Path(node.where.rpartition(":")[0])
-    return (file.parent if file.is_file() else folder) / node.value
+    return (file.parent if document.is_file(file) else folder) / node.value
 
 
 def _located(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:

@@ -6,6 +6,9 @@ import contextlib
 import fcntl
 import itertools
 import json
+import os
+import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import InputError
+from jgt.document import InputError, shown
 from train.config import Run
 
 FIXED = ("model", "data", "run.seed")
@@ -23,6 +26,9 @@ LOGS = "logs"
 _LOCK = "lock"
 _KEPT = ("data", LOGS, _LOCK)
 """Encoded text is of use to any run, and the launcher writes to its files while the run starts."""
+_FILES = re.compile(rf"(config\.yaml|data\.json|metrics\.jsonl)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}")
+_FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS)
+_MAX_BYTES = 1_000_000
 
 
 class InUseError(Exception):
@@ -48,7 +54,7 @@ def read_resume(resume: str, allow: Sequence[str]) -> Resume:
         if not any(_is_below(key, section) for section in FIXED):
             problems.append(f"command line: --allow-change: {key}: may change anyway, or is no key. These and what is below them can be allowed: {', '.join(FIXED)}")
     path = None if resume in ("auto", "never") else Path(resume)
-    if path is not None and not path.is_dir():
+    if path is not None and not document.is_folder(path):
         problems.append(f"command line: --resume: {resume}: is no folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
@@ -56,8 +62,11 @@ def read_resume(resume: str, allow: Sequence[str]) -> Resume:
 
 
 def check_folder(run: Run, resume: Resume) -> None:
-    """Raises InputError when the run directory was started with another model or other data, naming the keys."""
-    path = run.config.run.path / "config.yaml"
+    """Raises InputError when the run directory was started with another model or other data, naming the keys, or is none."""
+    folder = run.config.run.path
+    path = folder / "config.yaml"
+    if found := [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, kept=resume.never)]:
+        raise InputError(found)
     if resume.never or not path.is_file():
         return
     before = document.read(path).plain()
@@ -71,13 +80,20 @@ def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None
     path = run.config.run.path / "data.json"
     if resume.never or not path.is_file():
         return
-    if problems := _changed_data(run, json.loads(path.read_text()), fingerprint, str(run.config.run.path), resume.allow):
+    try:
+        before = json.loads(document.read_bytes(path, _MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        before = error
+    if not isinstance(before, dict):
+        raise InputError([f"{path}: is damaged: {before if isinstance(before, Exception) else 'it holds no JSON object'}. Remove it if the data is what it was"])
+    if problems := _changed_data(run, before, fingerprint, str(run.config.run.path), resume.allow):
         raise InputError(problems)
 
 
 def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], where: str, allow: Sequence[str]) -> None:
     """Raises InputError when a checkpoint from elsewhere, with these fingerprints, was made with another model or other data."""
-    problems = [*_changed(run, before.get("config", {}), where, allow), *_changed_data(run, before.get("data", {}), data, where, allow)]
+    config, old = (value if isinstance(value := before.get(key), dict) else {} for key in ("config", "data"))
+    problems = [*_changed(run, config, where, allow), *_changed_data(run, old, data, where, allow)]
     if problems:
         raise InputError(problems)
 
@@ -91,10 +107,14 @@ def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
 def held(folder: Path, seconds: float = 10.0) -> Iterator[None]:
     """Has the run directory for itself, and creates it; a process that was just killed has so long to be gone. Raises InUseError.
 
-    File systems that know no locks let everyone in.
+    File systems that know no locks let everyone in. Raises InputError where nothing can be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise InputError([f"run.dir: {error.filename} cannot be written: {error.strerror or error}. Name another directory"]) from None
+    with opened as file:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -115,7 +135,7 @@ def make_way(folder: Path) -> Path | None:
     if not earlier:
         return None
     beside = (folder.absolute().with_name(f"{folder.absolute().name}.{n}") for n in itertools.count(1))
-    target = next(path for path in beside if not path.exists())
+    target = next(path for path in beside if not os.path.lexists(path))
     target.mkdir()
     for path in earlier:
         path.rename(target / path.name)
@@ -128,6 +148,25 @@ def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "config.yaml", document.dump(run.resolved()))
     _replace(folder / "data.json", json.dumps(dict(fingerprint), indent=1) + "\n")
+
+
+def _place_problems(folder: Path, *, kept: bool) -> Iterator[str]:
+    """What keeps a run from writing in its directory, and nowhere else: behind a link is another place, and a pipe waits.
+
+    kept: all but what is kept is moved away first.
+    """
+    above = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path())
+    if not document.is_folder(above):
+        yield f"{above} is no folder. Name another directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"no permission to write in {above}"
+    elif above == folder:
+        for entry in sorted(folder.iterdir()):
+            wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
+            # Another process may have renamed it since.
+            with contextlib.suppress(FileNotFoundError):
+                if wanted not in (None, stat.S_IFMT(entry.lstat().st_mode)) and (entry.name in _KEPT or not kept):
+                    yield f"{entry} is no {'file' if wanted == stat.S_IFREG else 'folder'} of a run's own. Remove it, or name another directory"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -145,7 +184,7 @@ def _fixed(run: Run) -> dict[str, Any]:
 
 def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
     return [
-        f"{run.where(key)}: {key}: is {new!r}, but {where} was started with {old!r}. Change it back, give the run another name (run.name=...), "
+        f"{run.where(key)}: {key}: is {shown(new)}, but {where} was started with {shown(old)}. Change it back, give the run another name (run.name=...), "
         f"or allow it (--allow-change {key})"
         for section, value in _fixed(run).items()
         for key, old, new in _differences(section, before.get(section), value)
@@ -154,7 +193,7 @@ def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[st
 
 
 def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
-    changed = [f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    changed = [f"{key} was {shown(before.get(key))}, is {shown(after.get(key))}" for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     if not changed or any(_is_below(key, "data") for key in allow):
         return []
     return [

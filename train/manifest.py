@@ -8,16 +8,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jgt.document import InputError, kind_problem, printable, read_bytes, shown
+
 NAME = "manifest.json"
 FORMAT = 1
 _BLOCK = 1 << 22
+_MAX_BYTES = 1 << 26
+_MAX_NUMBER = 1 << 62
+_MAX_PATH = 300
+_DTYPE = re.compile(
+    r"bool|u?int(2|4|8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float4_e2m1fn|"
+    r"float8_(e3m4|e4m3|e4m3b11fnuz|e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
+)
+"""All that JAX has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,7 @@ class BrokenError(Exception):
 
 
 def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
-    """All files of a step, read once. Raises BrokenError for links."""
+    """All files of a step, read once. Raises BrokenError for links, and for pipes, which would wait for a writer."""
     with _readers() as readers:
         return tuple(readers.map(lambda path: _entry(folder, path, sha256=sha256), _files(folder)))
 
@@ -79,16 +90,16 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     if path.is_symlink():
         raise BrokenError(f"{NAME} is a link")
+    if not path.exists():
+        raise BrokenError(f"it has no {NAME}: it was never finished")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BrokenError(f"it has no {NAME}: it was never finished") from None
-    except (OSError, ValueError) as error:
-        raise BrokenError(f"{NAME} cannot be read: {error}") from None
-    try:
-        return _parse(values)
+        return _parse(json.loads(read_bytes(path, _MAX_BYTES)))
+    except InputError as error:
+        raise BrokenError(str(error)) from None
+    except RecursionError:
+        raise BrokenError(f"{NAME} is damaged: it is nested too deep") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BrokenError(f"{NAME} is damaged: {error!r}") from None
+        raise BrokenError(f"{NAME} is damaged: {printable(f'{type(error).__name__}: {error}')}") from None
 
 
 def check(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
@@ -98,8 +109,8 @@ def check(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> I
     """
     listed = {entry.path: entry for entry in manifest.files}
     found = {str(path.relative_to(folder)) for path in _files(folder)}
-    yield from (f"{path} is missing" for path in sorted(listed.keys() - found))
-    yield from (f"{path} does not belong to it" for path in sorted(found - listed.keys()))
+    yield from (f"{printable(path)} is missing" for path in sorted(listed.keys() - found))
+    yield from (f"{printable(path)} does not belong to it" for path in sorted(found - listed.keys()))
     index, count = part
     with _readers() as readers:
         parts = sorted(listed.keys() & found)[index::count]
@@ -123,19 +134,25 @@ def _readers() -> ThreadPoolExecutor:
 def _problem(folder: Path, entry: FileEntry) -> str | None:
     size = (folder / entry.path).stat().st_size
     if size != entry.size:
-        return f"{entry.path} has {size} bytes instead of {entry.size}"
+        return f"{printable(entry.path)} has {size} bytes instead of {entry.size}"
     if _entry(folder, folder / entry.path, sha256=entry.sha256 is not None) != entry:
-        return f"{entry.path} has other content than was written (checksum)"
+        return f"{printable(entry.path)} has other content than was written (checksum)"
     return None
 
 
 def _files(folder: Path) -> list[Path]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        for name in [*folders, *names]:
-            if (path := Path(root, name)).is_symlink():
-                raise BrokenError(f"{path.relative_to(folder)} is a link")
-        found += [Path(root, name) for name in names]
+    found, folders = [], [folder]
+    while folders:
+        for path in folders.pop().iterdir():
+            name = printable(str(path.relative_to(folder)))
+            if path.is_symlink():
+                raise BrokenError(f"{name} is a link")
+            if path.is_dir():
+                folders.append(path)
+            elif problem := kind_problem(path):
+                raise BrokenError(f"{name} cannot be read: {problem}")
+            else:
+                found.append(path)
     return sorted(path for path in found if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
 
 
@@ -151,18 +168,19 @@ def _entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
 
 
 def _parse(values: Any) -> Manifest:
-    if values["format"] != FORMAT:
-        raise ValueError(f"format {values['format']!r}, not {FORMAT}")
-    arrays = [ArrayEntry(path=_text(a["path"]), shape=_sizes(a["shape"]), dtype=_text(a["dtype"])) for a in values["arrays"]]
+    if type(_mapping(values).get("format")) is not int or values["format"] != FORMAT:
+        raise ValueError(f"format {shown(values.get('format'))}, not {FORMAT}")
+    arrays = [ArrayEntry(path=_text(a["path"]), shape=tuple(map(_number, _list(a["shape"]))), dtype=_dtype(a["dtype"])) for a in _list(values["arrays"])]
     files = [
-        FileEntry(path=_inside(f["path"]), size=int(f["size"]), crc32=int(f["crc32"]), sha256=f.get("sha256")) for f in values["files"]
+        FileEntry(path=_inside(f["path"]), size=_number(f["size"]), crc32=_number(f["crc32"]), sha256=None if f.get("sha256") is None else _text(f["sha256"]))
+        for f in _list(values["files"])
     ]
     return Manifest(
-        step=int(values["step"]),
-        samples=int(values["samples"]),
-        mesh=dict(values["mesh"]),
-        versions=dict(values["versions"]),
-        fingerprints=dict(values["fingerprints"]),
+        step=_number(values["step"]),
+        samples=_number(values["samples"]),
+        mesh={axis: _number(size) for axis, size in _mapping(values["mesh"]).items()},
+        versions={name: _text(version) for name, version in _mapping(values["versions"]).items()},
+        fingerprints=_mapping(values["fingerprints"]),
         arrays=tuple(arrays),
         files=tuple(files),
     )
@@ -171,18 +189,36 @@ def _parse(values: Any) -> Manifest:
 def _inside(path: Any) -> str:
     """A path that stays below the step's folder."""
     parts = Path(_text(path)).parts
-    if not parts or Path(path).is_absolute() or ".." in parts:
-        raise ValueError(f"the path {path!r} leads outside")
+    if not parts or Path(path).is_absolute() or ".." in parts or len(path) > _MAX_PATH:
+        raise ValueError(f"the path {shown(path)} leads outside, or is too long")
     return path
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
+        raise TypeError(f"{shown(value)} is not text")
     return value
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or not all(isinstance(n, int) for n in value):
-        raise TypeError(f"{value!r} is no shape")
-    return tuple(value)
+def _dtype(value: Any) -> str:
+    if not _DTYPE.fullmatch(_text(value)):
+        raise ValueError(f"{shown(value)} is no element type")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+        raise ValueError(f"{shown(value)} is not a whole number from 0 to 2^62")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{shown(value)} is no list")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{shown(value)} is no mapping")
+    return value

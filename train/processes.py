@@ -12,9 +12,12 @@ from typing import Any, Protocol
 import jax
 from jax._src import distributed
 
+from jgt.document import InputError
 from jgt.mesh.devices import use_virtual_cpu
 from train.cluster import Cluster
 
+MAX_VIRTUAL_CPU = 1_024
+"""JAX's time to start them grows with the square: a second for these, a quarter of an hour for 32 times as many."""
 _SHUTDOWN_SECONDS = 60
 
 
@@ -46,12 +49,16 @@ class CoordinatorStore:
         return {name.removeprefix(prefix): text for name, text in self._client.key_value_dir_get(prefix)}
 
 
-def start(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_seconds: int = 100) -> None:
+def start(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_seconds: int = 100, where: str = "run") -> None:
     """Gives JAX its devices and joins the other processes. Call it before anything asks JAX for devices.
 
-    heartbeat_seconds: after so long without a word JAX itself takes a process for dead, and aborts the others.
+    heartbeat_seconds: after so long without a word JAX itself takes a process for dead, and aborts the others; where: file and
+    line of the number of devices. Raises InputError for more of them than JAX starts in reasonable time.
     """
     if virtual_cpu is not None:
+        if virtual_cpu > MAX_VIRTUAL_CPU:
+            most = f"{MAX_VIRTUAL_CPU:,} is the most that is started; jgt check and jgt plan take any number"
+            raise InputError([f"{where}: devices.virtual_cpu: {virtual_cpu:,} is too large; {most}"])
         use_virtual_cpu(virtual_cpu)
     if cluster is None:
         return

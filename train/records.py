@@ -12,6 +12,8 @@ from typing import Any
 
 from train.tensorboard import open_board
 
+_LONGEST_LINE = 1 << 20
+
 
 class Records:
     """Writes one run's records. Of processes other than the first there are only events, in a file of their own each."""
@@ -53,9 +55,9 @@ class Records:
         """Drops logged steps after the one that a restart goes on from: they will be written again."""
         if not self._is_first or not (path := self._folder / "metrics.jsonl").exists():
             return
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
         new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(f"{line}\n" for line in kept))
+        with new.open("wb") as kept:
+            kept.writelines(line + b"\n" for line, row in read_metrics(path) if row["step"] <= step)
         new.replace(path)
 
     def close(self) -> None:
@@ -77,8 +79,14 @@ def _end_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return float("inf")
+def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a metrics file and what they hold, without those that were cut short or damaged."""
+    with path.open("rb") as file:
+        # A line without end is one that nobody wrote here; its parts are none either.
+        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                yield line.rstrip(b"\r\n"), row

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -28,6 +27,7 @@ from train.console import Screen
 from train.feed import Feed
 from train.folder import Resume
 from train.loop import open_run
+from train.records import read_metrics
 from train.setup import Setup
 from train.start import Start, restored
 from train.step import State
@@ -160,12 +160,8 @@ def _digest(tree: Any) -> jax.Array:
 
 def _logged(folder: Path) -> dict[int, float | None]:
     path = folder / "metrics.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        # A killed process may have stopped in a line.
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    rows = [row for _, row in read_metrics(path)] if path.is_file() else []
+    return {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss", ""), float | None)}
 
 
 def _row(step: int, logged: float | None, passes: Sequence[Mapping[int, Passed]]) -> list[str]:

@@ -7,6 +7,7 @@ was whole once. Before it is used its files are held against the manifest again.
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ FOLDER = "checkpoints"
 """Where the steps are in a run directory."""
 _SAVING = ".saving"
 _TRASH = "trash"
+_MAX_PROBLEMS = 5
+_STEP = re.compile(r"[1-9][0-9]{0,9}")
 
 
 class Steps:
@@ -30,7 +33,7 @@ class Steps:
         """The steps that were finished, the newest last; links and other names are none."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir() and not p.is_symlink())
+        return sorted(int(p.name) for p in self.folder.iterdir() if _STEP.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
     def path(self, step: int) -> Path:
         """Where a finished step is."""
@@ -46,13 +49,14 @@ class Steps:
         if found.step != step:
             raise BrokenError(f"its manifest is that of step {found.step}")
         if problems := list(manifest.check(self.path(step), found, part)):
-            raise BrokenError("; ".join(problems))
+            more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
+            raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
         return found
 
     def set_aside(self, step: int) -> Path:
         """Renames a step that may not be used, so that it is never listed again and can be looked at."""
         taken = (self.folder / f"{step}.broken{n or ''}" for n in itertools.count())
-        target = next(path for path in taken if not path.exists())
+        target = next(path for path in taken if not (path.exists() or path.is_symlink()))
         self.path(step).rename(target)
         manifest.sync_folder(self.folder)
         return target
@@ -84,7 +88,7 @@ class Steps:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

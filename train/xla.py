@@ -30,6 +30,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {"none": {}, "gpu-overlap": _OVERLAP}
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 _LARGEST_CACHE = 10 * 2**30
 _MIN_COMPILE_SECONDS = 0.3
+_ENDS = ("-cache", "-atime")
 
 
 def configure(config: XlaConfig, *, virtual: bool) -> list[str]:
@@ -43,9 +44,13 @@ def configure(config: XlaConfig, *, virtual: bool) -> list[str]:
     known = list(_known(flags))
     if known:
         os.environ["XLA_FLAGS"] = " ".join([*known, *given])
+    warnings = [f"XLA does not know {flag} here; it is left out" for flag in flags if flag not in known]
     if config.cache is not None:
-        _keep_programs(Path(config.cache) if config.cache != "auto" else _default_cache())
-    return [f"XLA does not know {flag} here; it is left out" for flag in flags if flag not in known]
+        try:
+            _keep_programs(Path(config.cache) if config.cache != "auto" else _default_cache())
+        except OSError as error:
+            warnings.append(f"compiled programs are not kept in {error.filename}: {error.strerror or error}")
+    return warnings
 
 
 def _preset(config: XlaConfig, *, virtual: bool) -> str:
@@ -89,8 +94,9 @@ def _default_cache() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Removes the oldest programs of a cache that has grown too large."""
-    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder.iterdir() if path.is_file())
+    """Removes the oldest programs of a cache that has grown too large, and nothing that is none of JAX's."""
+    programs = (path for path in folder.iterdir() if path.name.endswith(_ENDS) and path.is_file())
+    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in programs)
     total = sum(size for _, size, _ in files)
     for _, size, path in files:
         if total <= _LARGEST_CACHE:

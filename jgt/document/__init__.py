@@ -3,8 +3,9 @@
 from jgt.document.bind import Bound, bind
 from jgt.document.edit import merge, override
 from jgt.document.files import read
-from jgt.document.node import InputError, Node, collect, describe, from_python, nearest, suggestion
+from jgt.document.node import InputError, Node, collect, describe, from_python, nearest, printable, shown, suggestion
 from jgt.document.reader import dump, parse
+from jgt.document.regular import is_file, is_folder, kind_problem, read_bytes, read_text
 
 __all__ = [
     "Bound",
@@ -15,10 +16,17 @@ __all__ = [
     "describe",
     "dump",
     "from_python",
+    "is_file",
+    "is_folder",
+    "kind_problem",
     "merge",
     "nearest",
     "override",
     "parse",
+    "printable",
     "read",
+    "read_bytes",
+    "read_text",
+    "shown",
     "suggestion",
 ]

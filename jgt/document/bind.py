@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jgt.document.node import Node, describe, joined, nearest, suggestion
+from jgt.document.node import Node, describe, joined, nearest, shown, suggestion
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Bound:
         if self.above is not None and not value > self.above:
             return f"{value} is too small; it must be greater than {self.above}"
         if self.high is not None and not value <= self.high:
-            return f"{value} is too large; it must be at most {self.high}"
+            return f"{shown(value)} is too large; it must be at most {self.high:_}"
         return None
 
 
@@ -86,7 +86,8 @@ def _bind_value(node: Node, hint: Any, problems: list[str]) -> Any:
         return result
     if origin is Literal:
         if value not in args or isinstance(value, bool) != isinstance(next(iter(args)), bool):
-            problems.append(node.problem(f"{node.plain()!r} is not one of {', '.join(map(str, args))}.{suggestion(str(node.plain()), map(str, args))}"))
+            near = suggestion(value, map(str, args)) if isinstance(value, str) else ""
+            problems.append(node.problem(f"{shown(node.plain())} is not one of {', '.join(map(str, args))}.{near}"))
         return value
     if origin is tuple:
         if not isinstance(value, list):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jgt.document.node import InputError, Node, describe, joined
-from jgt.document.reader import parse
+from jgt.document.reader import MAX_DEPTH, MAX_KEY, parse
+
+_SHOWN = 200
 
 
 def merge(child: Node, parent: Node) -> Node:
@@ -27,11 +29,14 @@ def merge(child: Node, parent: Node) -> Node:
 def override(root: Node, assignment: str) -> Node:
     """Puts one `key.sub=value` of a command line in the place of what the key holds; the value is YAML. Raises InputError."""
     key, equals, text = assignment.partition("=")
-    where = f"command line: {assignment}"
-    if not equals or not all(key.split(".")):
+    where = f"command line: {assignment if len(assignment) <= _SHOWN else f'{assignment[:_SHOWN]}...'}"
+    parts = key.split(".")
+    if not equals or not all(parts):
         raise InputError([f"{where}: an override is written key.sub=value, for example train.steps=300"])
+    if len(parts) > MAX_DEPTH or len(key) > MAX_KEY:
+        raise InputError([f"{where}: the key has {len(parts)} levels and {len(key):,} characters; at most {MAX_DEPTH} and {MAX_KEY:,} are read"])
     value = parse(text, where)
-    return _replaced(root, key.split("."), _relocate(value, where, key))
+    return _replaced(root, parts, _relocate(value, where, key))
 
 
 def _replaced(root: Node, parts: Sequence[str], node: Node) -> Node:

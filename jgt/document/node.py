@@ -9,15 +9,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_PLACE = re.compile(r"(.+?):(\d+): ")
+_PLACE = re.compile(r"(.+?):(\d{1,9}): ")
+_SHOWN = 100
+MAX_PROBLEMS = 1_000
+_HALF = 1_000
 
 
 class InputError(ValueError):
-    """The input is wrong. `problems` has one `file:line: key: what, what is allowed, what to change` each."""
+    """The input is wrong. `problems` has one `file:line: key: what, what is allowed, what to change` each.
+
+    Each is one line that a terminal can show: names come from the input, what is not printable in them is escaped. Of a long
+    message beginning and end are kept, of many messages the first MAX_PROBLEMS.
+    """
 
     def __init__(self, problems: Iterable[str]):
-        self.problems = tuple(_in_order(dict.fromkeys(problems)))
+        found = _in_order(dict.fromkeys(map(_line, problems)))
+        more = [f"and {len(found) - MAX_PROBLEMS:,} more problems"] if len(found) > MAX_PROBLEMS else []
+        self.problems = (*found[:MAX_PROBLEMS], *more)
         super().__init__("\n".join(self.problems))
+
+
+def _line(problem: str) -> str:
+    # What is wrong stands at the end.
+    return printable(problem if len(problem) <= 2 * _HALF else f"{problem[:_HALF]}...{problem[-_HALF:]}")
 
 
 def _in_order(problems: Iterable[str]) -> list[str]:
@@ -78,6 +92,11 @@ def from_python(value: Any, where: str, key: str = "") -> Node:
     return Node("..." if value is ... else value, where, key)
 
 
+def printable(text: str) -> str:
+    """The text with escapes for line ends, control characters and what is no character."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def joined(key: str, name: str) -> str:
     """The dotted key of a name below a key."""
     return f"{key}.{name}" if key else name
@@ -92,7 +111,15 @@ def describe(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     kind = {bool: "", int: "the whole number ", float: "the number ", str: "the text "}.get(type(value), "")
-    return f"{kind}{str(value).lower() if isinstance(value, bool) else repr(value)}"
+    return f"{kind}{str(value).lower() if isinstance(value, bool) else shown(value)}"
+
+
+def shown(value: Any, most: int = _SHOWN) -> str:
+    """The repr of a value, cut after `most` characters."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= most else f"{value[:most]!r}..."
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -109,5 +136,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` with the nearest of `known`, for a message that lists them already; empty when none is near."""
+    if len(name) > _SHOWN:
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
 """YAML text → nodes, and plain values → YAML text. The only file that knows YAML.
 
-It reads a subset on purpose: no tags, no anchors or aliases, no duplicate keys, one document, at most 32 levels
-deep. Scalars follow YAML 1.2's core schema, so that `1e-4` is a float and `no` is a string.
+It reads a subset on purpose: no tags, no anchors or aliases, no merge keys, no duplicate keys, one document, at most 32
+levels deep and MAX_VALUES long. Scalars follow YAML 1.2's core schema, so that `1e-4` is a float and `no` is a string.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from typing import Any
 
 import yaml
 
-from jgt.document.node import InputError, Node, joined
+from jgt.document.node import InputError, Node, joined, shown
 
 MAX_DEPTH = 32
+MAX_VALUES = 10_000
+MAX_KEY = 1_000
+_MAX_DIGITS = 300
+"""Shorter than what a float or Python's conversion of integers would not take."""
+_MAX_OPEN = 1_000
+"""Levels that are read past: libyaml's time grows with the square of the open brackets."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None, "true": True, "True": True, "false": False, "False": False}
@@ -51,8 +58,19 @@ def build(text: str, file: str, problems: list[str]) -> Node:
 
 
 def _events(text: str, file: str, problems: list[str]) -> Iterator[yaml.Event]:
+    num_open = num_values = 0
     try:
-        yield from yaml.parse(text, Loader=_Loader)
+        for event in yaml.parse(text, Loader=_Loader):
+            num_open += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            num_values += isinstance(event, yaml.NodeEvent)
+            if num_open > _MAX_OPEN:
+                return
+            if num_values > MAX_VALUES:
+                problems.append(f"{_at(file, event)}: more than {MAX_VALUES:,} keys and values, the most that is read; the rest was not")
+                return
+            if isinstance(event, yaml.ScalarEvent) and _SURROGATE.search(event.value):
+                problems.append(f"{_at(file, event)}: {shown(event.value)} holds half of a surrogate pair, which is no character")
+            yield event
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = min(mark.line, text.count("\n")) + 1 if mark else 1
@@ -62,6 +80,9 @@ def _events(text: str, file: str, problems: list[str]) -> Iterator[yaml.Event]:
     except UnicodeEncodeError as error:
         line = text[: error.start].count("\n") + 1
         problems.append(f"{file}:{line}: not Unicode text: {text[error.start]!r} at character {error.start}")
+    except (ValueError, OverflowError) as error:
+        # Of the loader in Python: numbers of versions and of characters.
+        problems.append(f"{file}:1: not valid YAML: {error}")
 
 
 def _at(file: str, event: yaml.Event) -> str:
@@ -118,11 +139,18 @@ def _skip(events: Iterator[yaml.Event]) -> None:
 
 
 def _key_text(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: str, problems: list[str]) -> str:
+    where = f"{_at(file, event)}: {key or 'file'}"
     if isinstance(event, yaml.ScalarEvent):
         if event.tag is not None or event.anchor is not None:
-            problems.append(f"{_at(file, event)}: {key or 'file'}: tags and anchors are not allowed on keys")
-        return event.value
-    problems.append(f"{_at(file, event)}: {key or 'file'}: a key must be plain text")
+            problems.append(f"{where}: tags and anchors are not allowed on keys")
+        if event.value == "<<" and event.implicit[0]:
+            problems.append(f"{where}: the merge key << is not allowed; write the values out, or use extends:")
+        if len(key) + len(event.value) < MAX_KEY:
+            return event.value
+        # Each value below would carry it along.
+        problems.append(f"{where}: the key {shown(event.value)} is longer than {MAX_KEY:,} characters, with those around it")
+        return "?"
+    problems.append(f"{where}: a key must be plain text")
     if not isinstance(event, yaml.AliasEvent):
         _skip(events)
     return "?"
@@ -131,8 +159,10 @@ def _key_text(event: yaml.Event, events: Iterator[yaml.Event], file: str, key: s
 def _scalar(text: str) -> Any:
     if text in _WORDS:
         return _WORDS[text]
+    if len(text) > _MAX_DIGITS:
+        return text
     if _INT.fullmatch(text):
-        return int(text.replace("_", "")) if len(text) < 400 else text
+        return int(text.replace("_", ""))
     if _FLOAT.fullmatch(text):
         digits = text.replace("_", "").lower()
         return float(digits.replace(".inf", "inf").replace(".nan", "nan"))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from jgt.document import InputError, Node, describe
+
+MAX_DEVICES = 1_000_000
+MAX_AXES = 32
+_NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 
 
 def read_sizes(node: Node, problems: list[str]) -> dict[str, int]:
@@ -14,14 +19,24 @@ def read_sizes(node: Node, problems: list[str]) -> dict[str, int]:
         problems.append(node.problem("a mesh is a mapping of axis names to sizes, outermost first, for example {data: 2, fsdp: -1, tensor: 2}"))
         return {}
     sizes: dict[str, int] = {}
+    if len(node.value) > MAX_AXES:
+        problems.append(node.problem(f"has {len(node.value):,} axes; a mesh has at most {MAX_AXES}"))
+        return {}
     for axis, child in node.value.items():
-        if type(child.value) is not int or (child.value < 1 and child.value != -1):
+        if not _NAME.fullmatch(axis):
+            problems.append(child.problem("cannot name an axis. Use up to 64 letters, digits, _, - and ., beginning with a letter"))
+        elif type(child.value) is not int or (child.value < 1 and child.value != -1):
             problems.append(child.problem(f"an axis size is a whole number of at least 1, or -1 for what is left, not {describe(child.value)}"))
+        elif child.value > MAX_DEVICES:
+            problems.append(child.problem(f"{describe(child.value)} is too large; a mesh has at most {MAX_DEVICES:,} devices"))
         else:
             sizes[axis] = child.value
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         problems.append(node.problem(f"only one size may be -1; {' and '.join(free)} are"))
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if product > MAX_DEVICES:
+        problems.append(node.problem(f"the sizes multiply to {product:,}; a mesh has at most {MAX_DEVICES:,} devices"))
     return sizes
 
 

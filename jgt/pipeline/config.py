@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-Count = Annotated[int, Bound(low=1)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
@@ -24,10 +22,10 @@ class Pipeline:
     """
 
     signal: str
-    microbatches: Count
+    microbatches: Annotated[int, Bound(low=1, high=65_536)]
     axis: str = "stage"
     schedule: str = "1f1b"
-    virtual: Count | None = None
+    virtual: Annotated[int, Bound(low=1, high=1_024)] | None = None
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"
     per_microbatch: tuple[str, ...] = ()

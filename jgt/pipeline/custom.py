@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jgt.document import InputError, collect, nearest
+from jgt.document import InputError, collect, is_file, nearest, shown
 from jgt.pipeline.entries import Entry, columns, gaps, read_entries, read_rows
 from jgt.pipeline.report import shape
-from jgt.pipeline.schedule import KINDS, VIRTUAL, Item, Kind, Row, Table, make_table
+from jgt.pipeline.schedule import KINDS, VIRTUAL, Item, Kind, Row, Table, make_table, virtual_of
 from jgt.pipeline.verify import Fault, capped, find_faults
 
 SUFFIX = ".csv"
+MAX_CELLS = 1_000_000
+"""Stages x ticks of a schedule by name."""
+_MAX_MISSING = 10_000
 
 
 def find_table(name: str, stages: int | None, microbatches: int | None, virtual: int | None, where: str) -> Table:
@@ -24,9 +27,9 @@ def find_table(name: str, stages: int | None, microbatches: int | None, virtual:
     of_file: list[str] = []
     table = None
     if not name.endswith(SUFFIX):
-        problems += _misnamed(name, numbers)
-    elif not Path(name).is_file():
-        problems.append(f"there is no file {name!r}. Name a {SUFFIX} file or one of {', '.join(VIRTUAL)}")
+        problems += _misnamed(name, numbers) or ([] if problems else _too_large(name, stages or 1, microbatches or 1, virtual))
+    elif not is_file(name):
+        problems.append(f"there is no file {shown(name)}. Name a {SUFFIX} file or one of {', '.join(VIRTUAL)}")
     else:
         with collect(of_file):
             table = read_table(name)
@@ -53,7 +56,7 @@ def read_table(path: str | Path) -> Table:
         faults.append(Fault(text="there is no tick. Write a row for each tick and a column for each stage, with items such as F0 or B2"))
     elif not faults and not entries:
         faults.append(Fault(text="there is no item. Write F0 for microbatch 0 forward, B0 for backward"))
-    if faults := faults or gaps(entries) or columns(entries):
+    if faults := faults or gaps(entries) or columns(entries) or _hollow(entries):
         raise _error(file, lines, faults)
     table = _table(file.name, entries, len(rows), len(rows[0][1]))
     if faults := find_faults(table):
@@ -112,12 +115,28 @@ def _misnamed(name: str, numbers: dict[str, int | None]) -> list[str]:
     """What is wrong with a schedule by name, but for numbers below 1."""
     missing = [f"{key} is missing. Only a {SUFFIX} file tells its own" for key in ("stages", "microbatches") if numbers[key] is None]
     if name not in VIRTUAL:
-        return [f"there is no schedule {name!r}. {nearest(name, VIRTUAL)} A table of your own is a path that ends with {SUFFIX}", *missing]
+        return [f"there is no schedule {shown(name)}. {nearest(name, VIRTUAL)} A table of your own is a path that ends with {SUFFIX}", *missing]
     fixed, virtual = VIRTUAL[name], numbers["virtual"]
     if virtual is not None and virtual >= 1 and fixed not in (None, virtual):
         free = " or ".join(other for other, number in VIRTUAL.items() if number is None)
         missing.append(f"virtual is {virtual}, but {name} has always {_chunks(fixed)}. Leave virtual out, or take {free}")
     return missing
+
+
+def _too_large(name: str, stages: int, microbatches: int, virtual: int | None) -> list[str]:
+    chunks = stages * virtual_of(name, virtual)
+    cells = chunks * (microbatches + 2 * stages)
+    if cells <= MAX_CELLS:
+        return []
+    return [f"{chunks:,} chunks on {stages:,} stages and {microbatches:,} microbatches make about {cells:,} cells; at most {MAX_CELLS:,} are planned"]
+
+
+def _hollow(entries: list[Entry]) -> list[Fault]:
+    """A table of which most is missing would be named item by item, without end."""
+    microbatches, chunks = (len({number(entry.item) for entry in entries}) for number in (lambda i: i.microbatch, lambda i: i.chunk))
+    if microbatches * chunks <= max(len(entries), _MAX_MISSING):
+        return []
+    return [Fault(text=f"{len(entries):,} items for {microbatches:,} microbatches and {chunks:,} chunks. Every microbatch runs through every chunk, forward and backward")]
 
 
 def _different(table: Table, numbers: dict[str, int | None]) -> list[str]:

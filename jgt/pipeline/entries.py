@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgt.document import InputError
+from jgt.document import read_text, shown
 from jgt.pipeline.schedule import KINDS, Item, Kind
 from jgt.pipeline.verify import Fault
 
+MAX_BYTES = 1_000_000
+_MOST = 10_000
+"""Problems that are noted; a few of them are shown."""
 _ITEM = re.compile(r"(?P<kind>[FBW])(?P<microbatch>[0-9]{1,9})(?:\.(?P<chunk>[0-9]{1,9}))?")
 
 
@@ -27,15 +30,7 @@ class Entry:
 
 def read_rows(file: Path) -> list[tuple[int, list[str]]]:
     """Line and cells of each tick."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError([f"{file}: cannot be read: {error.strerror or error}"]) from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            [f"{file}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Save the file as UTF-8"]
-        ) from None
-    lines = enumerate(map(str.strip, text.split("\n")), 1)
+    lines = enumerate(map(str.strip, read_text(file, MAX_BYTES).split("\n")), 1)
     return [(number, [cell.strip() for cell in line.split(",")]) for number, line in lines if line and not line.startswith("#")]
 
 
@@ -50,15 +45,17 @@ def read_entries(rows: list[tuple[int, list[str]]], faults: list[Fault]) -> Iter
         for stage, cell in enumerate(cells):
             seen: set[Kind] = set()
             for word in cell.split() if cell != "-" else ():
+                if len(faults) > _MOST:
+                    return
                 match = _ITEM.fullmatch(word)
                 if not match:
                     allowed = "Write F, B or W, a microbatch, and .chunk where a stage has several, such as F3 or B3.5; - for nothing"
-                    faults.append(Fault(tick=tick, text=f"stage {stage}: {word!r} is no item. {allowed}"))
+                    faults.append(Fault(tick=tick, text=f"stage {stage}: {shown(word)} is no item. {allowed}"))
                     continue
                 kind = KINDS["FBW".index(match["kind"])]
                 if kind in seen:
                     faults.append(
-                        Fault(tick=tick, text=f"stage {stage}: two {kind} in {cell!r}. A stage has one {kind} a tick: move one of them")
+                        Fault(tick=tick, text=f"stage {stage}: two {kind} in {shown(cell)}. A stage has one {kind} a tick: move one of them")
                     )
                 seen.add(kind)
                 item = Item(int(match["microbatch"]), stage if match["chunk"] is None else int(match["chunk"]))

@@ -8,6 +8,7 @@ on the last chunk, and a weight-gradient item its own backward item.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -60,7 +61,7 @@ class Table:
     @property
     def virtual(self) -> int:
         """Chunks of a stage: the most that any stage holds."""
-        return max(self.stages.count(stage) for stage in range(self.num_stages))
+        return max(Counter(self.stages).values(), default=0)
 
     def local_chunk(self, chunk: int) -> int:
         """The position of a chunk among those of its stage."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +11,8 @@ from jgt.pipeline.schedule import KINDS, Kind, Table
 
 LIMIT = 20
 """Problems that are shown; of more, the number."""
+_MOST = 10_000
+"""Of one kind, that are looked for."""
 
 Ticks = Mapping[Kind, dict[tuple[int, int], int]]
 """The tick of each item: kind → (microbatch, chunk) → tick."""
@@ -61,7 +65,8 @@ def find_faults(table: Table) -> list[Fault]:
     if shape := [Fault(text=text) for text in _misshapen(table)]:
         return shape
     ticks: Ticks = {kind: {} for kind in KINDS}
-    faults = [*_uneven(table), *_misplaced(table, ticks), *_missing(table, ticks), *_too_early(table, ticks)]
+    checks = (_uneven(table), _misplaced(table, ticks), _missing(table, ticks), _too_early(table, ticks))
+    faults = [fault for check in checks for fault in itertools.islice(check, _MOST)]
     return sorted(faults, key=lambda fault: (fault.tick is None, fault.tick or 0))
 
 
@@ -83,13 +88,11 @@ def _misshapen(table: Table) -> Iterator[str]:
 
 
 def _uneven(table: Table) -> Iterator[Fault]:
-    held = [table.stages.count(stage) for stage in range(table.num_stages)]
-    for stage, number in enumerate(held):
-        if number < max(held):
-            most = held.index(max(held))
-            yield Fault(
-                text=f"stage {stage} holds {number} of the chunks and stage {most} holds {max(held)}. Give every stage the same number"
-            )
+    counts = Counter(table.stages)
+    most, largest = counts.most_common(1)[0]
+    for stage in range(table.num_stages):
+        if (number := counts[stage]) < largest:
+            yield Fault(text=f"stage {stage} holds {number} of the chunks and stage {most} holds {largest}. Give every stage the same number")
 
 
 def _misplaced(table: Table, ticks: Ticks) -> Iterator[Fault]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ _TOP = ("axes", "inputs", "params", "optimizer", "signals", "default")
 _SIGNAL = ("params", "optimizer", "tensors", "out", "backward", "save")
 _BACKWARD = ("out", "tensors")
 _ACTIONS = ("keep", "recompute", "offload")
+MAX_AXES = 32
+"""What a mesh has at most: groups are put in for their names, and could make much of little."""
 
 
 def load_rules(path: str | Path) -> Rules:
@@ -93,7 +96,8 @@ class _Reader:
 
     def _save(self, name: str, node: Node) -> SaveRule:
         if node.value not in _ACTIONS:
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}.{suggestion(str(node.value), _ACTIONS)}")
+            near = suggestion(node.value, _ACTIONS) if isinstance(node.value, str) else ""
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}.{near}")
         return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
 
     def _spec(self, node: Node) -> Spec:
@@ -104,7 +108,7 @@ class _Reader:
         if entries.count(...) > 1:
             self._problem(node, "`...` may stand once in a spec")
         axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ())]
-        for axis in dict.fromkeys(a for a in axes if axes.count(a) > 1):
+        for axis in _doubled(axes):
             self._problem(node, f"the axis {axis!r} stands twice in one spec; an axis can shard one dim of a tensor. Remove one of them")
         return entries or (...,)
 
@@ -134,7 +138,10 @@ class _Reader:
         if not all(isinstance(name, str) for name in names):
             self._problem(node, "an axes group is a list of mesh axes, for example batch: [data, fsdp]")
             return ()
-        for axis in dict.fromkeys(name for name in names if names.count(name) > 1):
+        if len(names) > MAX_AXES:
+            self._problem(node, f"has {len(names):,} axes; a mesh has at most {MAX_AXES}")
+            return ()
+        for axis in _doubled(names):
             self._problem(node, f"the axis {axis!r} stands twice in one group. Remove one of them")
         return tuple(names)
 
@@ -155,3 +162,7 @@ class _Reader:
 
     def _problem(self, node: Node, message: str) -> None:
         self.problems.append(node.problem(message))
+
+
+def _doubled(axes: Iterable[str]) -> list[str]:
+    return [axis for axis, count in Counter(axes).items() if count > 1]

@@ -8,32 +8,36 @@ import re
 _TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|.")
 
 
-@functools.lru_cache(maxsize=4096)
-def _compile(pattern: str) -> re.Pattern[str]:
-    parts = [_level(level) for level in pattern.split("/")]
-    return re.compile("".join(parts).removesuffix("/"))
-
-
-def _level(level: str) -> str:
-    if level == "**":
-        return "(?:[^/]+/)*"
-    text = "(?=[^/])"  # a level is never empty
-    for token in _TOKEN.findall(level):
-        if token == "*":
-            text += "[^/]*"
-        elif token == "?":
-            text += "[^/]"
-        elif token[0] == "{" and token[-1] == "}":
-            text += "(?:" + "|".join(map(re.escape, token[1:-1].split(","))) + ")"
-        else:
-            text += re.escape(token)
-    return text + "/"
-
-
+@functools.lru_cache(maxsize=1 << 16)
 def matches(pattern: str, path: str) -> bool:
     """Whether a glob matches a whole path. An empty path is the top of the program; only `**` matches it."""
-    regex = _compile(pattern)
-    return bool(regex.fullmatch(path) or regex.fullmatch(path + "/"))
+    # All places that the pattern may have come to, side by side: a regular expression tries them one after another, without end
+    # for patterns such as {,a}{,a}{,a}...
+    levels = path.split("/") if path else []
+    places = {0}
+    for part in pattern.split("/"):
+        if part == "**":
+            places = set(range(min(places), len(levels) + 1))
+        else:
+            places = {n + 1 for n in places if n < len(levels) and _level_matches(part, levels[n])}
+        if not places:
+            return False
+    return len(levels) in places
+
+
+def _level_matches(part: str, level: str) -> bool:
+    places = {0}
+    for token in _TOKEN.findall(part):
+        if token == "*":
+            places = set(range(min(places), len(level) + 1))
+        elif token == "?":
+            places = {n + 1 for n in places if n < len(level)}
+        else:
+            texts = token[1:-1].split(",") if token[0] == "{" and token[-1] == "}" else [token]
+            places = {n + len(text) for n in places for text in texts if level.startswith(text, n)}
+        if not places:
+            return False
+    return len(level) in places
 
 
 def matches_end(pattern: str, path: str) -> bool:

@@ -159,8 +159,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes(b"F0\n\xff")
     (tmp_path / "folder.csv").mkdir()
     for name, message in [
-        ("latin.csv", "latin.csv: not UTF-8: byte 0xff at offset 3. Save the file as UTF-8"),
-        ("folder.csv", "folder.csv: cannot be read: Is a directory"),
+        ("latin.csv", "latin.csv:2: not UTF-8: byte 0xff at offset 3. Save the file as UTF-8"),
+        ("folder.csv", "folder.csv: cannot be read: it is a folder, not a file"),
         ("none.csv", "none.csv: cannot be read: No such file or directory"),
     ]:
         with pytest.raises(InputError) as caught:

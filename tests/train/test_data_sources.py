@@ -137,7 +137,7 @@ def test_token_files_that_cannot_be_right(refused, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros(0, np.int32))
     damaged("none.npy", "none.npy: the file is empty: it holds no token")
     np.save(tmp_path / "pickle.npy", np.array([Trap()], object), allow_pickle=True)
-    damaged("pickle.npy", "pickle.npy: not a readable .npy file")
+    damaged("pickle.npy", "pickle.npy: holds Python objects [1]")
     (tmp_path / "text.npy").write_text("no header")
     damaged("text.npy", "text.npy: not a readable .npy file")
     np.save(tmp_path / "cut.npy", np.arange(100))

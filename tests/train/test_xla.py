@@ -82,8 +82,24 @@ def test_programs_are_kept_in_the_users_cache_folder(flags, updates, monkeypatch
 
 def test_a_cache_that_has_grown_too_large_loses_the_oldest(flags, updates, monkeypatch, tmp_path):
     monkeypatch.setattr(xla, "_LARGEST_CACHE", 25)
-    for age, name in enumerate(["new", "old", "oldest"]):
+    for age, name in enumerate(["new-cache", "old-cache", "oldest-cache"]):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     flags(XlaConfig(cache=str(tmp_path)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new-cache", "old-cache"]
+
+
+def test_only_jaxs_programs_are_removed(tmp_path, monkeypatch, updates):
+    monkeypatch.setattr(xla, "_LARGEST_CACHE", 1)
+    for name in ("jit_f-cache", "jit_f-atime", "letters.txt"):
+        (tmp_path / name).write_text("text")
+    assert configure(XlaConfig(cache=str(tmp_path)), virtual=True) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt/b", "a" * 300])
+def test_a_cache_that_cannot_be_is_told(tmp_path, updates, name):
+    (tmp_path / "a.txt").touch()
+    (warning,) = configure(XlaConfig(cache=str(tmp_path / name)), virtual=True)
+    assert warning.startswith(f"compiled programs are not kept in {tmp_path}")
+    assert updates == {}

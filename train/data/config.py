@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt.document import Bound
+from jgt.document import Bound, InputError, is_file, is_folder, kind_problem
 from train.data import files
 
 Problem = tuple[str, str]
 BYTES = "bytes"
 _MAX_WEIGHT_RATIO = 1e6
+MAX_PARTS = 1_000
+_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class _SourceKeys:
 class MixturePart(_SourceKeys):
     """One source of a mixture and its share of the windows, relative to the other weights."""
 
-    weight: Annotated[float, Bound(above=0)]
+    weight: Annotated[float, Bound(above=0, high=1_000_000)]
     source: Literal["stdlib", "text", "tokens", "jsonl"] = "stdlib"
 
     @property
@@ -63,7 +65,7 @@ class DataConfig(_SourceKeys):
     """
 
     source: Literal["stdlib", "text", "tokens", "jsonl", "mixture"] = "stdlib"
-    eval_tokens: Annotated[int, Bound(low=0)] = 500_000
+    eval_tokens: Annotated[int, Bound(low=0, high=10**12)] = 500_000
     shuffle: bool = True
     mixture: tuple[MixturePart, ...] = ()
 
@@ -89,9 +91,11 @@ class DataConfig(_SourceKeys):
         if not self.mixture:
             yield "mixture", "the source mixture needs at least one part, for example [{source: stdlib, weight: 1}]"
             return
+        if len(self.mixture) > MAX_PARTS:
+            yield "mixture", f"has {len(self.mixture):,} parts; {MAX_PARTS} are the most. Join sources of equal weight with a glob"
         tokenizers = sorted({part.tokenizer for part in self.mixture})
         if len(tokenizers) > 1:
-            yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers)}. Use one for all of them"
+            yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers[:_MAX_PROBLEMS])}. Use one for all of them"
         weights = [part.weight for part in self.mixture]
         if max(weights) > _MAX_WEIGHT_RATIO * min(weights):
             yield "mixture", f"the weights {max(weights)} and {min(weights)} are more than a factor {_MAX_WEIGHT_RATIO:.0e} apart"
@@ -99,47 +103,56 @@ class DataConfig(_SourceKeys):
 
 def path_problems(config: DataConfig) -> Iterator[Problem]:
     """What is wrong with the files that the config names: (key, message) each. Opens no file."""
+    finder = files.Finder()
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
-        for key, message in _part_path_problems(part):
+        for key, message in _part_path_problems(part, finder):
             yield prefix + key, message
 
 
-def _part_path_problems(part: MixturePart) -> Iterator[Problem]:
+def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
     if part.tokenizer != BYTES:
-        if not Path(part.tokenizer).is_file():
+        if not is_file(part.tokenizer):
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):
             yield "tokenizer", f"no permission to read {part.tokenizer}"
     if part.source == "stdlib" and not files.standard_library().paths:
         yield "source", "this Python has no standard library in source form. Use the source text and a path"
-    for key, path in (("path", part.path), ("eval_path", part.eval_path)):
-        if path is not None:
-            yield from ((key, message) for message in _file_problems(path, part.source))
-    if part.path is not None and part.eval_path is not None:
-        yield from (("eval_path", message) for message in _overlap_problems(part.path, part.eval_path))
+    found = {key: list(_file_problems(path, part.source, finder)) for key, path in (("path", part.path), ("eval_path", part.eval_path)) if path is not None}
+    if part.path is not None and part.eval_path is not None and not any(found.values()):
+        found["eval_path"] += _overlap_problems(part.path, part.eval_path, finder)
+    for key, messages in found.items():
+        yield from ((key, message) for message in messages[:_MAX_PROBLEMS])
+        if len(messages) > _MAX_PROBLEMS:
+            yield key, f"and {len(messages) - _MAX_PROBLEMS:,} more such files"
 
 
-def _file_problems(path: str, source: str) -> Iterator[str]:
-    found = files.resolve(path).paths
+def _file_problems(path: str, source: str, finder: files.Finder) -> Iterator[str]:
+    try:
+        found = finder.files(path).paths
+    except InputError as error:
+        yield from error.problems
+        return
     if not found:
         yield _nothing_found(path)
     for file in found:
-        if not os.access(file, os.R_OK):
+        if problem := kind_problem(file):
+            yield f"{file} cannot be read: {problem}"
+        elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
         elif source == "tokens" and file.suffix not in (".bin", ".npy"):
             yield f"{file} is not a token file: its name must end in .bin or .npy. A glob such as {_example_glob(path)} picks some of a folder's files"
 
 
-def _overlap_problems(path: str, eval_path: str) -> Iterator[str]:
-    trained_on = {file.resolve() for file in files.resolve(path).paths}
-    shared = [file for file in files.resolve(eval_path).paths if file.resolve() in trained_on]
+def _overlap_problems(path: str, eval_path: str, finder: files.Finder) -> Iterator[str]:
+    trained_on = {file.resolve() for file in finder.files(path).paths}
+    shared = [file for file in finder.files(eval_path).paths if file.resolve() in trained_on]
     if shared:
         yield f"{shared[0]} is trained on too ({len(shared)} such files): path {path} stands for it as well. Keep held-out files apart"
 
 
 def _nothing_found(path: str) -> str:
-    if Path(path).is_dir():
+    if is_folder(path):
         return f"the folder {path} has no files"
     if files.is_glob(path):
         return f"no file matches {path} (working directory: {Path.cwd()})"

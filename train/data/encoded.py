@@ -6,21 +6,23 @@ import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from jgt.document import InputError
+from jgt.document import InputError, is_file
 from train.data.files import FileSet, Unreadable
 from train.data.stream import Segment, Stream
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import map_bin
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
+_BLOCK_BYTES = 1 << 22
 
 Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 
@@ -28,13 +30,14 @@ Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
     """The tokens of the texts that `reader` yields, each followed by `separator`. Raises InputError.
 
-    `kind` names whatever else decides about the tokens; with the tokenizer and the files' names, sizes and times it
-    makes the cache file's name. Several processes may do this at once: each writes a file of its own and renames it.
+    `kind` names whatever else decides about the tokens; with the tokenizer, the files' names, sizes and times and a checksum
+    of the tokens it makes the cache file's name. A file whose content is not that of its name is made again. Several
+    processes may do this at once: each writes a file of its own and renames it.
     """
     dtype = _narrowest(tokenizer.vocab_size)
-    path = cache_dir / f"{_key(files, tokenizer, kind)}.{dtype}.bin"
-    if not path.exists():
-        _write_atomically(path, _token_bytes(files, reader, tokenizer, separator, dtype))
+    key = _key(files, tokenizer, kind)
+    whole = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path) and path == _named(path, key, dtype))
+    path = next(whole, None) or _write_atomically(cache_dir, key, dtype, _token_bytes(files, reader, tokenizer, separator, dtype))
     first, more = files.paths[0], len(files.paths) - 1
     name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
     return Stream((Segment(name=name, tokens=map_bin(path, dtype)),))
@@ -78,14 +81,30 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
+def _named(path: Path, key: str, dtype: str) -> Path:
+    """What the file must be called."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return path.with_name(f"{key}.{checksum:08x}.{dtype}.bin")
+
+
+def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes]) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
+    except OSError as error:
+        raise InputError([f"{folder}: cannot be written: {error.strerror or error}"]) from None
+    new = Path(name)
+    with os.fdopen(number, "wb") as file:
         try:
             _write(file, chunks)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink()
+            return new.replace(_named(new, key, dtype))
+        except BaseException as error:
+            new.unlink()
+            if isinstance(error, IsADirectoryError):
+                raise InputError([f"{error.filename2}: cannot be written: it is a folder. Remove it"]) from None
             raise
 
 

@@ -6,10 +6,18 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
-from jgt.document import describe
+from jgt.document import describe, shown
 from train.data.files import FileSet, Unreadable
+
+MAX_LINE_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 20
+MAX_EXPANDED = 1 << 26
+MAX_RATIO = 200
+"""Text and its compressed form; repetition without end reaches a thousand."""
 
 
 class _BadLineError(Exception):
@@ -23,18 +31,52 @@ def documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
 
 
 def _documents(path: Path, field: str) -> Iterator[str | Unreadable]:
-    number, empty = 0, True
+    place = _Place()
+    empty = True
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    empty = False
-                    yield _document(path, number, line, field)
+            for line in _lines(file, place, path.stat().st_size):
+                empty = False
+                yield _document(path, place.line, line, field)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Unreadable(f"{path}:{number + 1}: the gzip data is damaged or cut short: {error}. Make or fetch the file again")
+        yield Unreadable(f"{path}:{place.line}: the gzip data is damaged or cut short: {error}. Make or fetch the file again")
+        return
+    except _BadLineError as error:
+        yield Unreadable(f"{path}:{place.line}: {error}")
         return
     if empty:
         yield Unreadable(f"{path}: the file is empty: it holds no document")
+
+
+@dataclass
+class _Place:
+    """The line that is read, counted from 1."""
+
+    line: int = 1
+
+
+def _lines(file: BufferedReader | gzip.GzipFile, place: _Place, size: int) -> Iterator[bytes]:
+    """The lines that are not blank, a part of the file at a time. Raises _BadLineError for what would not end.
+
+    size: bytes of the file, which may be compressed.
+    """
+    rest, total = b"", 0
+    while block := file.read1(_BLOCK_BYTES):
+        total += len(block)
+        if total > max(MAX_EXPANDED, size * MAX_RATIO):
+            raise _BadLineError(f"the data is more than {MAX_RATIO} times as large as the file: no text. Unpack the file if it is meant")
+        if not rest and block.isspace():
+            place.line += block.count(b"\n")
+            continue
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line and not line.isspace():
+                yield line
+            place.line += 1
+        if len(rest) > MAX_LINE_BYTES:
+            raise _BadLineError(f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+    if rest and not rest.isspace():
+        yield rest
 
 
 def _document(path: Path, number: int, line: bytes, field: str) -> str | Unreadable:
@@ -47,12 +89,12 @@ def _document(path: Path, number: int, line: bytes, field: str) -> str | Unreada
 def _text(line: bytes, field: str) -> str:
     document = _parse(line)
     if not isinstance(document, dict):
-        raise _BadLineError(f"must be a JSON object, not {_shown(document)}")
+        raise _BadLineError(f"must be a JSON object, not {describe(document)}")
     if field not in document:
-        raise _BadLineError(f"has no field {field!r}. It has: {', '.join(map(repr, list(document)[:12])) or 'none'}")
+        raise _BadLineError(f"has no field {shown(field)}. It has: {', '.join(map(shown, list(document)[:12])) or 'none'}")
     text = document[field]
     if not isinstance(text, str):
-        raise _BadLineError(f"the field {field!r} must be text, not {_shown(text)}")
+        raise _BadLineError(f"the field {field!r} must be text, not {describe(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -69,8 +111,3 @@ def _parse(line: bytes) -> object:
         raise _BadLineError("the JSON is nested too deep") from None
     except ValueError as error:
         raise _BadLineError(f"not valid JSON: {error}") from None
-
-
-def _shown(value: object) -> str:
-    text = describe(value)
-    return text if len(text) <= 60 else text[:57] + "..."

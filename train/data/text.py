@@ -14,6 +14,7 @@ from train.data.stream import Segment, Stream
 
 _MAP_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 24
 
 
 def open_bytes(files: FileSet) -> Stream:
@@ -38,13 +39,27 @@ def _bytes_of(path: Path) -> np.ndarray:
 
 
 def _blocks(file: BinaryIO, path: Path) -> Iterator[str | Unreadable]:
-    line = 1
-    while lines := file.readlines(_BLOCK_BYTES):
-        block = b"".join(lines)
-        try:
-            yield block.decode("utf-8")
-        except UnicodeDecodeError as error:
-            at = line + block[: error.start].count(b"\n")
-            yield Unreadable(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or use the tokenizer bytes")
+    line, rest = 1, b""
+    while block := file.read(_BLOCK_BYTES):
+        whole, newline, rest = (rest + block).rpartition(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            at = line + whole.count(b"\n") + len(newline)
+            yield Unreadable(f"{path}:{at}: the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it")
             return
-        line += len(lines)
+        if not newline:
+            continue
+        text = _decoded(whole + newline, line, path)
+        yield text
+        if isinstance(text, Unreadable):
+            return
+        line += whole.count(b"\n") + 1
+    if rest:
+        yield _decoded(rest, line, path)
+
+
+def _decoded(block: bytes, line: int, path: Path) -> str | Unreadable:
+    try:
+        return block.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = line + block[: error.start].count(b"\n")
+        return Unreadable(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or use the tokenizer bytes")

@@ -8,7 +8,10 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-Size = Annotated[int, Bound(low=1)]
+Width = Annotated[int, Bound(low=1, high=1_000_000)]
+Heads = Annotated[int, Bound(low=1, high=10_000)]
+Large = Annotated[int, Bound(low=1, high=10_000_000)]
+Positive = Annotated[float, Bound(above=0, high=1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +23,18 @@ class ModelConfig:
     """
 
     kind: Literal["llama", "gpt"] = "llama"
-    layers: Size = 4
-    embed: Size = 128
-    heads: Size = 4
-    kv_heads: Size | None = None
-    head_dim: Size | None = None
-    ffn: Size | None = None
-    vocab: Size = 256
-    seq: Size = 128
+    layers: Annotated[int, Bound(low=1, high=10_000)] = 4
+    embed: Width = 128
+    heads: Heads = 4
+    kv_heads: Heads | None = None
+    head_dim: Width | None = None
+    ffn: Large | None = None
+    vocab: Large = 256
+    seq: Large = 128
     tied: bool = False
     dtype: Literal["f32", "bf16"] = "f32"
-    rope_theta: Annotated[float, Bound(above=0)] = 10_000.0
-    norm_eps: Annotated[float, Bound(above=0)] = 1e-5
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-5
 
     @property
     def num_kv_heads(self) -> int:
