@@ -74,7 +74,7 @@ _WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 
 
 def sent(text):
-    """kind → bytes that a device sends, by the sizes of results; an asynchronous one but for all-reduce shows its operands before them."""
+    """kind → bytes that a device sends, by the sizes of results; an asynchronous one shows its operands before them, an all-reduce not always."""
     blocks = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{\n((?: .*\n)*)\}", text, re.MULTILINE))
     total = Counter()
     for name, lines in blocks.items():
@@ -82,7 +82,7 @@ def sent(text):
             if found := _ONE.search(line):
                 shapes, kind, start = found.groups()
                 arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-                results = arrays[len(arrays) // 2 :] if start and kind != "all-reduce" else arrays
+                results = arrays[len(arrays) // 2 :] if start and (kind != "all-reduce" or shapes.startswith("((")) else arrays
                 size = sum(_WIDTH[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in results)
                 total[kind] += runs(blocks, name) * size * _RING.get(kind, lambda _: 1)(group_size(line))
     return total
