@@ -24,6 +24,7 @@ MESHES = {
     "fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
 }
+ALWAYS = ("sequence", "fsdp_tensor", "pipeline")
 TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.ffn=64", "model.seq=32", "train.batch=16"]
 
 
@@ -56,7 +57,7 @@ def test_specs_are_as_reviewed():
     assert found == GOLDEN.read_text(), "look at the difference, then run again with UPDATE_GOLDENS=1"
 
 
-@pytest.mark.parametrize("rules", MESHES)
+@pytest.mark.parametrize("rules", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in MESHES])
 def test_xla_partitions_without_complaint(rules):
     setup = setup_of(rules, "llama")
     with captured_stderr() as file:

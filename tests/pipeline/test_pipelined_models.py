@@ -174,7 +174,7 @@ def test_linen_scanned_and_recomputed():
     assert_trained(case(loss, params, tokens, rules=TRANSFORMER_RULES), mesh_of(**SIZES), schedule="interleaved")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_models_and_rules_that_ship(kind):
     model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
     params = model.init(jax.random.key(0))

@@ -66,7 +66,6 @@ SHAPES = {
     "two processes": shape("fsdp", "{fsdp: 2}", devices=1, processes=2),
 }
 PAIRS = [("cube", "four devices"), ("cube", "fsdp"), ("1f1b", "cube"), ("two processes", "cube")]
-ALIKE = ["cube"]
 REST = [pair for pair in itertools.permutations(SHAPES, 2) if pair not in PAIRS]
 
 SCRIPT = """
@@ -204,7 +203,8 @@ def test_a_run_goes_on_on_another_shape(before, after, unbroken, broken, losses,
     np.testing.assert_allclose(losses(folder), losses(straight), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ALIKE else [pytest.mark.slow]) for name in SHAPES], ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES, ids=lambda name: name.replace(" ", "-"))
 def test_a_run_goes_on_on_the_same_shape_bit_for_bit(name, unbroken, broken, losses):
     np.testing.assert_array_equal(losses(broken(name, name)), losses(unbroken(name)))
 

@@ -174,6 +174,7 @@ def test_a_launched_run_goes_on_by_itself(fault, command, tiny_file, tmp_path, p
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_launched_run_goes_on_with_fewer_processes(command, tmp_path, pytestconfig):
     faults = "debug.faults=[{at_step: 5, kind: kill, process: 1}]"
     launch = ["-m", "train.launch", "--processes", "2", "--min-processes", "1", "--grace", "3", "--"]
@@ -183,6 +184,7 @@ def test_a_launched_run_goes_on_with_fewer_processes(command, tmp_path, pytestco
     assert max(losses(tmp_path / "run")) == 8
 
 
+@pytest.mark.slow
 def test_a_launcher_passes_signals_on(command, tmp_path, pytestconfig):
     launch = ["-m", "train.launch", "--processes", "2", "--", *command()]
     with Processes(tmp_path, [launch], pytestconfig.rootpath) as processes:
