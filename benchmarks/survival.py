@@ -25,9 +25,10 @@ import jax.numpy as jnp
 
 from train import checkpoint
 from train.checkpoint import Checkpoints
-from train.config import CheckpointConfig, WatchdogConfig, load
+from train.config import load
 from train.feed import Feed
 from train.loop import open_run
+from train.sections import CheckpointConfig, WatchdogConfig
 from train.step import State
 from train.watch import Watch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from train.config import Fault
+from train.sections import Fault
 from train.steps import FOLDER, Steps
 
 _MARKS = "faults"

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from train.config import TrainConfig
 from train.records import Records
+from train.sections import TrainConfig
 
 
 class SkippedError(Exception):

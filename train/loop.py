@@ -17,7 +17,7 @@ from jgt.document import collect
 from train.agree import agree, barrier
 from train.checkpoint import Checkpoints, Identity, SaveError
 from train.clock import InFlight, StepClock, Stretches
-from train.config import Fault, Run
+from train.config import Run
 from train.console import Screen
 from train.data.batches import Data, open_data
 from train.exits import Exit
@@ -30,6 +30,7 @@ from train.optimizer import build_schedule
 from train.processes import shared_store
 from train.records import Records
 from train.sample import sample_text
+from train.sections import Fault
 from train.setup import Setup, prepare
 from train.start import Position, Start
 from train.step import State

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from train.config import OptimizerConfig
+from train.sections import OptimizerConfig
 
 UNDECAYED = ("scale", "bias", "positions")
 

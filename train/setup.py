@@ -15,10 +15,11 @@ import jgt
 from jgt.document import InputError, nearest
 from jgt.placement import Placement
 from jgt.rules import Matcher, Rules, expand
-from train.config import Run, SpikesConfig, batch_problems
+from train.config import Run, batch_problems
 from train.loss import Batch, Loss, make_loss
 from train.models.build import Model, build
 from train.optimizer import build_optimizer
+from train.sections import SpikesConfig
 from train.step import State, make_eval_step, make_train_step, no_losses
 
 

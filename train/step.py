@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jgt import signal
-from train.config import SpikesConfig
 from train.loss import Batch, Loss
+from train.sections import SpikesConfig
 
 
 class State(NamedTuple):

@@ -24,10 +24,10 @@ import jax
 
 from jgt.document import InputError
 from train.agreement import Agreement
-from train.config import WatchdogConfig
 from train.exits import Exit
 from train.peers import Peers
 from train.processes import Store
+from train.sections import WatchdogConfig
 
 _TICK = 0.25
 _SLOW = 10

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from train.config import XlaConfig
+from train.sections import XlaConfig
 
 _OVERLAP = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
