@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jgt.document import InputError, is_folder
-from jgt.placement import path_text
+from jgt.document import is_folder
 from jgt.plan.units import size_text
 from train import manifest
 from train.agree import barrier
-from train.config import CheckpointConfig
-from train.manifest import ArrayEntry, BrokenError, Manifest, file_entries
+from train.arrays import array_entries, check_arrays
+from train.manifest import BrokenError, Manifest, file_entries
+from train.sections import CheckpointConfig
 from train.step import State
 from train.steps import FOLDER, Steps
 
@@ -146,7 +144,7 @@ class Checkpoints:
 
         Raises SaveError, on all processes alike, when the save before failed or this one cannot start; training may go on.
         """
-        arrays = _arrays(_parts(state))
+        arrays = array_entries(_parts(state))
         failure = self._ended() or self._no_room(state)
         if not _agreed(failure is None):
             self._give_up()
@@ -240,7 +238,7 @@ def _read(steps: Steps, step: int) -> tuple[Found | None, str]:
 
 def _restored(found: Found, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
     saved = [entry for entry in found.manifest.arrays if entry.path.partition("/")[0] in shapes]
-    _check_tree(found.folder, saved, _arrays(shapes), cast=cast)
+    check_arrays(found.folder, saved, array_entries(shapes), cast=cast)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     is_part = len(saved) < len(found.manifest.arrays)
@@ -265,36 +263,6 @@ def _writer() -> ocp.AsyncCheckpointer:
 def _parts(state: State) -> dict[str, Any]:
     """Those that hold arrays: Orbax wants each of the others back too."""
     return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
-
-
-def _arrays(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
-    """What a state holds. Raises ValueError for names that Orbax would take for one another."""
-    leaves = jax.tree.leaves_with_path(dict(tree))
-    entries = tuple(ArrayEntry(path=path_text(path), shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves)
-    files = collections.Counter(entry.path.replace("/", ".") for entry in entries)
-    twice = [entry.path for entry in entries if files[entry.path.replace("/", ".")] > 1]
-    if twice:
-        raise ValueError(f"a checkpoint cannot tell these names apart: {', '.join(twice)}")
-    return entries
-
-
-def _check_tree(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, cast: bool) -> None:
-    """Raises InputError with each array that is missing, new, or of another shape or type: Orbax would cast it silently."""
-    saved, wanted = ({entry.path: entry for entry in entries} for entries in (old, new))
-    problems = [f"{path}: is not part of this model" for path in sorted(saved.keys() - wanted.keys())]
-    problems += [f"{path}: is missing in the checkpoint" for path in sorted(wanted.keys() - saved.keys())]
-    change = "Give the run another name (run.name=...), or the model it was started with"
-    problems = [f"{problem}. {change}" for problem in problems]
-    for path in sorted(saved.keys() & wanted.keys()):
-        before, after = saved[path], wanted[path]
-        what = f"{path}: is {before.dtype}{list(before.shape)} in the checkpoint, but {after.dtype}{list(after.shape)} in this run"
-        floating = all(jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (before, after))
-        if before.shape != after.shape or (before.dtype != after.dtype and not floating):
-            problems.append(f"{what}. {change}")
-        elif before.dtype != after.dtype and not cast:
-            problems.append(f"{what}. checkpoint.cast=true converts it")
-    if problems:
-        raise InputError([f"{where}: {problem}" for problem in problems])
 
 
 def _text(error: BaseException) -> str:
