@@ -27,7 +27,7 @@ from jgt.plan.limits import LIMITS, read_budget
 from jgt.rules import load
 from train import config
 from train.__main__ import parser as train_parser
-from train.config import Config, Fault, SpikesConfig
+from train.config import Config
 from train.data import config as data_config
 from train.data import files, jsonl, tokenizer_json
 from train.data import text as data_text
@@ -37,6 +37,7 @@ from train.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event
 from train.report.starts import find_starts
+from train.sections import Fault, SpikesConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -1,5 +1,6 @@
 """Runs of a tiny decoder on a tiny text, compiled without optimisation: what is tested is not XLA's code generator."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from runs import Nursery
 
 from jgt import document
 from train.config import Run, load
+from train.console import Screen
 from train.loop import train
 
 TINY = {
@@ -71,6 +73,29 @@ def earlier(tiny_file, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("earlier")
     train(load(tiny_file, [f"run.dir={folder}", "train.steps=6", "checkpoint.every=2"]))
     return folder
+
+
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """A context in which a run ends with an error once a step is logged; the error is expected."""
+
+    class StoppedError(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def _stopped_at(last):
+        plain = Screen.step
+
+        def step(self, step, total, metrics):
+            plain(self, step, total, metrics)
+            if step == last:
+                raise StoppedError
+
+        with monkeypatch.context() as patch, pytest.raises(StoppedError):
+            patch.setattr(Screen, "step", step)
+            yield
+
+    return _stopped_at
 
 
 @pytest.fixture

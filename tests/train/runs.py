@@ -122,12 +122,20 @@ class Processes:
 
 def wait_for_step(run, step):
     """Waits until a step of a run is logged."""
+    _wait(lambda: any(row["step"] >= step for row in rows(run / "metrics.jsonl")), f"{run} has not come to step {step}")
+
+
+def wait_for_path(path):
+    """Waits until there is a file or folder."""
+    _wait(path.exists, f"there is no {path}")
+
+
+def _wait(reached, otherwise):
     deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        if any(row["step"] >= step for row in rows(run / "metrics.jsonl")):
-            return
+    while not reached():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
         time.sleep(0.05)
-    raise TimeoutError(f"{run} has not come to step {step}")
 
 
 def rows(path):
@@ -138,3 +146,12 @@ def rows(path):
 def flags(port, count, process):
     """The flags that join a process to the others."""
     return ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
+
+
+def run_both(folder, arguments, root):
+    """Runs Python twice with arguments(port, process); what each printed."""
+    port = free_port()
+    with Processes(folder, [arguments(port, i) for i in range(2)], root) as processes:
+        codes, outputs = processes.wait_all(), [processes.output(i) for i in range(2)]
+    assert codes == [0, 0], outputs
+    return outputs

@@ -5,28 +5,13 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stores import Shared
 
 from train.agreement import Agreement
 
 AHEAD = 3
 """How many steps a process may be ahead of the slowest one: its devices wait for those of the others."""
 TURNS = ("train", "look", "ask", "look while training")
-
-
-class Shared(dict):
-    """The store of several processes; meanwhile() happens in the middle of what one of them does with it."""
-
-    meanwhile = staticmethod(lambda: None)
-
-    def set(self, name, text):
-        self.meanwhile()
-        self[name] = text
-        self.meanwhile()
-
-    def below(self, folder):
-        found = {name.removeprefix(f"{folder}/"): text for name, text in self.items() if name.startswith(f"{folder}/")}
-        self.meanwhile()
-        return found
 
 
 class WaitsError(Exception):

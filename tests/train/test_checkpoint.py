@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
 from train.checkpoint import Checkpoints, Identity, SaveError, find_in, restore, restore_params
-from train.config import CheckpointConfig
+from train.sections import CheckpointConfig
 from train.step import State
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from train.__main__ import main
-from train.config import RunConfig, load
+from train.config import load
+from train.sections import RunConfig
 
 
 def resolved(capsys, path, *overrides):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from train.checkpoint import Checkpoints
-from train.config import CheckpointConfig, Fault
 from train.faults import Faults, InjectedError
+from train.sections import CheckpointConfig, Fault
 from train.step import State
 from train.steps import FOLDER
 

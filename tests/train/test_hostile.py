@@ -28,11 +28,12 @@ from jgt.rules import load_rules
 from train import manifest
 from train.__main__ import main
 from train.checkpoint import Checkpoints, find_in
-from train.config import CheckpointConfig, Config, load
+from train.config import Config, load
 from train.data import DataConfig, open_data
 from train.folder import Resume, check_data, check_folder, write_folder
 from train.manifest import ArrayEntry, BrokenError, Manifest
 from train.records import Records
+from train.sections import CheckpointConfig
 from train.step import State
 from train.steps import Steps
 

@@ -14,7 +14,6 @@ import pytest
 
 from train.checkpoint import Checkpoints, SaveError, restore
 from train.config import load
-from train.console import Screen
 from train.loop import train
 from train.models.build import build
 from train.setup import prepare
@@ -23,30 +22,12 @@ RULES = "rules={axes: {batch: [data]}, default: replicate}"
 SIX_STEPS = ("train.steps=6", "train.eval_every=3", "data.eval_tokens=1000", "checkpoint.every=2", "checkpoint.keep=2")
 
 
-class StoppedError(Exception):
-    """What a test stops a run with."""
-
-
 @pytest.fixture(scope="module")
 def straight(tiny_file, tmp_path_factory):
     """The directory of six steps in one go, with evaluations and checkpoints."""
     folder = tmp_path_factory.mktemp("straight")
     train(load(tiny_file, [f"run.dir={folder}", *SIX_STEPS]))
     return folder
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Makes runs end with an error when they log this step."""
-
-    def _stop_at(stop):
-        def step(self, step, total, metrics):
-            if step == stop:
-                raise StoppedError
-
-        monkeypatch.setattr(Screen, "step", step)
-
-    return _stop_at
 
 
 @pytest.fixture
@@ -158,13 +139,11 @@ def test_the_directory_keeps_the_resolved_config(straight):
 # -- stopping and starting again ---------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(straight, tiny, tmp_path, losses, read_rows, stop_at, last_params, monkeypatch):
+def test_a_stopped_run_goes_on_bit_for_bit(straight, tiny, tmp_path, losses, read_rows, stopped_at, last_params):
     run = tiny(*SIX_STEPS)
-    stop_at(5)
-    with pytest.raises(StoppedError):
+    with stopped_at(5):
         train(run)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
-    monkeypatch.undo()
     train(run)
     rows = [(row["step"], "loss" in row) for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
     assert rows == [(1, True), (2, True), (3, True), (3, False), (4, True), (5, True), (6, True), (6, False)]

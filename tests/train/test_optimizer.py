@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.config import OptimizerConfig
 from train.models.build import build
 from train.models.config import ModelConfig
 from train.optimizer import build_optimizer, build_schedule, decayed
+from train.sections import OptimizerConfig
 
 
 def rates(num_steps, **keys):

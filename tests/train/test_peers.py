@@ -5,28 +5,13 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from stores import Shared
 
 from train.agreement import Agreement
 from train.peers import Peers
 
 SECONDS = 30
 SILENT = "process 2 has said nothing for 30 s"
-
-
-class Shared(dict):
-    """What all processes see; broken: it does not answer."""
-
-    broken = False
-
-    def set(self, name, text):
-        if self.broken:
-            raise ConnectionError
-        self[name] = text
-
-    def below(self, folder):
-        if self.broken:
-            raise ConnectionError
-        return {name.removeprefix(f"{folder}/"): text for name, text in self.items() if name.startswith(f"{folder}/")}
 
 
 class Turns:

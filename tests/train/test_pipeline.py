@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_processes import run_both
+from runs import flags, run_both
 
 from train.config import load
 from train.data.batches import open_data
@@ -196,9 +196,7 @@ def test_a_pipeline_across_two_processes_has_the_curve_of_one(curve, text_file, 
     mesh = ("mesh={stage: 2, data: 4, fsdp: 1, tensor: 1}", "devices.virtual_cpu=4")
     overrides = [f"data.path={text_file}", *SMALL, *mesh, "train.steps=4"]
     command = ["-m", "train", "--config", str(CONFIG), f"run.dir={tmp_path}/run", *overrides]
-    first, _ = run_both(
-        lambda port, i: [*command, "--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(i)], pytestconfig.rootpath
-    )
+    first, _ = run_both(tmp_path, lambda port, i: [*command, *flags(port, 2, i)], pytestconfig.rootpath)
     assert "Mesh: data 4 x fsdp 1 x stage 2 x tensor 1 = 8 x cpu on 2 processes" in first
     found = read(tmp_path / "run")
     assert len(found.losses) == 4

@@ -1,16 +1,12 @@
 """Two real processes of four devices each: the numbers of one process with eight, and checkpoints that either reads."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import types
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from runs import flags, run_both
 
 from train.checkpoint import Checkpoints, restore
 from train.cluster import Cluster, cluster_problems, find_cluster, flag_problems
@@ -20,7 +16,6 @@ from train.loop import train
 from train.processes import start
 from train.setup import prepare
 
-SECONDS = 100
 STEPS = 20
 SRUN = {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 OVERRIDES = ("mesh={data: 2, fsdp: 4}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}")
@@ -46,26 +41,7 @@ def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
     """The directory of some steps on two processes, and what each of them printed."""
     folder = tmp_path_factory.mktemp("two")
     command = ["-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES, "devices.virtual_cpu=4"]
-    return folder, run_both(lambda port, i: [*command, "--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(i)], pytestconfig.rootpath)
-
-
-def run_both(arguments, root):
-    """Runs Python twice with arguments(port, process); what each printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    processes = [subprocess.Popen([sys.executable, *arguments(port, i)], cwd=root, env=env, **pipes) for i in range(2)]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return outputs
+    return folder, run_both(tmp_path_factory.mktemp("logs"), lambda port, i: [*command, *flags(port, 2, i)], pytestconfig.rootpath)
 
 
 def losses(rows):
@@ -115,7 +91,7 @@ np.savez(f"{folder}/{process}-index.npz", *[np.array([[s.start or 0, -1 if s.sto
 
 def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, tmp_path, pytestconfig):
     overrides = [rules, *OVERRIDES]
-    run_both(lambda port, i: ["-c", INIT, str(tiny_file), str(port), str(i), str(tmp_path), *overrides, "devices.virtual_cpu=4"], pytestconfig.rootpath)
+    run_both(tmp_path, lambda port, i: ["-c", INIT, str(tiny_file), str(port), str(i), str(tmp_path), *overrides, "devices.virtual_cpu=4"], pytestconfig.rootpath)
     alone = jax.device_get(jax.tree.leaves(prepare(load(tiny_file)).init().params))
     for process in range(2):
         shards, indices = (list(np.load(tmp_path / f"{process}{name}.npz").values()) for name in ("", "-index"))

@@ -7,11 +7,10 @@ import optax
 import pytest
 
 from train.checkpoint import Checkpoints, restore
-from train.config import SpikesConfig, TrainConfig
-from train.console import Screen
 from train.feed import Feed
 from train.guard import Done, Guard, SkippedError
 from train.loop import train
+from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
 from train.start import restored
 from train.step import State, make_train_step, no_losses
@@ -92,10 +91,6 @@ def test_the_loss_of_a_gradient_that_is_not_finite_stays_out_too(run):
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-class StoppedError(Exception):
-    """What a test stops a run with."""
-
-
 @pytest.fixture
 def strange(monkeypatch):
     """Makes the text of one step strange."""
@@ -119,7 +114,7 @@ def last_state(run):
     return jax.device_get(state)
 
 
-def test_a_run_skips_a_spike_and_goes_on_bit_for_bit_when_it_is_started_again(tiny, tmp_path, strange, read_rows, monkeypatch, capsys):
+def test_a_run_skips_a_spike_and_goes_on_bit_for_bit_when_it_is_started_again(tiny, tmp_path, strange, read_rows, stopped_at, capsys):
     strange(7)
     run = tiny(*OVERRIDES)
     train(run)
@@ -128,17 +123,8 @@ def test_a_run_skips_a_spike_and_goes_on_bit_for_bit_when_it_is_started_again(ti
     assert float(event["loss"]) > 4
     assert "jgt: step 7: the loss is " in capsys.readouterr().err
     other = tiny(*OVERRIDES, f"run.dir={tmp_path / 'other'}")
-    plain = Screen.step
-
-    def stop(self, step, total, metrics):
-        plain(self, step, total, metrics)
-        if step == 5:
-            raise StoppedError
-
-    monkeypatch.setattr(Screen, "step", stop)
-    with pytest.raises(StoppedError):
+    with stopped_at(5):
         train(other)
-    monkeypatch.setattr(Screen, "step", plain)
     train(other)
     expected, found = last_state(run), last_state(other)
     assert np.isfinite(expected.losses).all()

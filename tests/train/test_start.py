@@ -9,7 +9,6 @@ import pytest
 
 from jgt.document import InputError
 from train.checkpoint import Checkpoints, find_in
-from train.console import Screen
 from train.folder import Resume
 from train.loop import open_run, train
 from train.start import Start, restored
@@ -93,20 +92,11 @@ def test_a_run_goes_on_from_another_one_or_from_one_of_its_steps(earlier, tiny, 
     assert said == [f"Goes on from {earlier}/checkpoints/{step}, at step {step}"]
 
 
-def test_it_ends_where_the_unbroken_run_ends_and_goes_on_from_its_own_checkpoints(earlier, tiny, losses, tmp_path, capsys, monkeypatch):
+def test_it_ends_where_the_unbroken_run_ends_and_goes_on_from_its_own_checkpoints(earlier, tiny, losses, tmp_path, capsys, stopped_at):
     before = content(earlier)
     resume, run = Resume(path=earlier / "checkpoints" / "2"), tiny("train.steps=6", "checkpoint.every=2")
-    plain = Screen.step
-
-    def stop(self, step, total, metrics):
-        plain(self, step, total, metrics)
-        if step == 5:
-            raise ConnectionError
-
-    monkeypatch.setattr(Screen, "step", stop)
-    with pytest.raises(ConnectionError):
+    with stopped_at(5):
         train(run, resume)
-    monkeypatch.setattr(Screen, "step", plain)
     assert list(losses(tmp_path / "run")) == [3, 4, 5]
     train(run, resume)
     assert f"Resumed from step 4 in {tmp_path / 'run'}" in capsys.readouterr().out.replace("\n", "")

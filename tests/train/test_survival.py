@@ -4,11 +4,12 @@ import signal
 import time
 
 import pytest
-from runs import Processes, flags, free_port, rows, wait_for_step
+from runs import Processes, flags, free_port, rows, wait_for_path, wait_for_step
 
-from train.config import WatchdogConfig, load
+from train.config import load
 from train.exits import Exit
 from train.loop import train
+from train.sections import WatchdogConfig
 from train.steps import FOLDER, Steps
 from train.watch import Watch
 
@@ -78,9 +79,9 @@ def test_ctrl_c_stops_a_run_alone_and_a_second_one_at_once(nursery, tiny_file, t
         assert processes.wait(0, SOON) == Exit.DONE
         (step,) = Steps(tmp_path / "run" / FOLDER).listed()
         assert f"Stopped at step {step} of {MANY} by SIGINT" in processes.output(0)
-    faults = [[*alone[0], "train.log_every=1", f"debug.faults=[{{at_step: {step + 5}, kind: hang}}]"]]
+    faults = [[*alone[0], f"debug.faults=[{{at_step: {step + 5}, kind: hang}}]"]]
     with Processes(tmp_path, faults, pytestconfig.rootpath, nursery=nursery) as processes:
-        wait_for_step(tmp_path / "run", step + 4)
+        wait_for_path(tmp_path / "run" / "faults" / "0")
         for _ in range(2):
             processes.send(0, signal.SIGTERM)
             time.sleep(1)

@@ -10,13 +10,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from stores import Shared
 
 from jgt.document import InputError
 from train.checkpoint import find_in
-from train.config import WatchdogConfig
 from train.console import Screen
 from train.exits import Exit
 from train.loop import train
+from train.sections import WatchdogConfig
 from train.watch import Watch
 
 TICK = 0.5
@@ -56,22 +57,6 @@ class Turns:
     def release(self):
         self.released = True
         self._orders.put(None)
-
-
-class Shared(dict):
-    """The texts of all processes; broken: nothing answers."""
-
-    broken = False
-
-    def set(self, name, text):
-        if self.broken:
-            raise ConnectionError
-        self[name] = text
-
-    def below(self, folder):
-        if self.broken:
-            raise ConnectionError
-        return {name.removeprefix(f"{folder}/"): text for name, text in self.items() if name.startswith(f"{folder}/")}
 
 
 class Scene:

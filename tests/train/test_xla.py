@@ -7,7 +7,7 @@ import pytest
 
 from jgt.document import InputError
 from train import xla
-from train.config import XlaConfig
+from train.sections import XlaConfig
 from train.xla import PRESETS, configure
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"

@@ -1,0 +1,22 @@
+"""What all processes of a run see, without processes."""
+
+
+class Shared(dict):
+    """Texts by name. broken: nothing answers; meanwhile() happens in the middle of what a process does with it."""
+
+    broken = False
+    meanwhile = staticmethod(lambda: None)
+
+    def set(self, name, text):
+        self._answer()
+        self[name] = text
+        self.meanwhile()
+
+    def below(self, folder):
+        self._answer()
+        return {name.removeprefix(f"{folder}/"): text for name, text in self.items() if name.startswith(f"{folder}/")}
+
+    def _answer(self):
+        if self.broken:
+            raise ConnectionError
+        self.meanwhile()
