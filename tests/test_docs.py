@@ -25,7 +25,7 @@ from jgt.plan.collectives import Collective
 from jgt.plan.findings import Kind
 from jgt.plan.limits import LIMITS, read_budget
 from jgt.rules import load
-from train import config
+from train import sections
 from train.__main__ import parser as train_parser
 from train.config import Config
 from train.data import config as data_config
@@ -279,7 +279,7 @@ def test_the_limits_of_files_stand_there():
     page = section(TRAINING, "## Limits")
     numbers = [document.files.MAX_BYTES, document.files.MAX_FILES, document.reader.MAX_DEPTH, document.reader.MAX_VALUES, document.reader.MAX_KEY]
     numbers += [document.node.MAX_PROBLEMS, sizes.MAX_AXES, sizes.MAX_DEVICES, custom.MAX_CELLS, entries.MAX_BYTES]
-    numbers += [config.MAX_FLAGS, config.MAX_NAME, config.MAX_PATH, data_config.MAX_PARTS, files.MAX_FILES, files.MAX_NAMES]
+    numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_FILES, files.MAX_NAMES]
     numbers += [jsonl.MAX_LINE_BYTES, data_text.MAX_LINE_BYTES, jsonl.MAX_RATIO, jsonl.MAX_EXPANDED, tokenizer_json.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []
     assert load.MAX_AXES == sizes.MAX_AXES
