@@ -37,7 +37,7 @@ class Bench:
         data = open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
         self.batches = Feed(data, self.setup.batch_shardings, train.batch, model.seq).train(0)
         self.model = model
-        self.remat = train.remat == "full"
+        self.remat = train.remat == "block"
 
     def jgt(self) -> tuple[Callable[..., Any], Any]:
         """The trainer's own compiled step and its state."""
@@ -115,7 +115,7 @@ def _traces(bench: Bench) -> dict[str, list[float]]:
     """Seconds to trace loss and gradient as a new process does, JAX's caches empty; interleaved, the first round warms up."""
     setup = bench.setup
     make = {
-        "jgt": lambda: jgt.shard(make_plain_loss(setup.model.apply), setup.placement.rules, setup.mesh),
+        "jgt": lambda: jgt.shard(make_plain_loss(setup.model.features), setup.placement.rules, setup.mesh),
         "by_hand": lambda: make_loss(setup.mesh, heads=bench.model.heads, kv_heads=bench.model.num_kv_heads, remat=bench.remat),  # pyright: ignore[reportArgumentType]
     }
     seconds: dict[str, list[float]] = {name: [] for name in make}

@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py [--json] [--steps 10] [--only NAME ...]
 
-The model is that of step.yaml: a llama block of width 256, 4 layers, batch 16, sequence 256, f32, full remat. Each row runs
+The model is that of step.yaml: a llama block of width 256, 4 layers, batch 16, sequence 256, f32, each layer recomputed. Each row runs
 in a process of its own, in which the programs take turns step by step; figures are medians.
 
     two_stages     stage 2 on 2 devices, 16 microbatches, against data 2 on the same devices; `bubble` is (M + S - 1) / M

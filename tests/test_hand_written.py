@@ -10,7 +10,7 @@ from benchmarks.step import ROOT
 TINY = ["model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "model.vocab=512", "model.seq=32"]
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_same_collectives_and_losses(remat, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bench = Bench(str(ROOT / "benchmarks/step.yaml"), [*TINY, f"train.remat={remat}", "devices.virtual_cpu=null"])

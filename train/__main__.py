@@ -69,7 +69,7 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     # stderr may be no file: of a test, or closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
-    for warning in configure(run.config.xla, virtual=run.config.devices.virtual_cpu is not None):
+    for warning in configure(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
         print(f"jgt: {warning}", file=sys.stderr)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX aborts without saying why; so the watch has to come first.

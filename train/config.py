@@ -104,7 +104,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int 
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
-    """Batch and sequence against the axes that the rules give the inputs, on a mesh of these sizes."""
+    """Batch and sequence against the axes that the rules give the inputs, on a mesh of these sizes, and against the loss's chunks."""
+    chunks, seq = run.config.train.loss_chunks, run.config.model.seq
+    if chunks is not None and seq % chunks:
+        fits = ", ".join(str(n) for n in range(1, min(seq, 1000) + 1) if seq % n == 0)
+        yield f"{run.where('train.loss_chunks')}: train.loss_chunks: {chunks} does not divide model.seq {seq}. These do: {fits}"
     rule = None if run.rules is None else Matcher(run.rules).input("inputs", 2)
     if rule is None:
         return

@@ -47,6 +47,7 @@ class Screen:
     def setup(self, setup: Setup) -> None:
         """The mesh and where the parameters are."""
         self.say(describe_mesh(setup))
+        self.say(describe_kernels(setup))
         if setup.run.pipeline is not None:
             self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         rows = [
@@ -96,6 +97,14 @@ def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:
         f"Pipeline: {table.name} over {pipeline.axis} {num_stages}, {table.num_microbatches} microbatches: "
         f"bubble {found.bubble:.1%}, at most {found.peak:g} activations of a stage at once"
     )
+
+
+def describe_kernels(setup: Setup) -> str:
+    """Which attention kernel, and why not cuDNN's; in how many chunks the loss."""
+    kernel = "cuDNN's kernel" if setup.attention.kernel == "cudnn" else "XLA's program"
+    why = f" ({setup.attention.why})" if setup.attention.why else ""
+    chunks = "" if setup.loss_chunks == 1 else f"; loss in {setup.loss_chunks} chunks of the sequence"
+    return f"Attention: {kernel}{why}{chunks}"
 
 
 def describe_mesh(setup: Setup) -> str:

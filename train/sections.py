@@ -59,12 +59,12 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class XlaConfig:
-    """The `xla:` section. preset: a set of XLA flags; auto: gpu-overlap where there are NVIDIA GPUs; flags: more of them, by name.
+    """The `xla:` section. preset: a set of XLA flags; auto: gpu-overlap, or gpu-fp8 for a model in eight bits, where there are NVIDIA GPUs; flags: more of them, by name.
 
     cache: the folder of compiled programs; auto: in the user's cache folder; null: none are kept.
     """
 
-    preset: Literal["auto", "none", "gpu-overlap"] = "auto"
+    preset: Literal["auto", "none", "gpu-overlap", "gpu-fp8"] = "auto"
     flags: dict[str, bool | int | float | str] = field(default_factory=dict)
     cache: str | None = "auto"
 
@@ -119,8 +119,8 @@ class SpikesConfig:
 class TrainConfig:
     """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
 
-    remat: none, full (each layer recomputed from its input), or a list of tensor names to keep. eval_every: 0 evaluates at
-    the end only. eval_batches bounds an evaluation; null goes over the whole held-out split. on_nonfinite: what follows an update
+    remat: none, attention (its scores are recomputed), block (each layer is, from its input), or a list of tensor names to keep. loss_chunks: parts of a sequence
+    of which logits and loss are computed one after another; null: as few as leave a device 1 GiB of logits. eval_every: 0 evaluates at the end only. eval_batches bounds an evaluation; null goes over the whole held-out split. on_nonfinite: what follows an update
     whose loss or gradient is not finite, which is never applied: the run stops, or goes on. skip_spikes skips updates with
     extreme losses too. max_skipped in a row end the run.
     """
@@ -128,7 +128,8 @@ class TrainConfig:
     steps: Count = 100
     batch: Batch = 32
     accumulate: Batch = 1
-    remat: Literal["none", "full"] | tuple[str, ...] = "none"
+    remat: Literal["none", "attention", "block"] | tuple[str, ...] = "none"
+    loss_chunks: Count | None = None
     log_every: Count = 1
     eval_every: Natural = 0
     eval_batches: Count | None = None

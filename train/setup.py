@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from jgt.document import InputError, nearest
 from jgt.placement import Placement
 from jgt.rules import Matcher, Rules, expand
 from train.config import Run, batch_problems
-from train.loss import Batch, Loss, make_loss
+from train.kernels import Choice, choose_attention
+from train.loss import Batch, Loss, make_loss, num_chunks
 from train.models.build import Model, build
 from train.optimizer import build_optimizer
 from train.sections import SpikesConfig
@@ -30,6 +32,8 @@ class Setup:
     run: Run
     mesh: Mesh | AbstractMesh
     model: Model
+    attention: Choice
+    loss_chunks: int
     optimizer: optax.GradientTransformation
     loss: Loss
     placement: Placement
@@ -99,10 +103,13 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
     """
     config = run.config
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
-    model = build(config.model, config.train.remat)
+    attention = _attention(run, mesh)
+    model = build(config.model, config.train.remat, attention.kernel)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     shapes = jax.eval_shape(_init(model, optimizer, config.train.skip_spikes), jax.random.key(config.run.seed))
-    plain = make_loss(model.apply)
+    chunks = _loss_chunks(run, mesh, rules)
+    # In a pipeline a device meets its own rows alone.
+    plain = make_loss(model.features, chunks=chunks, groups=_shards(mesh, rules)[0] if run.pipeline is None else 1)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
     placement = jgt.place(plain, rules, mesh, shapes.params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
     _check_remat(run, placement.tensors)
@@ -110,12 +117,37 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
         run=run,
         mesh=mesh,
         model=model,
+        attention=attention,
+        loss_chunks=chunks,
         optimizer=optimizer,
         loss=jgt.shard(plain, run.rules, mesh, pipeline=run.pipeline),
         placement=placement,
         shapes=shapes,
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),
     )
+
+
+def _attention(run: Run, mesh: Mesh | AbstractMesh) -> Choice:
+    """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
+    choice = choose_attention(run.config.model, mesh.devices.flat[0] if isinstance(mesh, Mesh) else None)
+    if run.config.model.attention == "cudnn" and choice.why:
+        where = run.where("model.attention")
+        raise InputError([f"{where}: model.attention: cudnn cannot be had here: {choice.why}. Use auto, which takes it where it can, or xla"])
+    return choice
+
+
+def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh, rules: Rules) -> int:
+    """As few chunks as fit, or as many as the file says."""
+    train, model, pipeline = run.config.train, run.config.model, run.pipeline
+    rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
+    return train.loss_chunks or num_chunks(rows, model.seq, model.vocab, mesh.size, divides=max(model.seq // _shards(mesh, rules)[1], 1))
+
+
+def _shards(mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[int, int]:
+    """Over how many devices batch and sequence are split."""
+    axes = (*_input_axes(rules), (), ())
+    rows, positions = (math.prod(mesh.shape.get(axis, 1) for axis in one) for one in axes[:2])
+    return rows, positions
 
 
 def _check_remat(run: Run, tensors: Sequence[str]) -> None:

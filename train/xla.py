@@ -26,19 +26,24 @@ _OVERLAP = {
 }
 """Collectives beside compute, as NVIDIA's JAX-Toolbox (docs/GPU_performance.md) and JAX's GPU performance tips have it."""
 
-PRESETS: Mapping[str, Mapping[str, str]] = {"none": {}, "gpu-overlap": _OVERLAP}
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "gpu-overlap": _OVERLAP,
+    # Triton's matmuls would convert eight bits to sixteen; cuBLASLt multiplies them as they are.
+    "gpu-fp8": {**_OVERLAP, "xla_gpu_enable_triton_gemm": "false"},
+}
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 _LARGEST_CACHE = 10 * 2**30
 _MIN_COMPILE_SECONDS = 0.3
 _ENDS = ("-cache", "-atime")
 
 
-def configure(config: XlaConfig, *, virtual: bool) -> list[str]:
+def configure(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[str]:
     """Sets XLA's flags and the compilation cache, before JAX starts its devices; what to tell a person.
 
-    virtual: the devices are virtual CPU devices. Flags of the environment's XLA_FLAGS stay, and win.
+    virtual: the devices are virtual CPU devices. fp8: the model has matmuls in eight bits. Flags of the environment's XLA_FLAGS stay, and win.
     """
-    wanted = {**PRESETS[_preset(config, virtual=virtual)], **config.plain_flags()}
+    wanted = {**PRESETS[_preset(config, virtual=virtual, fp8=fp8)], **config.plain_flags()}
     given = os.environ.get("XLA_FLAGS", "").split()
     flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in given)]
     known = list(_known(flags))
@@ -53,10 +58,12 @@ def configure(config: XlaConfig, *, virtual: bool) -> list[str]:
     return warnings
 
 
-def _preset(config: XlaConfig, *, virtual: bool) -> str:
+def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
     if config.preset != "auto":
         return config.preset
-    return "gpu-overlap" if not virtual and any(Path("/dev").glob("nvidia[0-9]*")) else "none"
+    if virtual or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "none"
+    return "gpu-fp8" if fp8 else "gpu-overlap"
 
 
 def _known(flags: list[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from jgt.jaxpr import Program
 from jgt.mesh.mesh import make_mesh
 from jgt.placement import path_text
 from jgt.plan.chip import Target, chip_of
+from jgt.plan.cudnn import described
 from jgt.plan.hlo import Module
 from jgt.plan.stderr import captured
 from jgt.plan.topology import devices_of
@@ -83,7 +84,8 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     started = time.perf_counter()
     leaves = jax.tree.leaves_with_path(tuple(args))
     shapes = jax.tree.map(_shape, tuple(args))
-    whole = jax.make_jaxpr(fn)(*shapes)
+    with contextlib.nullcontext() if target is None else described():
+        whole = jax.make_jaxpr(fn)(*shapes)
     call = jx.jitted(whole)
     given = [_sharding(x) for _, x in leaves]
     ins = [own or other for own, other in zip(call.in_shardings, given, strict=True)]
@@ -100,7 +102,7 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
         donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
     )
     # Autotuning would need the GPU.
-    options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0"}
+    options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
     with _uncached(), captured() as lines:
         compiled = jitted.lower(*jax.tree.leaves(shapes)).compile(compiler_options=options)
     arguments = tuple(

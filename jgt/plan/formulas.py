@@ -42,11 +42,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Held:
-    """An array made of one parameter alone: which one, the axes of its dims, and how much of the parameter it is."""
+    """An array made of one parameter alone: which one, the axes of its dims, how much of the parameter it is, and how often it is made."""
 
     index: int
     dims: Dims
     share: Fraction
+    times: Fraction = Fraction(1)
 
 
 @dataclass
@@ -149,6 +150,7 @@ class _Reader:
     batch: tuple[str, ...]
     is_cpu: bool
     uses: dict[tuple[int, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    seen: set[tuple[Var, str]] = field(default_factory=set)
     narrowest: dict[int, Fraction] = field(default_factory=dict)
     manual: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
@@ -163,11 +165,12 @@ class _Reader:
             self._collective(equation, name, times, held)
             self._inner(equation, name, times, held, batch)
             self._partial(equation, name, times, held, pending, batch)
-            self._follow(equation, held)
+            self._follow(equation, times, held)
 
     def _inner(self, equation: Equation, name: str, times: Fraction, held: dict[Var, _Held], batch: tuple[str, ...]) -> None:
         programs = list(jx.subprograms(equation))
         manual = equation.params.get("newly_manual_axes", ()) if programs else ()
+        length = equation.params["length"] if jx.is_scan(equation) else 1
         for program in programs:
             inside: dict[Var, _Held] = {}
             for outer, var in zip(jx.operands(equation, program), jx.body(program).invars, strict=True):
@@ -178,8 +181,9 @@ class _Reader:
                     self.manual.add(one.index)
                 gone = len(outer.aval.shape) - len(var.aval.shape)
                 sliced = math.prod(outer.aval.shape[:gone])
-                inside[var] = _Held(one.index, one.dims[gone:], one.share / max(sliced, 1))
-            length = equation.params["length"] if jx.is_scan(equation) else 1
+                # XLA brings together before a loop what does not change in it.
+                made = times * length if gone else one.times
+                inside[var] = _Held(one.index, one.dims[gone:], one.share / max(sliced, 1), made)
             self.read(program, name, times * length, inside, tuple(a for a in batch if a not in manual))
             for outer, var in zip(jx.results(equation, program), jx.body(program).outvars, strict=True):
                 if outer is None or not jx.is_var(var) or var not in inside:
@@ -187,7 +191,7 @@ class _Reader:
                 one, stacked = inside[var], outer.aval.shape[: len(outer.aval.shape) - len(var.aval.shape)]
                 if outer.aval.shape == (*stacked, *var.aval.shape):
                     # What a scan keeps for the backward pass is stacked.
-                    held.setdefault(outer, _Held(one.index, ((),) * len(stacked) + one.dims, one.share * math.prod(stacked)))
+                    held.setdefault(outer, _Held(one.index, ((),) * len(stacked) + one.dims, one.share * math.prod(stacked), times))
 
     def _partial(
         self, equation: Equation, name: str, times: Fraction, held: Mapping[Var, _Held], pending: dict[Var, _Partial], batch: tuple[str, ...]
@@ -214,8 +218,11 @@ class _Reader:
             return
         origin = origin_of(name)
         phase = origin.phase if origin else "forward"
-        for one, axes in summed:
-            self.uses[one.index, phase] += times * one.share * taken_share(name)
+        for var, axes in summed:
+            one = held[var]
+            if (var, phase) not in self.seen:
+                self.seen.add((var, phase))
+                self.uses[one.index, phase] += one.times * one.share * taken_share(name)
             over = tuple(a for a in self.mesh if a in axes and a not in self.batch and self.mesh[a] > 1)
             if over:
                 out = equation.outvars[0]
@@ -246,7 +253,7 @@ class _Reader:
         is_widened = self.is_cpu and jnp.issubdtype(atom.aval.dtype, jnp.floating)
         return math.prod(atom.aval.shape) * (max(width, 4) if is_widened else width)
 
-    def _follow(self, equation: Equation, held: dict[Var, _Held]) -> None:
+    def _follow(self, equation: Equation, times: Fraction, held: dict[Var, _Held]) -> None:
         """A parameter through what only shapes, casts or names it."""
         own = [a for a in equation.invars if jx.is_var(a) and a in held]
         arrays = [a for a in equation.invars if getattr(a.aval, "shape", ())]
@@ -260,20 +267,21 @@ class _Reader:
         if not self.is_cpu and out.aval.dtype.itemsize < before.dtype.itemsize and equation.primitive.name == "convert_element_type":
             width = Fraction(out.aval.dtype.itemsize, before.dtype.itemsize)
             self.narrowest[one.index] = min(width, self.narrowest.get(one.index, Fraction(1)))
-        held[out] = _Held(one.index, dims, min(share, one.share))
+        is_laid_out = equation.primitive.name == "sharding_constraint"
+        held[out] = _Held(one.index, dims, min(share, one.share), times if is_laid_out else one.times)
 
 
-def _summed(equation: Equation, held: Mapping[Var, _Held]) -> Iterator[tuple[_Held, set[str]]]:
+def _summed(equation: Equation, held: Mapping[Var, _Held]) -> Iterator[tuple[Var, set[str]]]:
     """The parameters that an equation multiplies or looks up, each with the axes of the dims that it sums over."""
     params = equation.params
     if equation.primitive.name == "dot_general":
         contracted, _ = params["dimension_numbers"]
         for atom, dims in zip(equation.invars, contracted, strict=True):
             if jx.is_var(atom) and atom in held:
-                yield held[atom], {axis for d in dims for axis in held[atom].dims[d]}
+                yield atom, {axis for d in dims for axis in held[atom].dims[d]}
     elif equation.primitive.name == "gather" and jx.is_var(equation.invars[0]) and equation.invars[0] in held:
         one = held[equation.invars[0]]
-        yield one, {axis for d in params["dimension_numbers"].start_index_map for axis in one.dims[d]}
+        yield equation.invars[0], {axis for d in params["dimension_numbers"].start_index_map for axis in one.dims[d]}
 
 
 def _moved(equation: Equation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:

@@ -17,6 +17,8 @@ _FREE = _CONTROL | _NAMES | _ORDER
 """Ops that do no work of their own."""
 _GEMM = re.compile(r'custom_call_target="(__cublas\$(?:lt\$matmul\S*|gemm)|__onednn\$matmul|__triton_gemm)"')
 _CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?:BiasActivation)?Forward"')
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{[^\[]*"dimensions":\[([^\]]*)\]')
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\["?([\d",]*)\]')
 
 
@@ -65,9 +67,19 @@ def _dots(module: Module, computation: Computation, instruction: Instruction) ->
         label = instruction.attribute("dim_labels").partition("_")[2].partition("->")[0]
         yield 2 * instruction.arrays[0].size * (right.size // right.dims[label.index("o")]), left.arrays[0].dtype
         return
+    elif instruction.op == "custom-call" and (found := _ATTENTION.search(instruction.text)):
+        yield _attention_flops(instruction.text, dims[-1], is_backward=found[1] is not None), left.arrays[0].dtype
+        return
     else:
         return
     yield 2 * instruction.arrays[0].size * math.prod(dims[d] for d in contracted), left.arrays[0].dtype
+
+
+def _attention_flops(text: str, head_size: int, *, is_backward: bool) -> int:
+    """FLOPs of cuDNN's attention: two matmuls with the scores [b, n, s, t] forward, five backward; half of a causal mask is left out."""
+    found = _SCORES.search(re.sub(r"\s", "", text))
+    scores = math.prod(int(n) for n in re.findall(r"\d+", found[1])) if found else 0
+    return (10 if is_backward else 4) * scores * head_size // (2 if 'CAUSAL"' in text else 1)
 
 
 def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

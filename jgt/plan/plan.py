@@ -149,7 +149,7 @@ def _groups(params: Sequence[Parameter], state: Sequence[Argument], inputs: Sequ
 
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:
-    yield "FLOPs: 2 a multiply-add, of matmuls and convolutions; attention's scores in full, causal or not"
+    yield "FLOPs: 2 a multiply-add, of matmuls and convolutions; attention's scores in full, causal or not, but half of a causal one with cuDNN's kernel"
     yield "bytes sent: one device's, of ring algorithms; branches count as taken, a pipeline's as often as its table takes them"
     if compiled.target is None:
         yield "compiled for CPU: bf16 collectives travel as f32 and no reduce-scatter is formed, so bytes are CPU's; kinds and axes are those of any target"

@@ -167,7 +167,7 @@ def test_a_replicated_embedding(replicated, right):
 
 
 def test_the_line_of_a_replicated_embedding(replicated):
-    assert place(only(replicated, "replicated", "embed").source) == line_of(MODELS / "embedding.py", "self._table()[tokens]")
+    assert place(only(replicated, "replicated", "embed").source) == line_of(MODELS / "embedding.py", "self.table()[tokens]")
 
 
 def test_bf16_is_explained(planned):
@@ -189,7 +189,7 @@ def test_attention_that_every_device_computes(planned, right):
 
     found = planned("fsdp_tensor", forget)
     one = only(found, "computed-alike", "layers/attn")
-    assert place(one.source) == line_of(MODELS / "attention.py", "jax.nn.dot_product_attention")
+    assert place(one.source) == line_of(MODELS / "attention.py", "self.attend(q, k, v)")
     assert attention(found).flops > 3 * attention(right).flops
     assert found.memory.temp_bytes > 1.2 * right.memory.temp_bytes
 
@@ -203,7 +203,7 @@ def test_attention_whose_heads_have_no_rule(planned, target):
 
     found, whole = (planned("sequence", change, target) for change in (forget, unchanged))
     one = only(found, "unexplained", "layers/attn")
-    assert place(one.source) == line_of(MODELS / "attention.py", "jax.nn.dot_product_attention")
+    assert place(one.source) == line_of(MODELS / "attention.py", "self.attend(q, k, v)")
     assert "goes over tensor: all-to-all" in one.text
     assert not [f for f in whole.findings if f.signal == "layers/attn"]
     assert sum(attention(found).sent.values()) > 1.3 * sum(attention(whole).sent.values())

@@ -42,19 +42,19 @@ def step_of(config, *overrides):
 
 @pytest.mark.parametrize(
     ("config", "kind", "remat"),
-    [("quickstart", kind, remat) for kind in ("llama", "gpt") for remat in ("none", "full")] + [("pipeline", "llama", "none"), ("pipeline", "gpt", "full")],
+    [("quickstart", kind, remat) for kind in ("llama", "gpt") for remat in ("none", "block")] + [("pipeline", "llama", "none"), ("pipeline", "gpt", "block")],
 )
 def test_a_training_step_has_the_closed_forms_flops(config, kind, remat):
     step, setup, run = step_of(config, f"model.kind={kind}", "model.ffn=256", f"train.remat={remat}")
     executed, useful = counted(step, setup.shapes, setup.batch_shapes)
-    closed = closed_form(run.model, run.train.batch, recomputed=remat == "full")
+    closed = closed_form(run.model, run.train.batch, recomputed=remat == "block")
     assert useful == pytest.approx(closed, rel=0.01)
     # 8 microbatches over 2 stages take 9 ticks, and the head works in 8 of them.
     assert executed == useful if config == "quickstart" else useful < executed < useful * 9 / 8 * 1.001
 
 
 def test_phases_are_told_apart():
-    step, setup, _ = step_of("quickstart", "train.remat=full")
+    step, setup, _ = step_of("quickstart", "train.remat=block")
     by_phase = {}
     for row in flops(jax.make_jaxpr(step)(setup.shapes, setup.batch_shapes)):
         by_phase[row.phase] = by_phase.get(row.phase, 0) + row.executed

@@ -107,7 +107,7 @@ def test_the_problems_of_a_config_come_at_once(write, refused):
         rules: rules.yaml
         data: {source: text, path: nowhere.txt}
         optimizer: {lr: 0}
-        train: {batch: 10, accumulate: 4, remat: ful}
+        train: {batch: 10, accumulate: 4, remat: bloc}
         """,
     )
     write(
@@ -132,7 +132,7 @@ def test_the_problems_of_a_config_come_at_once(write, refused):
         f"{path}:3: model.heads: must be a whole number, not the text 'four'",
         f"{path}:7: data.path: no such file or folder: nowhere.txt",
         f"{path}:8: optimizer.lr: 0.0 is too small; it must be greater than 0",
-        f"{path}:9: train.remat: 'ful' is not one of none, full. Did you mean 'full'?",
+        f"{path}:9: train.remat: 'bloc' is not one of none, attention, block. Did you mean 'block'?",
         f"{folder}/rules.yaml:3: signals.embed.out: the axis 'tensro' stands twice in one spec",
         f"{folder}/rules.yaml:4: signals.layers.outs: unknown key. Did you mean 'out'?",
         f"{path}:4: mesh: data=3 = 3 devices, but there are 16. Make the product 16, or one size -1",
@@ -239,7 +239,7 @@ def test_rules_that_decide_nothing(write, refused, tiny_file, tmp_path):
           head:
             params: {bias: [data]}
             tensors: {logit: [data, null, null]}
-            out: [data, null]
+          embed: {out: [data, null]}
           layers/*: {out: [data, null, null]}
           layers/attn: {out: [null, null, null]}
           layers/mlp: {params: {"*/kernel": [null, null, data]}}
@@ -257,7 +257,7 @@ def test_rules_that_decide_nothing(write, refused, tiny_file, tmp_path):
         f"{rules}:2: embd: no signal of the program matches. Did you mean 'embed'?",
         f"{rules}:4: head: params: bias: no parameter used below this signal matches",
         f"{rules}:5: head: tensors: logit: no tensor of that name below this signal",
-        f"{rules}:6: head: out: the floating values that leave this signal have rank 3, none has the 2 dims of this spec",
+        f"{rules}:6: embed: out: the floating values that leave this signal have rank 3, none has the 2 dims of this spec",
         f"{rules}:8: layers/attn: out: shadowed: all that it matches is taken by the rule at {rules}:7",
     )
 

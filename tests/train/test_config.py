@@ -21,7 +21,7 @@ def resolved(capsys, path, *overrides):
     [
         (),
         ("model.kind=gpt", "train.remat=[heads, hidden]", "optimizer.clip=null", "optimizer.eps=1e-12", "sample.prompt='a: \"1e5\"\\n#'"),
-        ("run.name='1e5'", "train.remat=full", "data={source: mixture, mixture: [{weight: 2}, {weight: 1, source: text, path: LICENSE}]}"),
+        ("run.name='1e5'", "train.remat=block", "data={source: mixture, mixture: [{weight: 2}, {weight: 1, source: text, path: LICENSE}]}"),
     ],
 )
 def test_the_printed_config_is_that_config(tmp_path, root, capsys, monkeypatch, overrides):

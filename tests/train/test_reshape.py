@@ -57,7 +57,7 @@ def staged(**pipeline):
 SHAPES = {
     "cube": shape("fsdp_tensor", "{data: 2, fsdp: 2, tensor: 2}"),
     "accumulate": shape("fsdp_tensor", "{data: 2, fsdp: 2, tensor: 2}", "train.accumulate=4"),
-    "remat": shape("fsdp_tensor", "{data: 2, fsdp: 2, tensor: 2}", "train.remat=full"),
+    "remat": shape("fsdp_tensor", "{data: 2, fsdp: 2, tensor: 2}", "train.remat=block"),
     "fsdp": shape("fsdp", "{fsdp: 8}"),
     "zero1": shape("zero1", "{data: 8}"),
     "1f1b": staged(schedule="1f1b"),

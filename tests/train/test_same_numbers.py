@@ -95,7 +95,7 @@ def test_sharded_runs_have_the_curve_of_one_device(measure, name):
 @pytest.mark.parametrize(
     ("model", "remat"),
     [
-        (("model.kind=gpt",), "full"),
+        (("model.kind=gpt",), "block"),
         (("model.tied=true", "model.kv_heads=2"), "[heads, hidden]"),
     ],
     ids=["gpt", "tied-grouped"],

@@ -54,11 +54,12 @@ def test_presets_are_known(name, flags):
     assert found == [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
 
 
-@pytest.mark.parametrize(("gpus", "virtual", "expected"), [(["nvidia0"], False, "gpu-overlap"), (["nvidia0"], True, "none"), ([], False, "none")])
+@pytest.mark.parametrize(("gpus", "virtual", "expected"), [(["nvidia0"], False, "gpu"), (["nvidia0"], True, "none"), ([], False, "none")])
 def test_a_preset_for_the_devices_here(gpus, virtual, expected, monkeypatch):
     monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
-    assert xla._preset(XlaConfig(), virtual=virtual) == expected
-    assert xla._preset(XlaConfig(preset="none"), virtual=virtual) == "none"
+    found = [xla._preset(XlaConfig(), virtual=virtual, fp8=fp8) for fp8 in (False, True)]
+    assert found == ([expected, expected] if expected == "none" else ["gpu-overlap", "gpu-fp8"])
+    assert xla._preset(XlaConfig(preset="none"), virtual=virtual, fp8=True) == "none"
 
 
 def test_names_that_cannot_be_xlas(tiny):

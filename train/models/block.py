@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import Attention
+from train.models.attention import Attend, Attention
 from train.models.config import ModelConfig
+from train.models.linear import compute_type
 
 
 class Block(nnx.Module):
@@ -19,18 +19,18 @@ class Block(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        dtype: jnp.dtype,
         *,
+        attend: Attend,
         norm: Callable[..., nnx.Module],
         mlp: Callable[..., nnx.Module],
         use_bias: bool,
         rope: bool,
         rngs: nnx.Rngs,
     ):
-        self.attn_norm = norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.attn = Attention(config, dtype, use_bias=use_bias, rope=rope, rngs=rngs)
-        self.mlp_norm = norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = mlp(config, dtype, rngs=rngs)
+        self.attn_norm = norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
+        self.attn = Attention(config, attend=attend, use_bias=use_bias, rope=rope, rngs=rngs)
+        self.mlp_norm = norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
+        self.mlp = mlp(config, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with signal.context("attn"):

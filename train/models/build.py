@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from train.models.attention import Kernel
 from train.models.config import ModelConfig
 from train.models.gpt import GPT
 from train.models.llama import Llama
@@ -19,24 +20,28 @@ _KINDS = {"llama": Llama, "gpt": GPT}
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """init(key) → parameters as nested dicts; apply(parameters, tokens [b, s]) → logits [b, s, vocab]."""
+    """init(key) → parameters as nested dicts; apply(parameters, tokens [b, s]) → logits [b, s, vocab].
+
+    features(parameters, tokens) → ([b, s, embed], [vocab, embed]), of which the logits are the product.
+    """
 
     init: Callable[[jax.Array], Any]
     apply: Callable[[Any, jax.Array], jax.Array]
+    features: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def build(config: ModelConfig, remat: Remat = "none") -> Model:
+def build(config: ModelConfig, remat: Remat = "none", attention: Kernel = "xla") -> Model:
     """The model of a config; nothing is allocated."""
     kind = _KINDS[config.kind]
-    abstract = nnx.eval_shape(lambda: kind(config, remat, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: kind(config, remat, attention, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
 
     def init(key: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.state(kind(config, remat, rngs=nnx.Rngs(key))))
+        return nnx.to_pure_dict(nnx.state(kind(config, remat, attention, rngs=nnx.Rngs(key))))
 
-    def apply(params: Any, tokens: jax.Array) -> jax.Array:
-        filled = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(filled, params)
-        return nnx.merge(graphdef, filled)(tokens)
+    def filled(params: Any) -> Any:
+        full = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(full, params)
+        return nnx.merge(graphdef, full)
 
-    return Model(init=init, apply=apply)
+    return Model(init=init, apply=lambda params, tokens: filled(params)(tokens), features=lambda params, tokens: filled(params).features(tokens))

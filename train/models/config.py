@@ -19,7 +19,7 @@ class ModelConfig:
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
     dtype is that of matmuls and activations; parameters are f32. heads of size embed / heads unless head_dim is given.
-    tied: the embedding is the output projection too (gpt always).
+    fp8: the layers' matmuls are in eight bits. tied: the embedding is the output projection too (gpt always). attention: cuDNN's kernel or XLA's program; auto: cuDNN's where it can be.
     """
 
     kind: Literal["llama", "gpt"] = "llama"
@@ -33,6 +33,8 @@ class ModelConfig:
     seq: Large = 128
     tied: bool = False
     dtype: Literal["f32", "bf16"] = "f32"
+    fp8: bool = False
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
     rope_theta: Positive = 10_000.0
     norm_eps: Positive = 1e-5
 

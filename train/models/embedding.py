@@ -11,7 +11,7 @@ from train.models.weights import TABLE
 
 
 class Embedding(nnx.Module):
-    """A table [v, d] that embeds tokens [b, s] → [b, s, d] or turns activations into logits [b, s, v]."""
+    """A table [v, d] that embeds tokens [b, s] → [b, s, d], or scores them."""
 
     def __init__(self, vocab: int, embed: int, dtype: jnp.dtype, *, name: str, rngs: nnx.Rngs):
         setattr(self, name, nnx.Param(TABLE(rngs.params(), (vocab, embed), jnp.float32)))
@@ -19,12 +19,13 @@ class Embedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self._table()[tokens]
+        return self.table()[tokens]
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Scores of every token at every position, f32."""
-        logits = jnp.einsum("bsd,vd->bsv", x, self._table(), preferred_element_type=jnp.float32)
-        return signal.tensor(logits, "logits")
-
-    def _table(self) -> jax.Array:
+    def table(self) -> jax.Array:
+        """The table as matmuls read it."""
         return signal.tensor(jnp.asarray(getattr(self, self.name)[...], self.dtype), "table")
+
+
+def scores(x: jax.Array, table: jax.Array) -> jax.Array:
+    """Logits [b, s, v] of every token at every position, f32, from features [b, s, d]."""
+    return signal.tensor(jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32), "logits")

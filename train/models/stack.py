@@ -19,15 +19,15 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
 def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
     """Runs stacked layers over x [b, s, d].
 
-    remat: `none` keeps what the backward pass needs, `full` recomputes each layer from its input, a tuple of tensor
-    names recomputes all but those.
+    remat: `none` keeps what the backward pass needs, as does `attention`, which is attention's own business; `block` recomputes each
+    layer from its input, a tuple of tensor names all but those.
     """
     graphdef, params = nnx.split(layers)
 
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         return nnx.merge(graphdef, params)(x), None
 
-    if remat != "none":
+    if remat not in ("none", "attention"):
         names = () if isinstance(remat, str) else remat
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)

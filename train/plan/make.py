@@ -11,6 +11,7 @@ import jax
 
 from jgt.document import InputError
 from jgt.plan.chip import Target
+from jgt.plan.cudnn import described
 from jgt.plan.plan import Plan, plan
 from jgt.plan.topology import devices_of
 from train.config import Run
@@ -21,7 +22,8 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     """Plans the run's step for a target, or for as many CPU devices as the file, or num_devices, says. Raises InputError."""
     jax.config.update("jax_platforms", "cpu")
     if target is not None:
-        setup = prepare(run, devices=devices_of(target))
+        with described():
+            setup = prepare(run, devices=devices_of(target))
     else:
         count = _count(run, num_devices)
         if len(_cpu_devices(count)) < count:

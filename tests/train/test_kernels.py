@@ -1,0 +1,116 @@
+"""Which attention kernel a run gets, what recomputing it keeps, and matmuls in eight bits."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+
+from jgt.document import InputError
+from jgt.plan.cudnn import described
+from train.config import load
+from train.kernels import Choice, choose_attention
+from train.models import fp8
+from train.models.attention import attend_with
+from train.models.build import build
+from train.models.config import ModelConfig
+from train.setup import prepare
+
+GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+BF16 = ModelConfig(dtype="bf16", embed=128, heads=2)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        (BF16, CPU, "there is no NVIDIA GPU"),
+        (BF16, None, "there is no NVIDIA GPU"),
+        (BF16, SimpleNamespace(platform="gpu", device_kind="AMD MI300X"), "there is no NVIDIA GPU"),
+        (ModelConfig(), GPU, "it needs model.dtype: bf16"),
+        (ModelConfig(dtype="bf16", embed=520, heads=2), GPU, "The head dim must be <= 128 and a multiple of 8, but got 260"),
+    ],
+)
+def test_without_support_attention_is_xlas_and_says_why(config, device, why):
+    with described():
+        assert choose_attention(config, device) == Choice(kernel="xla", why=why)
+
+
+def test_with_support_it_is_cudnns_unless_xlas_is_asked_for():
+    with described():
+        assert choose_attention(BF16, GPU) == Choice(kernel="cudnn")
+    assert choose_attention(ModelConfig(dtype="bf16", attention="xla"), GPU) == Choice(kernel="xla")
+
+
+def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
+    run = load(tiny_file, ["model.attention=cudnn"])
+    with pytest.raises(InputError, match=r"model\.attention: cudnn cannot be had here: there is no NVIDIA GPU\. Use auto"):
+        prepare(run)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------
+
+
+def test_attention_that_is_recomputed_keeps_no_scores():
+    q = jnp.ones((2, 8, 2, 4))
+    kept = {recompute: [x.shape for x, _ in saved_residuals(attend_with("xla", recompute=recompute), q, q, q)] for recompute in (False, True)}
+    assert (2, 2, 8, 8) in kept[False]
+    assert set(kept[True]) == {(2, 8, 2, 4)}
+
+
+@pytest.mark.parametrize("remat", ["attention", "block", ("hidden",)])
+def test_gradients_are_the_same_whatever_is_recomputed(remat):
+    config = ModelConfig(layers=2, embed=16, heads=2, vocab=20, seq=8)
+    params, tokens = build(config).init(jax.random.key(0)), jnp.arange(16).reshape(2, 8)
+
+    def gradients(remat):
+        apply = build(config, remat).apply
+        return jax.grad(lambda params: jnp.sum(jnp.sin(apply(params, tokens))))(params)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients(remat), gradients("none"))
+
+
+# -- eight bits --------------------------------------------------------------------------------------------------
+
+X, KERNEL = jax.random.normal(jax.random.key(0), (3, 5, 64)), jax.random.normal(jax.random.key(1), (64, 32))
+CONTRACTED = (((2,), (0,)), ((), ()))
+
+
+def eight_bits(x, dtype):
+    """Rounded as numpy's own type rounds, after scaling the largest value to the format's."""
+    scale = np.abs(x).max() / float(jnp.finfo(dtype).max)
+    return np.asarray(x / scale, dtype).astype(np.float32) * scale
+
+
+def test_a_matmul_in_eight_bits_is_that_of_rounded_sides():
+    expected = eight_bits(X, jnp.float8_e4m3fn) @ eight_bits(KERNEL, jnp.float8_e4m3fn)
+    np.testing.assert_allclose(fp8.dot_general(X, KERNEL, CONTRACTED), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_its_gradients_are_those_of_rounded_sides():
+    cotangent = jax.random.normal(jax.random.key(2), (3, 5, 32))
+    by_x, by_kernel = jax.vjp(lambda x, k: fp8.dot_general(x, k, CONTRACTED), X, KERNEL)[1](cotangent)
+    rounded = eight_bits(cotangent, jnp.float8_e5m2)
+    np.testing.assert_allclose(by_x, rounded @ eight_bits(KERNEL, jnp.float8_e4m3fn).T, rtol=1e-4, atol=1e-4)
+    expected = np.einsum("bsk,bsn->kn", eight_bits(X, jnp.float8_e4m3fn), rounded)
+    np.testing.assert_allclose(by_kernel, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("x", [jnp.zeros((1, 2, 16)), jnp.full((1, 2, 16), 1e30), jnp.full((1, 2, 16), 1e-30)])
+def test_extreme_tensors_stay_finite(x):
+    assert jnp.all(jnp.isfinite(fp8.dot_general(x, jnp.ones((16, 4)), CONTRACTED)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_a_model_in_eight_bits_is_near_the_model(kind):
+    tokens = jnp.arange(16).reshape(2, 8)
+    plain, eight = (build(ModelConfig(kind=kind, layers=2, embed=32, heads=2, vocab=20, seq=8, fp8=fp8)) for fp8 in (False, True))
+    params = plain.init(jax.random.key(0))
+    assert jax.tree.structure(params) == jax.tree.structure(eight.init(jax.random.key(0)))
+    a, b = plain.apply(params, tokens), eight.apply(params, tokens)
+    assert 0 < np.linalg.norm(a - b) < 0.2 * np.linalg.norm(a)
