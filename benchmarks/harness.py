@@ -1,0 +1,234 @@
+"""How everything here is measured: programs in turn, medians with quartiles, ratios pair by pair, results that say where they are from.
+
+Two ways: `interleave` runs functions in one process, a turn each; `alternate` runs commands, each measurement a fresh process. The order
+turns round each time, so that no program always finds the machine as another left it; a machine that gets slower meanwhile slows both
+sides of a pair, and the ratio stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_SIGNIFICANT = 4
+_STDERR_LINES = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measurement: wall seconds, CPU-seconds of the process (and of its children, where it is one of its own).
+
+    peak_mb: the largest resident memory of a process of its own, MB of 10^6 bytes. found: what was returned, or printed as JSON last.
+    """
+
+    s: float
+    cpu_s: float
+    peak_mb: float | None = None
+    found: Any = None
+
+
+Samples = dict[str, list[Sample]]
+
+
+class FailedError(Exception):
+    """A process that was to be measured failed; the message is the end of what it said."""
+
+
+def turns(names: Sequence[str], rounds: int, warmup: int) -> Iterator[tuple[str, bool]]:
+    """Whose turn it is, and whether it counts: all names in each round, in the other order each time; `warmup` rounds before do not count."""
+    for index in range(warmup + rounds):
+        for name in names[:: -1 if index % 2 else 1]:
+            yield name, index >= warmup
+
+
+def interleave(programs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> Samples:
+    """Functions in this process, a turn each. They return when their work is done: block on results."""
+    samples: Samples = {name: [] for name in programs}
+    for name, counts in turns(list(programs), rounds, warmup):
+        cpu, started = time.process_time(), time.perf_counter()
+        found = programs[name]()
+        sample = Sample(s=time.perf_counter() - started, cpu_s=time.process_time() - cpu, found=found)
+        if counts:
+            samples[name].append(sample)
+    return samples
+
+
+def alternate(
+    commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 0, environment: Mapping[str, str] | None = None
+) -> Samples:
+    """Commands, each measurement a fresh process. Raises FailedError."""
+    samples: Samples = {name: [] for name in commands}
+    for name, counts in turns(list(commands), rounds, warmup):
+        sample = run_process(commands[name], environment)
+        if counts:
+            samples[name].append(sample)
+    return samples
+
+
+def run_process(command: Sequence[str], environment: Mapping[str, str] | None = None, limit_s: float = 3600.0) -> Sample:
+    """One process from launch to exit, in the repository's root; environment: on top of this process's.
+
+    Call it from a small process: Linux counts the memory of the one that launches as the other's. Raises FailedError, also after limit_s.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))} | dict(environment or {})
+        started = time.perf_counter()
+        process = subprocess.Popen(list(command), stdout=out, stderr=err, cwd=ROOT, env=variables)
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        finally:
+            timer.cancel()
+        seconds = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        if process.returncode:
+            said = "\n".join([*out.read().splitlines(), *err.read().splitlines()][-_STDERR_LINES:])
+            raise FailedError(f"{' '.join(map(str, command))}: exit code {process.returncode} after {seconds:.0f} s\n{said}")
+        found = _last_json(out.read())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Sample(s=seconds, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=usage.ru_maxrss * unit / 1e6, found=found)
+
+
+def _last_json(text: str) -> Any:
+    """What a program printed: a JSON document, or one in the last line; None where there is neither."""
+    for part in (text, *text.splitlines()[-1:]):
+        try:
+            return json.loads(part)
+        except ValueError:
+            continue
+    return None
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and quartiles of n values."""
+    known = sorted(values)
+    low, middle, high = statistics.quantiles(known, n=4, method="inclusive") if len(known) > 1 else known * 3
+    return {"median": _rounded(middle), "q1": _rounded(low), "q3": _rounded(high), "n": len(known)}
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """The spread of each thing that was measured."""
+    kinds = {kind: [getattr(sample, kind) for sample in samples] for kind in ("s", "cpu_s", "peak_mb")}
+    return {kind: spread(values) for kind, values in kinds.items() if None not in values}
+
+
+def ratios(over: Sequence[Sample], under: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """The spread of the ratios pair by pair: of wall seconds, of CPU-seconds, and of memory where it is known."""
+    found = {}
+    for kind in ("s", "cpu_s", "peak_mb"):
+        pairs = [(getattr(a, kind), getattr(b, kind)) for a, b in zip(over, under, strict=True)]
+        if all(a is not None and b for a, b in pairs):
+            found[f"{kind}_ratio"] = spread(a / b for a, b in pairs)
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT}g}")
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A command line with --json and --save; doc: the program's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME-DEVICE-DATE.json")
+    return parser
+
+
+def report(name: str, found: Mapping[str, Any], arguments: argparse.Namespace, lines: Iterable[str] | None = None) -> None:
+    """Prints what was found, as `lines` for a person, and saves it if asked. name: the program's."""
+    if arguments.save:
+        path = save(name, found)
+        print(f"Wrote {path}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(tell(found) if lines is None else lines))
+
+
+def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes a result with where, when and from what it was measured."""
+    device = find_device()
+    date = datetime.datetime.now(datetime.UTC)
+    about = {
+        "benchmark": name,
+        "date": date.isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "device": device,
+        "versions": {"python": platform.python_version(), "jax": metadata.version("jax"), "jaxlib": metadata.version("jaxlib"), "jgt": _commit()},
+    }
+    kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{kind}-x{device['count']}-{date:%Y-%m-%d}.json"
+    path.write_text(json.dumps({**about, "found": found}, indent=1) + "\n")
+    return path
+
+
+def find_device() -> dict[str, Any]:
+    """The GPUs as their driver names them, or `cpu` and as many cores as this process may use. Starts no JAX: it would take their memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    if names:
+        return {"kind": names[0].strip(), "count": len(names), "cores": cores, "machine": platform.machine()}
+    return {"kind": "cpu", "count": cores, "cores": cores, "machine": platform.machine()}
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, with a + where files differ from it."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def tell(found: Mapping[str, Any], indent: int = 0) -> Iterator[str]:
+    """Lines for a person; a spread as its median with the quartiles behind it."""
+    for name, value in found.items():
+        start = f"{' ' * indent}{name}"
+        if isinstance(value, Mapping) and value.keys() != {"median", "q1", "q3", "n"}:
+            yield start
+            yield from tell(value, indent + 2)
+        else:
+            yield f"{start:36} {shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A figure as a person reads it."""
+    if isinstance(value, Mapping):
+        return f"{value['median']:.4g} ({value['q1']:.4g} to {value['q3']:.4g}, n {value['n']})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Rows with the same keys as lines under a header; a spread as its median."""
+    cells = [[name.replace("_", " ") for name in rows[0]]]
+    cells += [[shown(v["median"] if isinstance(v, Mapping) else "-" if v is None else v) for v in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}" for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
