@@ -142,6 +142,17 @@ def ratios(over: Sequence[Sample], under: Sequence[Sample]) -> dict[str, dict[st
     return found
 
 
+def compared(samples: Samples) -> dict[str, Any]:
+    """Figures of two programs, and the ratios of the first to the second."""
+    (over, a), (under, b) = samples.items()
+    return {over: figures(a), under: figures(b), **ratios(a, b)}
+
+
+def bar(value: float, most: float) -> dict[str, Any]:
+    """A figure held against the largest that it may be."""
+    return {"value": value, "at_most": most, "reached": value <= most}
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.{_SIGNIFICANT}g}")
 

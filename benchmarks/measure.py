@@ -1,12 +1,14 @@
-"""What `step.py` measures, one measurement a process: `python -m benchmarks.measure NAME CONFIG STEPS` prints JSON."""
+"""What `step.py` measures, one measurement a process, which prints JSON.
+
+python -m benchmarks.measure jgt|by_hand|paired|planned CONFIG [--steps N] [--target CHIP:HOSTSxGPUS] [key.sub=value ...]
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,51 +16,84 @@ from typing import Any
 
 import jax
 
-import jgt
 from benchmarks.hand_written import make_loss, make_step
+from benchmarks.harness import compared, interleave
+from jgt.plan.chip import parse_target
+from jgt.plan.compiled import compile_function
 from jgt.plan.hlo import KINDS, Module
+from jgt.plan.topology import devices_of
 from train.config import load
 from train.data.batches import open_data
 from train.feed import Feed
-from train.loss import make_loss as make_plain_loss
 from train.processes import start
 from train.setup import prepare
 from train.step import State
 
+_TRACES = 7
 
-class Bench:
-    """A run's parts, ready to step on real data."""
 
-    def __init__(self, config: str, overrides: Sequence[str] = ()):
-        run = load(config, overrides)
-        start(None, run.config.devices.virtual_cpu)
-        self.setup = prepare(run)
-        model, train = run.config.model, run.config.train
-        data = open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
-        self.batches = Feed(data, self.setup.batch_shardings, train.batch, model.seq).train(0)
-        self.model = model
-        self.remat = train.remat == "block"
+class Programs:
+    """The step of a run, jgt's and by hand, not compiled; devices: those that it is for, else all that JAX finds."""
 
-    def jgt(self) -> tuple[Callable[..., Any], Any]:
-        """The trainer's own compiled step and its state."""
-        return self.setup.compile_train_step(), self.setup.init()
+    def __init__(self, config: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None):
+        self.run = load(config, overrides)
+        if self.run.config.model.dtype != "f32":
+            sys.exit(f"{config}: model.dtype is {self.run.config.model.dtype}, but hand_written.py computes in f32")
+        if devices is None:
+            start(None, self.run.config.devices.virtual_cpu)
+        self.setup = prepare(self.run, devices=devices)
+        model = self.run.config.model
+        self._sizes: Any = {"heads": model.heads, "kv_heads": model.num_kv_heads, "remat": self.run.config.train.remat == "block"}
 
-    def by_hand(self) -> tuple[Callable[..., Any], Any]:
-        """The hand-written step with the same signature."""
+    def steps(self) -> dict[str, Any]:
+        """Both under jax.jit, with the same signature."""
+        return {"jgt": self.setup.train_step(), "by_hand": self._by_hand()}
+
+    def _by_hand(self) -> Any:
         setup, shardings, whole = self.setup, self.setup.shardings, self.setup.placement.replicated()
-        step = make_step(setup.mesh, setup.optimizer, heads=self.model.heads, kv_heads=self.model.num_kv_heads, remat=self.remat)  # pyright: ignore[reportArgumentType]
+        step = make_step(setup.mesh, setup.optimizer, **self._sizes)  # pyright: ignore[reportArgumentType]
 
         def stepped(state: State, batch: Any) -> Any:
             params, opt_state, loss, grad_norm = step(state.params, state.opt_state, batch)
             return State(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": grad_norm}
 
-        jitted = jax.jit(
+        return jax.jit(
             stepped,
             in_shardings=(shardings, setup.batch_shardings),
             out_shardings=(shardings, {"loss": whole, "grad_norm": whole}),
             donate_argnums=0,
         )
-        return jitted.lower(setup.shapes, setup.batch_shapes).compile(), setup.init()
+
+    def losses(self) -> dict[str, Callable[[], Any]]:
+        """What makes each loss anew."""
+        return {"jgt": lambda: self.setup.loss, "by_hand": lambda: make_loss(self.setup.mesh, **self._sizes)}  # pyright: ignore[reportArgumentType]
+
+
+class Bench(Programs):
+    """The programs ready to step on real data, on the devices that are here."""
+
+    def __init__(self, config: str, overrides: Sequence[str] = ()):
+        super().__init__(config, overrides)
+        model, batch = self.run.config.model, self.run.config.train.batch
+        data = open_data(self.run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
+        self.batches = Feed(data, self.setup.batch_shardings, batch, model.seq).train(0)
+
+    def ready(self, name: str) -> tuple[Any, Any]:
+        """A compiled step, `jgt` or `by_hand`, and its state."""
+        return self.steps()[name].lower(self.setup.shapes, self.setup.batch_shapes).compile(), self.setup.init()
+
+
+class Stepper:
+    """A compiled step that goes on from where it is, each call a step that is done when it returns."""
+
+    def __init__(self, step: Any, state: Any, batches: Any):
+        self._step, self._state, self._batches = step, state, batches
+        self.loss = float("nan")
+
+    def __call__(self) -> None:
+        self._state, metrics = self._step(self._state, next(self._batches))
+        jax.block_until_ready((self._state, metrics))
+        self.loss = float(metrics["loss"])
 
 
 def collectives(text: str) -> Counter[tuple[str, int]]:
@@ -66,74 +101,74 @@ def collectives(text: str) -> Counter[tuple[str, int]]:
     return Counter((i.kind, i.num_bytes) for i in Module.of(text).instructions() if i.kind in KINDS)
 
 
-def launch(config: str, which: str) -> dict[str, Any]:
-    """From launch to the end of the first step."""
-    bench = Bench(config)
-    step, state = getattr(bench, which)()
-    state, metrics = step(state, next(bench.batches))
-    jax.block_until_ready(metrics)
-    cpu, seconds = time.process_time(), time.time() - float(os.environ["LAUNCHED"])
-    return {"cpu_s_to_first_step": round(cpu, 2), "s_to_first_step": round(seconds, 2), "loss": float(metrics["loss"])}
+def launched(config: str, overrides: Sequence[str], which: str) -> dict[str, Any]:
+    """One step; the process is what is measured."""
+    bench = Bench(config, overrides)
+    stepper = Stepper(*bench.ready(which), bench.batches)
+    stepper()
+    return {"loss": stepper.loss}
 
 
-def paired(config: str, num_steps: int) -> dict[str, Any]:
+def paired(config: str, overrides: Sequence[str], num_steps: int) -> dict[str, Any]:
     """Both programs in one process, a step of one and a step of the other in turn."""
-    bench = Bench(config)
-    programs = {"jgt": bench.jgt(), "by_hand": bench.by_hand()}
-    steps = {name: step for name, (step, _) in programs.items()}
-    states = {name: state for name, (_, state) in programs.items()}
-    cpu: dict[str, list[float]] = {name: [] for name in programs}
-    wall: dict[str, list[float]] = {name: [] for name in programs}
-    losses: dict[str, float] = {}
-    for index, batch in zip(range(num_steps + 2), bench.batches, strict=False):
-        # The order turns round each time, so that neither program always finds the caches warm.
-        for name in list(steps)[:: 1 if index % 2 else -1]:
-            started, clock = time.process_time(), time.perf_counter()
-            states[name], metrics = steps[name](states[name], batch)
-            jax.block_until_ready((states[name], metrics))
-            losses[name] = float(metrics["loss"])
-            if index >= 2:
-                cpu[name].append(time.process_time() - started)
-                wall[name].append(time.perf_counter() - clock)
-    traces = _traces(bench)
-    found = {name: collectives(step.as_text()) for name, step in steps.items()}
+    benches = {name: Bench(config, overrides) for name in ("jgt", "by_hand")}
+    compiled = {name: bench.ready(name) for name, bench in benches.items()}
+    steppers = {name: Stepper(*compiled[name], bench.batches) for name, bench in benches.items()}
+    samples = interleave(steppers, num_steps, warmup=2)
+    found = {name: collectives(step.as_text()) for name, (step, _) in compiled.items()}
+    temp = {name: step.memory_analysis().temp_size_in_bytes for name, (step, _) in compiled.items()}
     return {
-        "cpu_s_a_step": {name: round(statistics.median(values), 3) for name, values in cpu.items()},
-        "s_a_step": {name: round(statistics.median(values), 3) for name, values in wall.items()},
-        "cpu_ratio": round(statistics.median(a / b for a, b in zip(cpu["jgt"], cpu["by_hand"], strict=True)), 4),
-        "s_ratio": round(statistics.median(a / b for a, b in zip(wall["jgt"], wall["by_hand"], strict=True)), 4),
-        "trace_s": {name: round(statistics.median(values), 4) for name, values in traces.items()},
-        "trace_ratio": round(statistics.median(traces["jgt"]) / statistics.median(traces["by_hand"]), 3),
+        "step": compared(samples),
+        "trace": _traces(benches["jgt"]),
+        "temp_bytes": {**temp, "ratio": temp["jgt"] / temp["by_hand"]},
         "same_collectives": found["jgt"] == found["by_hand"],
         "num_collectives": sum(found["jgt"].values()),
-        "loss": losses,
-        "jax": jax.__version__,
+        "loss": {name: stepper.loss for name, stepper in steppers.items()},
     }
 
 
-def _traces(bench: Bench) -> dict[str, list[float]]:
-    """Seconds to trace loss and gradient as a new process does, JAX's caches empty; interleaved, the first round warms up."""
-    setup = bench.setup
-    make = {
-        "jgt": lambda: jgt.shard(make_plain_loss(setup.model.features), setup.placement.rules, setup.mesh),
-        "by_hand": lambda: make_loss(setup.mesh, heads=bench.model.heads, kv_heads=bench.model.num_kv_heads, remat=bench.remat),  # pyright: ignore[reportArgumentType]
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in make}
-    for index in range(8):
-        for name, make_one in make.items():
-            jax.clear_caches()
-            loss = make_one()
-            started = time.perf_counter()
-            jax.jit(jax.value_and_grad(loss)).trace(setup.shapes.params, setup.batch_shapes)
-            if index:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any]:
+    """Temporary and peak bytes of one device, of both programs compiled for GPUs that need not be here."""
+    jax.config.update("jax_platforms", "cpu")
+    where = parse_target(target)
+    programs = Programs(config, [*overrides, f"devices.virtual_cpu={where.num_devices}"], devices_of(where))
+    arguments = (programs.setup.shapes, programs.setup.batch_shapes)
+    memory = {name: compile_function(step, arguments, where).memory for name, step in programs.steps().items()}
+    kinds = {"temp_bytes": "temp_size_in_bytes", "peak_bytes": "peak_memory_in_bytes"}
+    found: dict[str, Any] = {kind: {name: getattr(stats, key) for name, stats in memory.items()} for kind, key in kinds.items()}
+    for figures_of in found.values():
+        figures_of["ratio"] = figures_of["jgt"] / figures_of["by_hand"]
+    return found
+
+
+def _traces(bench: Programs) -> dict[str, Any]:
+    """Seconds to trace loss and gradient as a new process does, JAX's caches empty."""
+
+    def trace(make: Callable[[], Any]) -> None:
+        jax.clear_caches()
+        jax.jit(jax.value_and_grad(make())).trace(bench.setup.shapes.params, bench.setup.batch_shapes)
+
+    samples = interleave({name: lambda make=make: trace(make) for name, make in bench.losses().items()}, _TRACES)
+    return compared(samples)
 
 
 def main() -> None:
-    """Prints one measurement."""
-    name, config, num_steps = sys.argv[1:]
-    print(json.dumps(paired(config, int(num_steps)) if name == "paired" else launch(config, name)))
+    """Prints one measurement, and ends at once: what follows a measurement is none of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=("jgt", "by_hand", "paired", "planned"))
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--target")
+    arguments = parser.parse_args()
+    if arguments.name == "paired":
+        found = paired(arguments.config, arguments.overrides, arguments.steps)
+    elif arguments.name == "planned":
+        found = planned(arguments.config, arguments.overrides, arguments.target)
+    else:
+        found = launched(arguments.config, arguments.overrides, arguments.name)
+    print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

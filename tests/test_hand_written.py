@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.harness import ROOT
 from benchmarks.measure import Bench, collectives
-from benchmarks.step import ROOT
 
 TINY = ["model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "model.vocab=512", "model.seq=32"]
 
@@ -14,7 +14,7 @@ TINY = ["model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4",
 def test_same_collectives_and_losses(remat, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bench = Bench(str(ROOT / "benchmarks/step.yaml"), [*TINY, f"train.remat={remat}", "devices.virtual_cpu=null"])
-    (ours, our_state), (by_hand, hand_state) = bench.jgt(), bench.by_hand()
+    (ours, our_state), (by_hand, hand_state) = bench.ready("jgt"), bench.ready("by_hand")
     assert collectives(ours.as_text()) == collectives(by_hand.as_text())
     losses = []
     for _, batch in zip(range(3), bench.batches, strict=False):
