@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from typing import Any
 
 import jax
 
-from benchmarks.measure import Bench
+from benchmarks.harness import figures, interleave, ratios
+from benchmarks.measure import Bench, Stepper
 
 CONFIG = "benchmarks/step.yaml"
 RULES = "rules=../configs/rules/pipeline.yaml"
@@ -53,50 +52,23 @@ ROWS: dict[str, dict[str, list[str]]] = {
 def main() -> None:
     """Prints one row."""
     row, num_steps = sys.argv[1], int(sys.argv[2])
-    programs, compile_s = {}, {}
+    steps, steppers, found = {}, {}, {}
     for name, overrides in ROWS[row].items():
         bench = Bench(CONFIG, overrides)
         jax.clear_caches()
         started = time.process_time()
-        programs[name] = (bench, *bench.jgt())
-        compile_s[name] = time.process_time() - started
-    found = {name: {"compile_cpu_s": round(seconds, 2)} for name, seconds in compile_s.items()}
-    if row != "compile":
-        found = {name: figures | found[name] for name, figures in timed(programs, num_steps).items()}
+        steps[name], state = bench.ready("jgt")
+        found[name] = {"compile_cpu_s": round(time.process_time() - started, 2)}
+        steppers[name] = Stepper(steps[name], state, bench.batches)
     first = next(iter(found))
-    for figures in found.values():
-        for key in ("cpu_s", "s", "compile_cpu_s"):
-            if key in figures:
-                figures[f"{key}_ratio"] = round(figures[key] / found[first][key], 3)
+    if row != "compile":
+        samples = interleave(steppers, num_steps)
+        for name, of in samples.items():
+            temp = steps[name].memory_analysis().temp_size_in_bytes
+            found[name] |= figures(of) | ratios(of, samples[first]) | {"temp_mb": round(temp / 1e6, 1), "loss": round(steppers[name].loss, 6)}
+    for of in found.values():
+        of["compile_cpu_s_ratio"] = round(of["compile_cpu_s"] / found[first]["compile_cpu_s"], 3)
     print(json.dumps(found))
-
-
-def timed(programs: dict[str, Any], num_steps: int) -> dict[str, dict[str, Any]]:
-    """Seconds a step, the programs in turn, and their temporary memory."""
-    states = {name: state for name, (_, _, state) in programs.items()}
-    cpu: dict[str, list[float]] = {name: [] for name in programs}
-    wall: dict[str, list[float]] = {name: [] for name in programs}
-    losses: dict[str, float] = {}
-    for index in range(num_steps + 1):
-        for name in list(programs)[:: 1 if index % 2 else -1]:
-            bench, step, _ = programs[name]
-            batch = next(bench.batches)
-            started, clock = time.process_time(), time.perf_counter()
-            states[name], metrics = step(states[name], batch)
-            jax.block_until_ready((states[name], metrics))
-            losses[name] = float(metrics["loss"])
-            if index:
-                cpu[name].append(time.process_time() - started)
-                wall[name].append(time.perf_counter() - clock)
-    return {
-        name: {
-            "cpu_s": round(statistics.median(cpu[name]), 3),
-            "s": round(statistics.median(wall[name]), 3),
-            "temp_mb": round(step.memory_analysis().temp_size_in_bytes / 1e6, 1),
-            "loss": round(losses[name], 6),
-        }
-        for name, (_, step, _) in programs.items()
-    }
 
 
 if __name__ == "__main__":

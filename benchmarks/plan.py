@@ -1,18 +1,17 @@
 """How long `jgt plan` takes and how much memory, each plan in a process of its own.
 
-    python benchmarks/plan.py [--json] [ROW ...]
+    python benchmarks/plan.py [--json] [--save] [--rounds 1] [ROW ...]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import FailedError, Sample, alternate, figures, make_parser, report, table
 
 ROWS = {
     "quickstart, cpu": ["configs/quickstart.yaml"],
@@ -26,37 +25,27 @@ ROWS = {
 
 def main() -> None:
     """Prints a line a row, or one JSON object."""
-    parser = argparse.ArgumentParser(description="Times jgt plan.")
+    parser = make_parser(__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each is planned, in turn")
     arguments = parser.parse_args()
-    found = {name: measure(ROWS[name]) for name in arguments.rows or ROWS}
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
-    for name, row in found.items():
-        print(f"{name:28} {row['s']:6.1f} s {row['cpu_s']:6.1f} CPU-s {row['peak_gb']:5.2f} GB   step {row['step_time_ms']} ms, {row['sent_gb']:.3g} GB sent")
+    commands = {name: [sys.executable, "-m", "jgt", "plan", "--config", *ROWS[name], "--json"] for name in arguments.rows or ROWS}
+    try:
+        found = {name: measured(samples) for name, samples in alternate(commands, arguments.rounds).items()}
+    except FailedError as error:
+        sys.exit(str(error))
+    report("plan", found, arguments, table([{"plan": name} | row for name, row in found.items()]))
 
 
-def measure(config: list[str]) -> dict[str, Any]:
-    """One plan: its seconds and memory, and what it says."""
-    with tempfile.TemporaryFile("w+") as out:
-        started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-m", "jgt", "plan", "--config", *config, "--json"], stdout=out)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
-        if status:
-            raise SystemExit(f"jgt plan {' '.join(config)} failed")
-        out.seek(0)
-        plan = json.load(out)
+def measured(samples: list[Sample]) -> dict[str, Any]:
+    """Seconds and memory of a plan, and what it says."""
+    plan = samples[-1].found
     return {
-        "s": round(seconds, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_gb": round(usage.ru_maxrss / 1e6, 2),
+        **figures(samples),
         "step_time_ms": plan["step_time_ms"] and round(plan["step_time_ms"], 1),
-        "sent_gb": sum(c["total_bytes"] for c in plan["collectives"]) / 1e9,
-        "peak_bytes": plan["memory"]["peak_bytes"],
-        "warnings": plan["warnings"],
+        "sent_gb": round(sum(c["total_bytes"] for c in plan["collectives"]) / 1e9, 3),
+        "planned_peak_gb": round(plan["memory"]["peak_bytes"] / 1e9, 2),
+        "num_warnings": len(plan["warnings"]),
     }
 
 

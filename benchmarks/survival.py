@@ -1,16 +1,13 @@
 """What it costs to be able to go on: the time in which a save blocks training, the manifest's share of it, the watch over a step.
 
-    python benchmarks/survival.py [--megabytes N] [--repeats N] [--folder FOLDER] [--json]
+    python benchmarks/survival.py [--megabytes N] [--repeats N] [--folder FOLDER] [--json] [--save]
 
 The watch is timed alone, against a step of the quickstart: what it adds is far below what two runs of a step differ by.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -23,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 
+from benchmarks.harness import interleave, make_parser, ratios, report, spread
+from benchmarks.measure import Stepper
 from train import checkpoint
 from train.checkpoint import Checkpoints
 from train.config import load
@@ -39,23 +38,18 @@ _PAIRS = 20
 
 def main() -> None:
     """Prints a line a measurement, or one JSON object."""
-    parser = argparse.ArgumentParser(description="Times saves and the watch.")
+    parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=1500, help="size of the state (1500)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="where to save; a temporary folder by default")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = saves(Path(folder), arguments.megabytes, arguments.repeats) | watch(Path(folder))
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
-    for name, value in found.items():
-        print(f"{name:32} {value:.4g}")
+    report("survival", found, arguments)
 
 
 def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
-    """Medians over saves of a state: until training goes on, until it is on disk, and the manifest's part of that."""
+    """Seconds of saves of a state: until training goes on, until it is on disk, and the manifest's part of that."""
     size = megabytes * 1_000_000 // 4 // _ARRAYS // 1024
     keys = jax.random.split(jax.random.key(0), _ARRAYS)
     params = {f"kernel{i}": jax.random.normal(key, (size, 1024)) for i, key in enumerate(keys)}
@@ -81,14 +75,14 @@ def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
         total.append(time.perf_counter() - started)
     checkpoints.close()
     checkpoint.file_entries = plain
-    blocking, whole, manifest = (statistics.median(times[1:]) for times in (blocked, total, manifests))
+    blocking, whole, manifest = (spread(times[1:]) for times in (blocked, total, manifests))
     return {
         "state_mb": megabytes,
         "save_s": whole,
         "blocking_s": blocking,
-        "blocking_share": blocking / whole,
+        "blocking_share": blocking["median"] / whole["median"],
         "manifest_s": manifest,
-        "manifest_share": manifest / whole,
+        "manifest_share": manifest["median"] / whole["median"],
     }
 
 
@@ -99,34 +93,30 @@ def watch(folder: Path) -> dict[str, Any]:
         for step in range(_STEPS):
             guard.may_begin(step)
         each = (time.perf_counter() - started) / _STEPS
-    ratios = []
-    for _ in range(_PAIRS):
+
+    def watched() -> None:
         with Watch(WatchdogConfig(), folder, None):
-            watched = spin()
-        ratios.append(watched / spin())
+            spin()
+
+    samples = interleave({"watched": watched, "alone": spin}, _PAIRS)
+    share = ratios(samples["watched"], samples["alone"])["s_ratio"]
     step = quickstart_step(folder)
-    return {"watch_s": each, "step_s": step, "watch_share": each / step, "thread_share": statistics.median(ratios) - 1}
+    return {"watch_s": each, "step_s": step, "watch_share": each / step["median"], "watched_to_alone": share}
 
 
-def spin() -> float:
-    """Seconds of a fixed piece of Python: the watch's thread takes some of it away."""
-    started = time.perf_counter()
+def spin() -> None:
+    """A fixed piece of Python: the watch's thread takes some of its time."""
     for _ in range(10):
         sum(range(3_000_000))
-    return time.perf_counter() - started
 
 
-def quickstart_step(folder: Path) -> float:
-    """The median step of the quickstart on one device, seconds."""
+def quickstart_step(folder: Path) -> dict[str, float]:
+    """Seconds of a step of the quickstart on one device."""
     run = load("configs/quickstart.yaml", ["rules=null", "mesh=null", f"run.dir={folder / 'run'}", "devices.virtual_cpu=null"])
     setup, data = open_run(run)
-    compiled, state, times = setup.compile_train_step(), setup.init(), []
-    for _, batch in zip(range(6), Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq).train(0), strict=False):
-        started = time.perf_counter()
-        state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    batches = Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq).train(0)
+    samples = interleave({"step": Stepper(setup.compile_train_step(), setup.init(), batches)}, rounds=5)
+    return spread(sample.s for sample in samples["step"])
 
 
 if __name__ == "__main__":
