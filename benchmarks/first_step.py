@@ -1,0 +1,24 @@
+"""A run of the trainer that ends when its first step has been logged: `python -m benchmarks.first_step --config FILE [key.sub=value ...]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from train.__main__ import main as run
+from train.records import Records
+
+
+def _end(*_: Any) -> None:
+    os._exit(0)
+
+
+def main() -> None:
+    """Trains; nothing of the trainer is left out before the first line of metrics, and nothing runs after it."""
+    Records.metrics = _end
+    sys.exit(run([*sys.argv[1:], "train.steps=1"]))
+
+
+if __name__ == "__main__":
+    main()
