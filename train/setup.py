@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -27,7 +28,10 @@ from train.step import State, make_eval_step, make_train_step, no_losses
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated."""
+    """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
+
+    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once.
+    """
 
     run: Run
     mesh: Mesh | AbstractMesh
@@ -36,6 +40,7 @@ class Setup:
     loss_chunks: int
     optimizer: optax.GradientTransformation
     loss: Loss
+    make_state: Callable[[Any], State]
     placement: Placement
     shapes: State
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
@@ -59,8 +64,7 @@ class Setup:
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
-        make = jax.jit(_init(self.model, self.optimizer, self.run.config.train.skip_spikes), out_shardings=self.shardings)
-        return make(jax.random.key(self.run.config.run.seed))
+        return jax.jit(self.make_state, out_shardings=self.shardings)(np.uint32(self.run.config.run.seed))
 
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch) → (state, metrics). The state's buffers are donated."""
@@ -106,7 +110,8 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
     attention = _attention(run, mesh)
     model = build(config.model, config.train.remat, attention.kernel)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
-    shapes = jax.eval_shape(_init(model, optimizer, config.train.skip_spikes), jax.random.key(config.run.seed))
+    make_state = _state_maker(model, optimizer, config.train.skip_spikes)
+    shapes = jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32))
     chunks = _loss_chunks(run, mesh, rules)
     # In a pipeline a device meets its own rows alone.
     plain = make_loss(model.features, chunks=chunks, groups=_shards(mesh, rules)[0] if run.pipeline is None else 1)
@@ -121,6 +126,7 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
         loss_chunks=chunks,
         optimizer=optimizer,
         loss=jgt.shard(plain, run.rules, mesh, pipeline=run.pipeline),
+        make_state=make_state,
         placement=placement,
         shapes=shapes,
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),
@@ -165,12 +171,12 @@ def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
 
 
-def _init(model: Model, optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Any:
-    def init(key: jax.Array) -> State:
-        params = model.init(key)
+def _state_maker(model: Model, optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Callable[[Any], State]:
+    def make_state(seed: jax.Array) -> State:
+        params = model.init(jax.random.key(seed))
         return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), no_losses(spikes))
 
-    return init
+    return make_state
 
 
 def _mesh_and_rules(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> tuple[Mesh | AbstractMesh, Rules]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -34,7 +36,6 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 }
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 _LARGEST_CACHE = 10 * 2**30
-_MIN_COMPILE_SECONDS = 0.3
 _ENDS = ("-cache", "-atime")
 
 
@@ -46,16 +47,19 @@ def configure(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[st
     wanted = {**PRESETS[_preset(config, virtual=virtual, fp8=fp8)], **config.plain_flags()}
     given = os.environ.get("XLA_FLAGS", "").split()
     flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in given)]
-    known = list(_known(flags))
-    if known:
-        os.environ["XLA_FLAGS"] = " ".join([*known, *given])
-    warnings = [f"XLA does not know {flag} here; it is left out" for flag in flags if flag not in known]
+    warnings = []
+    folder = None
     if config.cache is not None:
         try:
-            _keep_programs(Path(config.cache) if config.cache != "auto" else _default_cache())
+            folder = Path(config.cache) if config.cache != "auto" else _default_cache()
+            _keep_programs(folder)
         except OSError as error:
+            folder = None
             warnings.append(f"compiled programs are not kept in {error.filename}: {error.strerror or error}")
-    return warnings
+    known = _known(flags, folder)
+    if known:
+        os.environ["XLA_FLAGS"] = " ".join([*known, *given])
+    return [*(f"XLA does not know {flag} here; it is left out" for flag in flags if flag not in known), *warnings]
 
 
 def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
@@ -66,8 +70,24 @@ def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
     return "gpu-fp8" if fp8 else "gpu-overlap"
 
 
-def _known(flags: list[str]) -> Iterator[str]:
-    """The flags that the installed XLA takes: with another it would abort."""
+def _known(flags: list[str], folder: Path | None) -> list[str]:
+    """The flags that the installed XLA takes: with another it would abort. The answer is kept in a folder for the next start."""
+    if not flags or folder is None:
+        return list(_tried(flags))
+    question = "\n".join([metadata.version("jaxlib"), *flags])
+    note = folder / f"flags-{hashlib.sha256(question.encode()).hexdigest()[:24]}"
+    with contextlib.suppress(OSError, ValueError):
+        taken = note.read_text().splitlines()
+        return [flag for flag in flags if flag in taken]
+    known = list(_tried(flags))
+    with contextlib.suppress(OSError):
+        written = note.with_name(f"{note.name}.{os.getpid()}")
+        written.write_text("\n".join(known))
+        written.replace(note)
+    return known
+
+
+def _tried(flags: list[str]) -> Iterator[str]:
     if not flags or _is_taken(flags):
         yield from flags
     else:
@@ -87,7 +107,8 @@ def _keep_programs(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _prune(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    # Of the smallest too: a start has a dozen of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _default_cache() -> Path:

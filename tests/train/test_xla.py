@@ -42,6 +42,19 @@ def test_flags_are_set_and_unknown_ones_left_out(flags):
     ]
 
 
+def test_what_is_known_is_tried_once_with_each_jaxlib(flags, updates, monkeypatch, tmp_path):
+    config, tried = XlaConfig(cache=str(tmp_path), flags={GOOD: True, UNKNOWN: 3}), []
+    monkeypatch.setattr(xla, "_is_taken", lambda flags: tried.append(flags) or not any(UNKNOWN in flag for flag in flags))
+    first = flags(config)
+    assert first == ([f"--{GOOD}=true"], [f"XLA does not know --{UNKNOWN}=3 here; it is left out"])
+    assert len(tried) == 3
+    assert flags(config) == first
+    assert len(tried) == 3
+    monkeypatch.setattr(xla.metadata, "version", lambda name: "another")
+    assert flags(config) == first
+    assert len(tried) == 6
+
+
 def test_the_environment_wins(flags):
     found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True}), given=f"--{GOOD}=false --xla_dump_to=x")
     assert (found, warnings) == ([f"--{GOOD}=false", "--xla_dump_to=x"], [])
