@@ -165,15 +165,16 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def report(name: str, found: Mapping[str, Any], arguments: argparse.Namespace, lines: Iterable[str] | None = None) -> None:
-    """Prints what was found, as `lines` for a person, and saves it if asked. name: the program's."""
-    if arguments.save:
-        path = save(name, found)
+def report(name: str, found: Mapping[str, Any], arguments: argparse.Namespace, lines: Iterable[str] | None = None) -> Path | None:
+    """Prints what was found, as `lines` for a person, and saves it if asked: the path of the file. name: the program's."""
+    path = save(name, found) if arguments.save else None
+    if path is not None:
         print(f"Wrote {path}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         print("\n".join(tell(found) if lines is None else lines))
+    return path
 
 
 def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:

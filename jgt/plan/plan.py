@@ -30,7 +30,7 @@ class Plan:
     """What one step of a compiled function does on each device. Times are predictions, None without a target.
 
     flops_per_device: executed matmul FLOPs of the traced program, recompute and pipeline bubbles included; model_flops_per_device:
-    without both. links_ms: time of all collectives by mesh axes, hidden ones included.
+    without both. links_ms: time of all collectives by mesh axes, hidden ones included; exposed_ms: of waiting for them.
     """
 
     target: str
@@ -48,6 +48,7 @@ class Plan:
     parameters: tuple[Parameter, ...]
     expected: tuple[Expected, ...]
     links_ms: Mapping[str, float]
+    exposed_ms: Mapping[str, float]
     assumptions: tuple[str, ...]
     seconds: float
 
@@ -82,6 +83,7 @@ class Plan:
             "parameters": [asdict(p) for p in self.parameters],
             "expected": [asdict(e) | {"axes": list(e.axes)} for e in self.expected],
             "links_ms": dict(self.links_ms),
+            "exposed_ms": dict(self.exposed_ms),
             "assumptions": list(self.assumptions),
         }
 
@@ -133,6 +135,7 @@ def read(compiled: Compiled, rules: Rules | None = None) -> Plan:
         parameters=params,
         expected=asked,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
+        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
         assumptions=tuple(_assumptions(compiled)),
         seconds=compiled.seconds,
     )

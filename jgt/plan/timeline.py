@@ -54,11 +54,15 @@ Costs = dict[Key, Cost]
 
 @dataclass
 class Walk:
-    """One run of a computation: its seconds, and who they belong to. links: seconds of all collectives by mesh axes, hidden or not."""
+    """One run of a computation: its seconds, and who they belong to.
+
+    links: seconds of all collectives by mesh axes, hidden or not; exposed: seconds of waiting for them, by the axes of the one waited for.
+    """
 
     seconds: float = 0.0
     costs: Costs = field(default_factory=lambda: collections.defaultdict(Cost))
     links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
+    exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
 
     @property
     def num_flops(self) -> float:
@@ -72,6 +76,8 @@ class Walk:
             self.costs[key].add(cost, times)
         for axes, seconds in other.links.items():
             self.links[axes] += seconds * times
+        for axes, seconds in other.exposed.items():
+            self.exposed[axes] += seconds * times
 
 
 class Timeline:
@@ -99,13 +105,13 @@ class Timeline:
                 link_free = max(link_free, walk.seconds) + seconds
                 walk.links[axes] += seconds
                 walk.costs[self._key(spot)].roofline[axes_text(axes)] += seconds
-                ends[instruction.name] = link_free
+                ends[instruction.name] = (link_free, axes)
                 if not instruction.op.endswith("-start"):
-                    self._wait(walk, spot, link_free)
+                    self._wait(walk, spot, link_free, axes)
             elif instruction.op == "async-start" and any(self._is_link(called) for called in instruction.called):
                 inner = self._walk(instruction.called[0])
                 link_free = max(link_free, walk.seconds) + inner.seconds
-                ends[instruction.name] = link_free
+                ends[instruction.name] = (link_free, max(inner.links, key=lambda axes: inner.links[axes]))
                 for axes, seconds in inner.links.items():
                     walk.links[axes] += seconds
                 for key, cost in inner.costs.items():
@@ -113,7 +119,7 @@ class Timeline:
             elif instruction.op.endswith("-done"):
                 start = instruction.operands[0]
                 if start in ends:
-                    self._wait(walk, Spot(name, start), ends[start])
+                    self._wait(walk, Spot(name, start), *ends[start])
             elif instruction.op == "while":
                 trips = 1 if instruction.trips is None else instruction.trips
                 walk.add(self._walk(instruction.attribute("body")), trips)
@@ -152,9 +158,11 @@ class Timeline:
         sent = sum(wire_bytes(instruction.kind, piece.array.num_bytes, span.size) for piece in found)
         return self._network.seconds(span.groups, sent), span.axes
 
-    def _wait(self, walk: Walk, spot: Spot, until: float) -> None:
+    def _wait(self, walk: Walk, spot: Spot, until: float, axes: tuple[str, ...]) -> None:
         waited = max(until - walk.seconds, 0.0)
         walk.seconds += waited
+        if waited:
+            walk.exposed[axes] += waited
         walk.costs[self._key(spot)].exposed += waited
 
     def _is_link(self, name: str) -> bool:

@@ -101,7 +101,7 @@ def exposed(walk):
 def test_a_collective_behind_more_work_than_it_takes_is_hidden():
     walk = timeline("start", "dot", "done")
     assert walk.seconds == DOT > GATHER
-    assert exposed(walk) == {}
+    assert exposed(walk) == walk.exposed == {}
     assert walk.links == {("tensor",): GATHER}
 
 
@@ -129,6 +129,7 @@ def test_a_collective_in_an_asynchronous_computation_is_an_asynchronous_collecti
     assert walk.seconds == GATHER
     assert exposed(walk) == {"weights": GATHER - TINY}
     assert walk.links == {("tensor",): GATHER}
+    assert walk.exposed == {("tensor",): GATHER - TINY}
 
 
 def test_collectives_share_the_link():
@@ -141,7 +142,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     walk = timeline("small", "loop", body=("small", "sync"))
     assert walk.seconds == SMALL + 5 * (SMALL + GATHER)
     assert exposed(walk) == {"weights": 5 * GATHER}
-    assert walk.links == {("tensor",): 5 * GATHER}
+    assert walk.links == walk.exposed == {("tensor",): 5 * GATHER}
     assert sum(cost.flops for cost in walk.costs.values()) == 6 * SMALL
 
 
