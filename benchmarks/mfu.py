@@ -1,0 +1,144 @@
+"""Tokens a second and MFU of llama 0.5B, 1.3B and 3B on one GPU in bf16: the best of remat x attention x batch.
+
+    python benchmarks/mfu.py [--json] [--save] [--sizes 1.3b] [--seqs 2048] [--remat attention block] [--attention cudnn]
+    python benchmarks/mfu.py --dry-run
+
+MFU is causal: FLOPs of a token are 6 P + 6 L H h S over the chip's peak (P parameters of matmuls, the embedding's lookup left out; L
+layers, H heads of width h, S tokens of a sequence): attention counts the half of the scores that is used, 6 instead of 12, and
+recompute does not count (train/flops.py). `of_ceiling` is the same over what a large bf16 matmul reaches on this very GPU.
+
+For each size, sequence, remat and attention the memory of the step compiled with batches 1 and 2 tells the largest batch that should fit;
+that one is measured, and the next smaller one; where memory runs out the next smaller ones follow. Each measurement is a process of its
+own. --dry-run compiles the smallest for an H200 that need not be here (extra plan-gpu). All of it takes an hour or so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import FailedError, find_device, make_parser, report, run_process, table
+
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "0.5b": {"layers": 20, "embed": 1280, "heads": 10, "ffn": 3456},
+    "1.3b": {"layers": 24, "embed": 2048, "heads": 16, "ffn": 5504},
+    "3b": {"layers": 26, "embed": 3072, "heads": 24, "ffn": 8192},
+}
+SEQS = (2048, 8192)
+REMATS = ("none", "attention", "block")
+ATTENTIONS = ("xla", "cudnn")
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TRIED = 2
+"""Batches that are measured of each: the largest that fits, and smaller ones."""
+SHARE = 0.97
+"""Of the allocator's memory that a step may plan to take: other programs and fragments take some."""
+# Nearly all of the GPU's memory is the allocator's.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+TARGET = "h200:1x1"
+
+
+def main() -> None:
+    """Sweeps and prints a table; exit code 1 where there is no GPU."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--seqs", nargs="+", type=int, default=SEQS)
+    parser.add_argument("--remat", nargs="+", default=REMATS)
+    parser.add_argument("--attention", nargs="+", default=ATTENTIONS)
+    parser.add_argument("--dry-run", action="store_true", help=f"compile the smallest for {TARGET}, here, and measure nothing")
+    arguments = parser.parse_args()
+    sweep = list(itertools.product(arguments.sizes, arguments.seqs, arguments.remat, arguments.attention))
+    try:
+        if arguments.dry_run:
+            report("mfu-dry-run", dry_run(*sweep[0]), arguments)
+            return
+        if find_device()["kind"] == "cpu":
+            print("\n".join(f"would measure {size}, sequences of {seq}, remat {remat}, attention {attention}" for size, seq, remat, attention in sweep))
+            sys.exit("No NVIDIA GPU is here, and nothing was measured. --dry-run compiles the smallest of these for an H200 that need not be here")
+        found = {"ceiling": run_process(_command("ceiling")).found, "rows": []}
+        peak, reached = found["ceiling"]["peak"], found["ceiling"]["matmul"]["median"]
+        for point in sweep:
+            for row in measured(*point):
+                if "flops_per_s" in row:
+                    flops = row["flops_per_s"]["median"]
+                    row |= {"mfu": flops / peak if peak else None, "of_ceiling": flops / reached}
+                found["rows"].append(row)
+    except FailedError as error:
+        sys.exit(str(error))
+    found["best"] = list(best(found["rows"]))
+    report("mfu", found, arguments, _lines(found))
+
+
+def dry_run(size: str, seq: int, remat: str, attention: str) -> dict[str, Any]:
+    """The first of a sweep with one sequence, compiled for a GPU that need not be here."""
+    told = run_process([*_command("memory", size, seq, remat, attention, 1), "--target", TARGET]).found
+    return {"size": size, "seq": seq, "remat": remat, "attention": attention, "batch": 1, "target": TARGET, **told}
+
+
+def measured(size: str, seq: int, remat: str, attention: str) -> Iterator[dict[str, Any]]:
+    """The rows of one point of the sweep, the largest batch first; a row that failed says why."""
+    point = {"size": size, "seq": seq, "remat": remat, "attention": attention}
+    try:
+        one, two = (run_process(_command("memory", size, seq, remat, attention, batch), ENVIRONMENT).found for batch in (1, 2))
+    except FailedError as error:
+        yield point | {"failed": _last_line(error)}
+        return
+    most = largest_batch(one["peak_bytes"], two["peak_bytes"], SHARE * one["limit_bytes"])
+    if most is None:
+        yield point | {"failed": f"one sequence takes {one['peak_bytes'] / 1e9:.0f} GB of {one['limit_bytes'] / 1e9:.0f}"}
+        return
+    done = 0
+    for batch in reversed([batch for batch in BATCHES if batch <= most]):
+        print(f"measuring {', '.join(map(str, point.values()))}, batch {batch} ...", file=sys.stderr)
+        try:
+            yield point | run_process(_command("step", size, seq, remat, attention, batch), ENVIRONMENT).found
+        except FailedError as error:
+            yield point | {"batch": batch, "failed": _last_line(error)}
+            continue
+        done += 1
+        if done == TRIED:
+            return
+
+
+def largest_batch(one: float, two: float, limit: float) -> int | None:
+    """The largest of BATCHES whose memory stays within a limit, by those of 1 and 2 sequences; None where not even 1 does."""
+    each = max(two - one, 1.0)
+    return max((batch for batch in BATCHES if one + (batch - 1) * each <= limit), default=None)
+
+
+def best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The fastest of each size and sequence."""
+    known = [row for row in rows if "tokens_per_s" in row]
+    for key in dict.fromkeys((row["size"], row["seq"]) for row in known):
+        yield max((row for row in known if (row["size"], row["seq"]) == key), key=lambda row: row["tokens_per_s"]["median"])
+
+
+def _command(name: str, size: str | None = None, seq: int = 0, remat: str = "", attention: str = "", batch: int = 0) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.measure_mfu", name]
+    if size is None:
+        return command
+    shape = [f"model.{key}={value}" for key, value in SIZES[size].items()]
+    return [*command, *shape, f"model.seq={seq}", f"model.attention={attention}", f"train.remat={remat}", f"train.batch={batch}"]
+
+
+def _last_line(error: FailedError) -> str:
+    return next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    ceiling = found["ceiling"]
+    yield f"{ceiling['device']}: a large bf16 matmul reaches {ceiling['matmul']['median'] / 1e12:.0f} TFLOP/s"
+    for title, rows in (("All", found["rows"]), ("The best of each size and sequence", found["best"])):
+        shown = [{key: row[key] for key in ("size", "seq", "remat", "attention", "batch", "tokens_per_s", "mfu", "of_ceiling", "peak_gb")} for row in rows if "mfu" in row]
+        if shown:
+            yield title
+            yield from table(shown)
+    yield from (f"failed: {row['size']}, {row['seq']}, {row['remat']}, {row['attention']}, batch {row.get('batch', 1)}: {row['failed']}" for row in found["rows"] if "failed" in row)
+
+
+if __name__ == "__main__":
+    main()
