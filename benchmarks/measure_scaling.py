@@ -8,6 +8,7 @@ which stay the same where splitting a step costs nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -27,29 +28,31 @@ SIZES = (1, 2, 4, 8)
 STRONG, WEAK = 16, 2
 """Sequences of a batch: on all devices together, and on each."""
 CONFIG = "benchmarks/step.yaml"
-SMALL = ("model.layers=2", "model.vocab=1024", "model.seq=128", "rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
+SEQ = 128
+SMALL = ("model.layers=2", "model.vocab=1024", f"model.seq={SEQ}", "train.remat=none", "rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
 
 
 def main() -> None:
     """Prints a row for each kind and number of devices."""
     num_steps = int(sys.argv[1])
     start(None, max(SIZES))
-    points = {f"{kind}, {size}": (kind, size, STRONG if kind == "strong" else WEAK * size) for kind in ("strong", "weak") for size in SIZES}
-    samples = interleave({name: stepper(size, batch) for name, (_, size, batch) in points.items()}, num_steps, warmup=2)
+    batches = {"strong": [STRONG] * len(SIZES), "weak": [WEAK * size for size in SIZES]}
+    points = {(size, batch) for kind in batches for size, batch in zip(SIZES, batches[kind], strict=True)}
+    found = interleave({f"{size}, {batch}": stepper(size, batch) for size, batch in sorted(points)}, num_steps, warmup=2)
     rows: list[dict[str, Any]] = []
-    for name, (kind, size, batch) in points.items():
-        one = samples[f"{kind}, {SIZES[0]}"]
-        tokens = batch * 128
-        alone = tokens if kind == "strong" else WEAK * SIZES[0] * 128
+    for (kind, given), index in itertools.product(batches.items(), range(len(SIZES))):
+        size, batch = SIZES[index], given[index]
+        samples, one = found[f"{size}, {batch}"], found[f"{SIZES[0]}, {given[0]}"]
+        tokens, alone = batch * SEQ, given[0] * SEQ
         rows.append(
             {
                 "scaling": kind,
                 "devices": size,
                 "batch": batch,
-                "s": spread(sample.s for sample in samples[name]),
-                "cpu_s": spread(sample.cpu_s for sample in samples[name]),
-                "tokens_per_cpu_s": spread(tokens / sample.cpu_s for sample in samples[name]),
-                "to_one_device": spread(tokens / a.cpu_s / (alone / b.cpu_s) for a, b in zip(samples[name], one, strict=True)),
+                "s": spread(sample.s for sample in samples),
+                "cpu_s": spread(sample.cpu_s for sample in samples),
+                "tokens_per_cpu_s": spread(tokens / sample.cpu_s for sample in samples),
+                "to_one_device": spread(tokens / a.cpu_s / (alone / b.cpu_s) for a, b in zip(samples, one, strict=True)),
             }
         )
     print(json.dumps(rows))
