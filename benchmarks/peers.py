@@ -1,0 +1,162 @@
+"""jgt against what people would pick instead, side by side in one call.
+
+    python benchmarks/peers.py [spectrax|levanter|maxtext|huggingface ...] [--maxtext PYTHON] [--json] [--save]
+
+    spectrax     gradients of a pipeline, 4 stages x fsdp 2, 8 microbatches, one layer a stage: every schedule of both that allows it
+    maxtext      from launch to the first step, and a training step, data 2 x fsdp 2 x tensor 2; --maxtext names a Python that has it
+    levanter     the same over fsdp 8
+    huggingface  tokens a second of a 1.3B llama under torch.compile on one GPU; only where there is one
+
+Each peer runs in an environment of its own, made on first use with pinned versions. The model is that of step.yaml, on 8 virtual CPU
+devices. Processes of jgt and of the peer take turns, as many rounds as asked for; ratios are those of the rounds, jgt to the peer.
+Without names: all that can run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.environments import default_folder, python_with
+from benchmarks.harness import ROOT, FailedError, Sample, bar, compared, figures, find_device, make_parser, ratios, report, run_process, turns
+from train.config import load
+
+PROGRAMS = ROOT / "benchmarks" / "peers"
+CONFIG = ROOT / "benchmarks" / "step.yaml"
+SPECTRAX = ("spectrax-lib==0.1.4", "jax==0.10.2", "jaxlib==0.10.2")
+"""With the oldest JAX that jgt supports: this release does not import with JAX 0.12."""
+PIPELINES = {"jgt": ("1f1b", "gpipe", "zb"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
+"""The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more."""
+PIPELINE_BAR, MAXTEXT_FIRST_BAR, MAXTEXT_STEP_BAR = 0.55, 0.35, 0.85
+"""The most that jgt takes: of SpectraX's best schedule, of MaxText's launch and of its step."""
+_LOSS_DIGITS = 1e-5
+
+Found = dict[str, Any]
+
+
+def main() -> None:
+    """Runs the comparisons and prints their figures."""
+    parser = make_parser(__doc__)
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"one or several of {', '.join(PEERS)}")
+    parser.add_argument("--maxtext", metavar="PYTHON", help="an interpreter that has MaxText installed")
+    parser.add_argument("--environments", type=Path, default=default_folder(), metavar="DIR", help="where the peers' environments are")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.peers) - PEERS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: no peer. These are: {', '.join(PEERS)}")
+    for name, lacks in (("maxtext", arguments.maxtext is None and "name a Python that has it: --maxtext PYTHON"),):
+        if name in arguments.peers and lacks:
+            parser.error(f"{name}: {lacks}")
+    try:
+        found = {name: compare(arguments) for name, compare in PEERS.items() if name in (arguments.peers or possible(arguments))}
+    except FailedError as error:
+        sys.exit(str(error))
+    report("peers", found, arguments)
+
+
+def possible(arguments: argparse.Namespace) -> list[str]:
+    """The peers that can run here."""
+    return [name for name in PEERS if name != "maxtext" or arguments.maxtext]
+
+
+def sizes(arguments: argparse.Namespace, **more: Any) -> Found:
+    """The model and batch of step.yaml, as the programs take them."""
+    config = load(str(CONFIG)).config
+    model = config.model
+    names = ("layers", "embed", "heads", "vocab", "seq")
+    plain = {name: getattr(model, name) for name in names} | {"kv_heads": model.num_kv_heads, "ffn": model.ffn_size}
+    return plain | {"batch": config.train.batch, "devices": config.devices.virtual_cpu, "steps": arguments.steps} | more
+
+
+def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Found]]:
+    """What the programs print, each a fresh process that knows when it was launched. Raises FailedError."""
+    found: dict[str, list[Found]] = {name: [] for name in commands}
+    for name, _ in turns(list(commands), rounds, warmup=0):
+        found[name].append(run_process(commands[name], {"LAUNCHED": str(time.time())}).found)
+    return found
+
+
+def alike(found: Mapping[str, Sequence[Found]], commands: Mapping[str, Sequence[str]]) -> Found:
+    """What says that both sides did the same, and with what. Raises FailedError where the models have not as many parameters."""
+    parameters = {name: of[0]["parameters"] for name, of in found.items()}
+    if len(set(parameters.values())) > 1:
+        raise FailedError(f"the models differ, parameters: {parameters}")
+    versions = {name: of[0]["versions"] for name, of in found.items()}
+    return {"parameters": parameters["jgt"], "versions": versions, "commands": {name: shlex.join(command) for name, command in commands.items()}}
+
+
+def spectrax(arguments: argparse.Namespace) -> Found:
+    """Schedules against schedules."""
+    python = {"jgt": sys.executable, "spectrax": str(python_with(SPECTRAX, arguments.environments, "spectrax"))}
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {
+            side: [python[side], str(PROGRAMS / f"{side}_pipeline.py"), json.dumps(of), str(Path(folder) / "weights.npz")]
+            for side, names in PIPELINES.items()
+            for of in [sizes(arguments, microbatches=8, mesh={"fsdp": 2, "stage": 4}, schedules=names)]
+        }
+        run_process(commands["jgt"])
+        found = in_turn(commands, arguments.rounds)
+    results = [of["schedules"][name] for side in found for of in found[side] for name in PIPELINES[side]]
+    for key, allowed in (("loss", _LOSS_DIGITS), ("grad_norm", 10 * _LOSS_DIGITS)):
+        values = [of[key] for of in results]
+        if max(values) - min(values) > allowed * max(values):
+            raise FailedError(f"the programs differ, {key}: {min(values)} to {max(values)}")
+    samples = {side: {name: [_step(of["schedules"][name]) for of in found[side]] for name in PIPELINES[side]} for side in found}
+    best = {side: min(of, key=lambda name: statistics.median(s.cpu_s for s in of[name])) for side, of in samples.items()}  # noqa: B023
+    ours, peer = samples["jgt"][best["jgt"]], samples["spectrax"]
+    against = {name: ratios(ours, peer[name]) for name in dict.fromkeys((best["spectrax"], "Std1F1B"))}
+    return {
+        **{f"{side} {name}": figures(of) for side in samples for name, of in samples[side].items()},
+        "best": best,
+        **{f"{best['jgt']} to {name}": of for name, of in against.items()},
+        "bars": {f"to the best, {kind}": bar(against[best["spectrax"]][f"{kind}_ratio"]["median"], PIPELINE_BAR) for kind in ("s", "cpu_s")},
+        "loss": results[0]["loss"],
+        **alike(found, commands),
+    }
+
+
+def maxtext(arguments: argparse.Namespace) -> Found:
+    """Trainer against trainer."""
+    found = training(arguments, "maxtext", arguments.maxtext, {"data": 2, "fsdp": 2, "tensor": 2}, str(CONFIG))
+    first, step = (found[key]["cpu_s_ratio"]["median"] for key in ("launch_to_first_step", "step"))
+    return found | {"bars": {"first step, cpu_s": bar(first, MAXTEXT_FIRST_BAR), "step, cpu_s": bar(step, MAXTEXT_STEP_BAR)}}
+
+
+def training(arguments: argparse.Namespace, peer: str, python: str, mesh: Mapping[str, int], config: str, *overrides: str) -> Found:
+    """Launch and steps of `python -m train` and of a peer's trainer, neither with a compile cache."""
+    steps = arguments.steps + 1
+    with tempfile.TemporaryDirectory() as folder:
+        ours = ["--config", config, "--resume", "never", "xla.cache=null", f"train.steps={steps}", f"run.dir={folder}/run", *overrides]
+        commands = {
+            "jgt": [sys.executable, str(PROGRAMS / "jgt_train.py"), *ours],
+            peer: [python, str(PROGRAMS / f"{peer}_train.py"), json.dumps(sizes(arguments, mesh=mesh) | {"steps": steps}), f"{folder}/{peer}"],
+        }
+        found = in_turn(commands, arguments.rounds)
+    return {
+        "launch_to_first_step": compared({side: [Sample(**of["first"]) for of in found[side]] for side in found}),
+        "step": compared({side: [_step(of) for of in found[side]] for side in found}),
+        "settings": found[peer][0]["settings"],
+        **alike(found, commands),
+    }
+
+
+def _step(found: Found) -> Sample:
+    """A process's step: the medians."""
+    return Sample(**{kind: statistics.median([found[kind]] if isinstance(found[kind], float) else found[kind]) for kind in ("s", "cpu_s")})
+
+
+PEERS = {"spectrax": spectrax, "maxtext": maxtext}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""jgt's own training loop with the time of each step: `python -m train` on what the arguments say, until the last step has been logged.
+
+python jgt_train.py --config FILE [key.sub=value ...] prints JSON: CPU-seconds and seconds from launch to the end of the first step, and
+of each step after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+from typing import Any
+
+from step_clock import StepClock
+
+import train.loop
+from train.__main__ import main as run
+from train.config import Run
+from train.records import Records
+from train.setup import Setup
+
+
+def main() -> None:
+    """Trains, and ends at once after the last step: what follows it is no part of the measurement."""
+    clock = StepClock()
+    setups: list[Setup] = []
+    prepare, log = train.loop.prepare, Records.metrics
+
+    def prepared(run: Run) -> Setup:
+        setups.append(prepare(run))
+        return setups[-1]
+
+    def timed(records: Records, step: int, values: dict[str, Any]) -> None:
+        log(records, step, values)
+        clock.tick()
+        config = setups[0].run.config
+        if step == config.train.steps:
+            found = clock.found() | {"parameters": setups[0].num_parameters, "tokens_a_step": config.train.batch * config.model.seq}
+            versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+            print(json.dumps(found | {"loss": values["loss"], "versions": versions}), flush=True)
+            os._exit(0)
+
+    train.loop.prepare, Records.metrics = prepared, timed
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
