@@ -9,7 +9,7 @@
 
 Each peer runs in an environment of its own, made on first use with pinned versions. The model is that of step.yaml, on 8 virtual CPU
 devices. Processes of jgt and of the peer take turns, as many rounds as asked for; ratios are those of the rounds, jgt to the peer.
-Without names: all that can run here.
+Without names: huggingface where there is a GPU, else spectrax, and maxtext if its interpreter is named.
 """
 
 from __future__ import annotations
@@ -28,13 +28,31 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.environments import default_folder, python_with
-from benchmarks.harness import ROOT, FailedError, Sample, bar, compared, figures, find_device, make_parser, ratios, report, run_process, turns
+from benchmarks.harness import (
+    ROOT,
+    FailedError,
+    Sample,
+    bar,
+    compared,
+    figures,
+    find_device,
+    make_parser,
+    ratios,
+    report,
+    run_process,
+    spread,
+    turns,
+)
 from train.config import load
 
 PROGRAMS = ROOT / "benchmarks" / "peers"
 CONFIG = ROOT / "benchmarks" / "step.yaml"
 SPECTRAX = ("spectrax-lib==0.1.4", "jax==0.10.2", "jaxlib==0.10.2")
 """With the oldest JAX that jgt supports: this release does not import with JAX 0.12."""
+LEVANTER = ("levanter==1.1",)
+HUGGINGFACE = ("torch==2.9.1", "transformers==4.57.1")
+BATCHES = (4, 8, 16, 32, 64)
+"""Of the model on a GPU, in sequences."""
 PIPELINES = {"jgt": ("1f1b", "gpipe", "zb"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
 """The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more."""
 PIPELINE_BAR, MAXTEXT_FIRST_BAR, MAXTEXT_STEP_BAR = 0.55, 0.35, 0.85
@@ -55,9 +73,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.peers) - PEERS.keys():
         parser.error(f"{', '.join(sorted(unknown))}: no peer. These are: {', '.join(PEERS)}")
-    for name, lacks in (("maxtext", arguments.maxtext is None and "name a Python that has it: --maxtext PYTHON"),):
-        if name in arguments.peers and lacks:
-            parser.error(f"{name}: {lacks}")
+    if "maxtext" in arguments.peers and not arguments.maxtext:
+        parser.error("maxtext: name an interpreter that has MaxText installed: --maxtext PYTHON")
+    if "huggingface" in arguments.peers and find_device()["kind"] == "cpu":
+        parser.error("huggingface: runs on an NVIDIA GPU, and there is none. Leave it out")
     try:
         found = {name: compare(arguments) for name, compare in PEERS.items() if name in (arguments.peers or possible(arguments))}
     except FailedError as error:
@@ -66,17 +85,23 @@ def main() -> None:
 
 
 def possible(arguments: argparse.Namespace) -> list[str]:
-    """The peers that can run here."""
-    return [name for name in PEERS if name != "maxtext" or arguments.maxtext]
+    """The peers that are known to run here."""
+    if find_device()["kind"] != "cpu":
+        return ["huggingface"]
+    return ["spectrax", "maxtext"] if arguments.maxtext else ["spectrax"]
 
 
 def sizes(arguments: argparse.Namespace, **more: Any) -> Found:
     """The model and batch of step.yaml, as the programs take them."""
     config = load(str(CONFIG)).config
-    model = config.model
+    return model_of(CONFIG) | {"batch": config.train.batch, "devices": config.devices.virtual_cpu, "steps": arguments.steps} | more
+
+
+def model_of(path: Path) -> Found:
+    """The sizes of a config's model."""
+    model = load(str(path)).config.model
     names = ("layers", "embed", "heads", "vocab", "seq")
-    plain = {name: getattr(model, name) for name in names} | {"kv_heads": model.num_kv_heads, "ffn": model.ffn_size}
-    return plain | {"batch": config.train.batch, "devices": config.devices.virtual_cpu, "steps": arguments.steps} | more
+    return {name: getattr(model, name) for name in names} | {"kv_heads": model.num_kv_heads, "ffn": model.ffn_size}
 
 
 def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Found]]:
@@ -113,7 +138,7 @@ def spectrax(arguments: argparse.Namespace) -> Found:
         if max(values) - min(values) > allowed * max(values):
             raise FailedError(f"the programs differ, {key}: {min(values)} to {max(values)}")
     samples = {side: {name: [_step(of["schedules"][name]) for of in found[side]] for name in PIPELINES[side]} for side in found}
-    best = {side: min(of, key=lambda name: statistics.median(s.cpu_s for s in of[name])) for side, of in samples.items()}  # noqa: B023
+    best = {side: min(of, key=lambda name: statistics.median(s.cpu_s for s in of[name])) for side, of in samples.items()}
     ours, peer = samples["jgt"][best["jgt"]], samples["spectrax"]
     against = {name: ratios(ours, peer[name]) for name in dict.fromkeys((best["spectrax"], "Std1F1B"))}
     return {
@@ -131,6 +156,44 @@ def maxtext(arguments: argparse.Namespace) -> Found:
     found = training(arguments, "maxtext", arguments.maxtext, {"data": 2, "fsdp": 2, "tensor": 2}, str(CONFIG))
     first, step = (found[key]["cpu_s_ratio"]["median"] for key in ("launch_to_first_step", "step"))
     return found | {"bars": {"first step, cpu_s": bar(first, MAXTEXT_FIRST_BAR), "step, cpu_s": bar(step, MAXTEXT_STEP_BAR)}}
+
+
+def levanter(arguments: argparse.Namespace) -> Found:
+    """Trainer against trainer, weights and batch over all devices."""
+    python = str(python_with(LEVANTER, arguments.environments, "levanter"))
+    overrides = ("rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
+    return training(arguments, "levanter", python, {"fsdp": 8}, str(CONFIG), *overrides)
+
+
+def huggingface(arguments: argparse.Namespace) -> Found:
+    """Tokens a second on one GPU, each side with its fastest batch; jgt in a process for each batch."""
+    config = PROGRAMS / "gpu.yaml"
+    peer = [str(python_with(HUGGINGFACE, arguments.environments, "huggingface")), str(PROGRAMS / "huggingface.py")]
+    peer += [json.dumps(model_of(config) | {"batches": BATCHES, "steps": arguments.steps})]
+    rounds: dict[str, list[Found]] = {"jgt": [], "huggingface": []}
+    for side, _ in turns(list(rounds), arguments.rounds, warmup=0):
+        rounds[side].append(run_process(peer).found if side == "huggingface" else _fastest(config, arguments.steps))
+    speeds = {side: [of["tokens_per_s"] for of in found] for side, found in rounds.items()}
+    found = {f"{side}_tokens_per_s": spread(of) for side, of in speeds.items()}
+    found["ratio"] = spread(a / b for a, b in zip(*speeds.values(), strict=True))
+    return found | {"batch": {side: of[0]["batch"] for side, of in rounds.items()}, **alike(rounds, {"jgt": rounds["jgt"][0]["command"], "huggingface": peer})}
+
+
+def _fastest(config: Path, num_steps: int) -> Found:
+    """jgt's step with the batch that gives most tokens a second; batches grow until one does not fit."""
+    tried: list[Found] = []
+    for batch in BATCHES:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(PROGRAMS / "jgt_train.py"), "--config", str(config), f"run.dir={folder}/run", f"train.batch={batch}"]
+            try:
+                found = run_process([*command, f"train.steps={num_steps + 3}"], {"LAUNCHED": str(time.time())}).found
+            except FailedError as error:
+                if not tried or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                break
+        seconds = found["s"][2:]
+        tried.append(found | {"batch": batch, "command": command, "tokens_per_s": found["tokens_a_step"] * len(seconds) / sum(seconds)})
+    return max(tried, key=lambda of: of["tokens_per_s"])
 
 
 def training(arguments: argparse.Namespace, peer: str, python: str, mesh: Mapping[str, int], config: str, *overrides: str) -> Found:
@@ -156,7 +219,7 @@ def _step(found: Found) -> Sample:
     return Sample(**{kind: statistics.median([found[kind]] if isinstance(found[kind], float) else found[kind]) for kind in ("s", "cpu_s")})
 
 
-PEERS = {"spectrax": spectrax, "maxtext": maxtext}
+PEERS = {"spectrax": spectrax, "levanter": levanter, "maxtext": maxtext, "huggingface": huggingface}
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -20,6 +21,6 @@ class StepClock:
 
     def found(self) -> dict[str, Any]:
         """first: CPU-seconds and seconds from launch to the end of the first step; cpu_s and s: those of each step after it."""
-        cpu_s, s = ([b - a for a, b in zip(of, of[1:], strict=False)] for of in zip(*self._ends, strict=True))
+        cpu_s, s = ([b - a for a, b in itertools.pairwise(of)] for of in zip(*self._ends, strict=True))
         cpu, end = self._ends[0]
         return {"first": {"cpu_s": cpu, "s": end - float(os.environ["LAUNCHED"])}, "cpu_s": cpu_s, "s": s}
