@@ -51,7 +51,7 @@ SPECTRAX = ("spectrax-lib==0.1.4", "jax==0.10.2", "jaxlib==0.10.2")
 """With the oldest JAX that jgt supports: this release does not import with JAX 0.12."""
 LEVANTER = ("levanter==1.1",)
 HUGGINGFACE = ("torch==2.9.1", "transformers==4.57.1")
-BATCHES = (4, 8, 16, 32, 64)
+BATCHES = (2, 4, 8, 16, 32, 64)
 """Of the model on a GPU, in sequences."""
 PIPELINES = {"jgt": ("1f1b", "gpipe", "zb"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
 """The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more."""
