@@ -90,4 +90,4 @@ def _frame(axes: Axes, title: str, x: str, y: str, *, log: bool = True) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, handlelength=3)
