@@ -32,7 +32,7 @@ KEYS = ("layers", "embed", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 def main() -> None:
     """Prints the figures, or writes the weights."""
-    model = build(ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS}), "full")
+    model = build(ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS}), "block")
     if not WEIGHTS.exists():
         params = jax.tree_util.tree_flatten_with_path(jax.jit(model.init)(jax.random.key(0)))[0]
         tokens = np.random.default_rng(0).integers(SIZES["vocab"], size=(SIZES["batch"], SIZES["seq"] + 1), dtype=np.int32)
@@ -57,7 +57,7 @@ class Program:
         data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.full((batch, seq), 1 / (batch * seq), np.float32)}
         rules, mesh = jgt.load_rules(ROOT / "configs/rules/pipeline.yaml"), jgt.make_mesh({"data": 1, "tensor": 1, **SIZES["mesh"]})
         pipeline = jgt.Pipeline(signal="layers", schedule=schedule, microbatches=SIZES["microbatches"])
-        loss = jgt.shard(make_loss(model.apply), rules, mesh, pipeline=pipeline)
+        loss = jgt.shard(make_loss(model.features), rules, mesh, pipeline=pipeline)
         place = jgt.place(loss, rules, mesh, jax.eval_shape(model.init, jax.random.key(0)), data, pipeline=pipeline)
         self._params = jax.tree_util.tree_map_with_path(lambda path, to: jax.device_put(weights[_name(path)], to), place.params)
         self._data = jax.device_put(data, place.inputs(data))
