@@ -16,6 +16,7 @@ from train.config import Run, load
 from train.exits import Exit
 from train.flags import whole_number
 from train.folder import InUseError, Resume, check_folder, read_resume
+from train.profile.steps import Steps, read_steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change)
         check_folder(run, resume)
-        return _start(run, resume, arguments)
+        steps = read_steps(arguments.profile, run)
+        return _start(run, resume, steps, arguments)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return Exit.INPUT
@@ -41,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as train.steps=300")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first step, with a table of bytes per device")
     parser.add_argument("--replay", type=whole_number, metavar="STEP", help="recompute a logged step twice, and say where a fault in it comes from")
+    parser.add_argument("--profile", metavar="A:B", help="record steps A to B, with a table of device time by signal")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="never: from step 0; PATH: another run, or one of its checkpoints")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="a key of model or data that may differ from the run's before")
@@ -62,7 +65,7 @@ def _load(arguments: argparse.Namespace) -> Run:
     )
 
 
-def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
+def _start(run: Run, resume: Resume, profiled: Steps | None, arguments: argparse.Namespace) -> int:
     from train.processes import leave, start
     from train.xla import configure
 
@@ -92,7 +95,7 @@ def _start(run: Run, resume: Resume, arguments: argparse.Namespace) -> int:
     from train.loop import train
 
     try:
-        return train(run, resume, begun=process_started(), stopped_code=arguments.stopped_code)
+        return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT

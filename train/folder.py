@@ -23,11 +23,13 @@ FIXED = ("model", "data", "run.seed")
 """What must be as it was when the run started; the rest (mesh, rules, steps, batch, ...) may change between starts."""
 LOGS = "logs"
 """What a launcher's processes print."""
+PROFILE = "profile"
+"""What `--profile` records."""
 _LOCK = "lock"
 _KEPT = ("data", LOGS, _LOCK)
 """Encoded text is of use to any run, and the launcher writes to its files while the run starts."""
 _FILES = re.compile(rf"(config\.yaml|data\.json|metrics\.jsonl)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}")
-_FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS)
+_FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS, PROFILE)
 _MAX_BYTES = 1_000_000
 
 

@@ -28,6 +28,8 @@ from train.folder import Resume, check_data, fingerprints, held, make_way, write
 from train.guard import Done, Guard
 from train.optimizer import build_schedule
 from train.processes import shared_store
+from train.profile.profiler import Profiler
+from train.profile.steps import Steps
 from train.records import Records
 from train.sample import sample_text
 from train.sections import Fault
@@ -40,10 +42,12 @@ from train.watch import Watch
 _LAST_SAVE_SECONDS = 10
 
 
-def train(run: Run, resume: Resume | None = None, *, begun: float | None = None, stopped_code: int = Exit.DONE) -> int:
+def train(
+    run: Run, resume: Resume | None = None, *, profiled: Steps | None = None, begun: float | None = None, stopped_code: int = Exit.DONE
+) -> int:
     """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks to stop.
 
-    begun: when this process did, seconds since 1970. Returns the exit code, `stopped_code` where a signal came first. Raises InputError
+    profiled: the steps of a profile; begun: when this process did, seconds since 1970. Returns the exit code, `stopped_code` where a signal came first. Raises InputError
     for wrong input, SkippedError and SaveError where a run has to end.
     """
     resume, entered = resume or Resume(), time.time()
@@ -73,8 +77,9 @@ def train(run: Run, resume: Resume | None = None, *, begun: float | None = None,
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free)
         closing.callback(screen.stop_steps)
+        profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
-            done = Loop(setup, data, screen, records, checkpoints, watch, faults).run(resume)
+            done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler).run(resume)
         except Exception as error:
             # The other processes may be gone, and a save that needs them with them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
@@ -109,11 +114,11 @@ class Loop:
     """One run over an open directory; owns the state while it is trained."""
 
     def __init__(
-        self, setup: Setup, data: Data, screen: Screen, records: Records, checkpoints: Checkpoints, watch: Watch, faults: Faults
+        self, setup: Setup, data: Data, screen: Screen, records: Records, checkpoints: Checkpoints, watch: Watch, faults: Faults, profiler: Profiler
     ):
         self._setup, self._data = setup, data
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
-        self._watch, self._faults = watch, faults
+        self._watch, self._faults, self._profiler = watch, faults, profiler
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
         self._schedule: Callable[[int], Any] = build_schedule(self._config.optimizer, self._config.train.steps)
@@ -122,6 +127,7 @@ class Loop:
     def run(self, resume: Resume) -> bool:
         """Start or resume, train, and show a sample; whether all steps are done."""
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
+        self._profiler.check(position.step)
         self._records.forget_after(position.step)
         last = self._config.train.steps
         if position.step >= last:
@@ -150,7 +156,12 @@ class Loop:
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             if not self._watch.may_begin(step):
                 break
-            state, metrics = train_step(state, self._faults.before(step, batch))
+            if self._profiler.begins(step):
+                for finished in in_flight.rest():
+                    guard.check(finished)
+                self._profiler.start()
+            with self._profiler.around(step):
+                state, metrics = train_step(state, self._faults.before(step, batch))
             with stretches.waiting():
                 finished = in_flight.add(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
             guard.check(finished)
@@ -159,6 +170,11 @@ class Loop:
                 with stretches.waiting():
                     metrics = jax.device_get(metrics)
                 self._log(step, metrics, clock)
+            if self._profiler.ends(step):
+                for finished in in_flight.rest():
+                    guard.check(finished)
+                with clock.paused(), stretches.interrupted(step), self._phase("profile", step=step):
+                    self._profiler.finish(step, train_step.as_text(), {s for p in self._setup.placement.parameters for s in p.signals})
             if self._due(step, config.eval_every) and self._data.has_eval:
                 jax.block_until_ready(metrics)
                 with clock.paused(), stretches.interrupted(step):

@@ -89,6 +89,12 @@ def _told(module: Module, collective: Instruction, piece: Piece, *, is_alone: bo
     return origin, (own or other) if is_alone else (other or own)
 
 
+def is_collective(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction sends, by itself or as the start of an asynchronous computation that does."""
+    inner = instruction.called if instruction.op.endswith("-start") else ()
+    return instruction.kind in KINDS or any(i.kind in KINDS for called in inner for i in module.computations[called].instructions.values())
+
+
 def wire_bytes(kind: str, operand: int, group: int) -> int:
     """What a device sends for an operand of so many bytes, over rings of `group` devices (see `Collective`)."""
     if group == 1:

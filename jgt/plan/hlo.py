@@ -170,11 +170,12 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program. entry: the name of the computation that it starts with; header: its tables of source lines."""
+    """A compiled program. entry: the name of the computation that it starts with; header: its tables of source lines; name: its own."""
 
     computations: Mapping[str, Computation]
     entry: str
     header: Mapping[str, Mapping[int, str]]
+    name: str
 
     @classmethod
     def of(cls, text: str) -> Module:
@@ -201,7 +202,7 @@ class Module:
                 table = header.setdefault(line.strip(), {})
         if not entry:
             raise ValueError("this is not the text of a compiled program: it has no ENTRY")
-        return cls(computations, entry, header)
+        return cls(computations, entry, header, text.removeprefix("HloModule ").partition(",")[0])
 
     def at(self, spot: Spot) -> Instruction:
         """The instruction at a spot."""
@@ -212,6 +213,11 @@ class Module:
         for name, computation in self.computations.items():
             if within is None or name in within:
                 yield from computation.instructions.values()
+
+    @cached_property
+    def spots(self) -> dict[str, Spot]:
+        """The instructions by name, of which each is there once in a program."""
+        return {name: Spot(at, name) for at, computation in self.computations.items() for name in computation.instructions}
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:

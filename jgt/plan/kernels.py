@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from jgt.plan.hlo import Array, Computation, Instruction, Module
 
-_CONTROL = {"while", "conditional", "call"}
+CONTROL = {"while", "conditional", "call"}
+"""Ops that run other computations, one instruction after another."""
 _NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "partition-id", "replica-id", "get-dimension-size"}
 _ORDER = {"after-all", "opt-barrier", "add-dependency", "domain"}
-_FREE = _CONTROL | _NAMES | _ORDER
+_FREE = CONTROL | _NAMES | _ORDER
 """Ops that do no work of their own."""
 _GEMM = re.compile(r'custom_call_target="(__cublas\$(?:lt\$matmul\S*|gemm)|__onednn\$matmul|__triton_gemm)"')
 _CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?:BiasActivation)?Forward"')

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jgt.plan.hlo import Computation, Instruction, Module, Spot
-from jgt.plan.origin import Origin, origin_of
+from jgt.plan.origin import NONE, Origin, Phase, origin_of, phase_of
 
 _HOPS = 6
 
@@ -16,6 +16,13 @@ class Found(NamedTuple):
 
     origin: Origin
     spot: Spot
+
+
+def belongs(module: Module, spot: Spot) -> tuple[str, Phase]:
+    """The signal and the phase of an instruction, by its own name or its neighbours'."""
+    name = module.at(spot).op_name
+    origin, _ = told(module, name, [spot], [spot])
+    return (NONE, phase_of(name)) if origin is None else (origin.signal, origin.phase)
 
 
 def told(module: Module, op_name: str, made_of: Iterable[Spot], made_into: Iterable[Spot]) -> tuple[Origin | None, Spot | None]:

@@ -62,7 +62,7 @@ def signal_rows(
     own: dict[str, list[Parameter]] = collections.defaultdict(list)
     for p in params:
         own[p.signals[0] if p.signals else NONE].append(p)
-    homes = _Homes({*own, *sent, *share})
+    homes = Homes({*own, *sent, *share})
     for name, cost in by_signal(walk.costs):
         costs[homes.of(name)].add(cost)
     kept: collections.Counter[str] = collections.Counter()
@@ -87,8 +87,8 @@ def signal_rows(
         )
 
 
-class _Homes:
-    """The signals that own something; JAX takes constants out of a loop and forgets the signals around it."""
+class Homes:
+    """The signals that own something, whose whole names are known; JAX takes constants out of a loop and forgets the signals around it."""
 
     def __init__(self, known: set[str]):
         self._known = known

@@ -11,14 +11,13 @@ import collections
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from jgt.plan.collectives import pieces, wire_bytes
+from jgt.plan.collectives import is_collective, pieces, wire_bytes
 from jgt.plan.counts import taken
 from jgt.plan.groups import span_of
 from jgt.plan.hlo import KINDS, Computation, Instruction, Module, Spot
 from jgt.plan.kernels import is_kernel, kernel
-from jgt.plan.neighbours import told
+from jgt.plan.neighbours import belongs
 from jgt.plan.network import Network
-from jgt.plan.origin import NONE, phase_of
 from jgt.plan.units import axes_text
 
 Key = tuple[str, str]
@@ -104,11 +103,11 @@ class Timeline:
                 seconds, axes = self._collective(spot, instruction)
                 link_free = max(link_free, walk.seconds) + seconds
                 walk.links[axes] += seconds
-                walk.costs[self._key(spot)].roofline[axes_text(axes)] += seconds
+                walk.costs[belongs(self._module, spot)].roofline[axes_text(axes)] += seconds
                 ends[instruction.name] = (link_free, axes)
                 if not instruction.op.endswith("-start"):
                     self._wait(walk, spot, link_free, axes)
-            elif instruction.op == "async-start" and any(self._is_link(called) for called in instruction.called):
+            elif instruction.op == "async-start" and is_collective(self._module, instruction):
                 inner = self._walk(instruction.called[0])
                 link_free = max(link_free, walk.seconds) + inner.seconds
                 ends[instruction.name] = (link_free, max(inner.links, key=lambda axes: inner.links[axes]))
@@ -136,7 +135,7 @@ class Timeline:
 
     def _compute(self, walk: Walk, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         one = kernel(self._module, computation, instruction)
-        cost = walk.costs[self._key(spot)]
+        cost = walk.costs[belongs(self._module, spot)]
         cost.flops += one.flops
         cost.hbm_bytes += one.num_bytes
         if self._network is None:
@@ -163,15 +162,7 @@ class Timeline:
         walk.seconds += waited
         if waited:
             walk.exposed[axes] += waited
-        walk.costs[self._key(spot)].exposed += waited
-
-    def _is_link(self, name: str) -> bool:
-        return any(i.kind in KINDS for i in self._module.computations[name].instructions.values())
-
-    def _key(self, spot: Spot) -> Key:
-        name = self._module.at(spot).op_name
-        origin, _ = told(self._module, name, [spot], [spot])
-        return (NONE, phase_of(name)) if origin is None else (origin.signal, origin.phase)
+        walk.costs[belongs(self._module, spot)].exposed += waited
 
 
 def by_signal(costs: Costs) -> Iterator[tuple[str, Cost]]:

@@ -1,0 +1,1 @@
+"""`--profile A:B`: a trace of some steps of a run, and device time by signal."""
