@@ -1,4 +1,4 @@
-"""Step time on finished work: a lap ends when a step's results are on the host."""
+"""Step time on finished work: a lap ends when a step is done on the devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,22 +16,41 @@ WARMUP_STEPS = 2
 STRETCH_SECONDS = 10.0
 
 
+class Finished(NamedTuple):
+    """A result that is done, and when it was first seen to be, by time.perf_counter()."""
+
+    result: Any
+    at: float
+
+
 class InFlight:
-    """Bounds how far the host runs ahead of the devices: results of at most `limit` steps are waited for later."""
+    """Bounds how far the host runs ahead of the devices: results (trees of arrays) of at most `limit` steps are waited for later."""
 
     def __init__(self, limit: int = 2):
         self._results: collections.deque[Any] = collections.deque()
+        self._seen: collections.deque[float] = collections.deque()
         self._limit = limit
 
-    def add(self, result: Any) -> Any:
-        """Notes a step's result (a tree of arrays), waits for that of the step `limit` steps before, and returns it; None before."""
-        self._results.append(result)
-        return jax.block_until_ready(self._results.popleft()) if len(self._results) > self._limit else None
+    def __len__(self) -> int:
+        """Those that were not waited for yet."""
+        return len(self._results)
 
-    def rest(self) -> Iterator[Any]:
-        """The results that were not waited for yet."""
-        while self._results:
-            yield jax.block_until_ready(self._results.popleft())
+    def add(self, result: Any) -> Finished | None:
+        """Notes a step's result, and waits for that of the step `limit` steps before; None where there is none."""
+        # Where the host is slower than the devices nobody waits: the time of a step is then that of the host.
+        while len(self._seen) < len(self._results) and _is_ready(self._results[len(self._seen)]):
+            self._seen.append(time.perf_counter())
+        self._results.append(result)
+        return self.next() if len(self._results) > self._limit else None
+
+    def next(self) -> Finished:
+        """Waits for the oldest."""
+        result = jax.block_until_ready(self._results.popleft())
+        return Finished(result, self._seen.popleft() if self._seen else time.perf_counter())
+
+
+def _is_ready(result: Any) -> bool:
+    return all(x.is_ready() for x in jax.tree.leaves(result) if hasattr(x, "is_ready"))
 
 
 class StepClock:
@@ -42,12 +61,11 @@ class StepClock:
         self._last_step = self._start = done
         self._paused = 0.0
 
-    def lap(self, step: int) -> float | None:
-        """Seconds a step since the last lap; None while warming up. Call it when `step`'s results have arrived."""
-        now = time.perf_counter()
-        elapsed = now - self._last - self._paused
+    def lap(self, step: int, at: float) -> float | None:
+        """Seconds a step since the last lap; None while warming up. at: when `step` was done, after all pauses so far."""
+        elapsed = at - self._last - self._paused
         steps, warm = step - self._last_step, self._last_step - self._start >= WARMUP_STEPS
-        self._last, self._last_step, self._paused = now, step, 0.0
+        self._last, self._last_step, self._paused = at, step, 0.0
         return elapsed / steps if warm else None
 
     @contextlib.contextmanager

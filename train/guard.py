@@ -16,7 +16,7 @@ class SkippedError(Exception):
 
 
 class Done(NamedTuple):
-    """A step whose metrics are on their way: samples are the positions in the training data that it read, first and last."""
+    """A step and its metrics: samples are the positions in the training data that it read, first and last."""
 
     step: int
     samples: tuple[int, int]
@@ -30,10 +30,8 @@ class Guard:
         self._config, self._records, self._enabled = config, records, enabled
         self._in_a_row = 0
 
-    def check(self, done: Done | None) -> None:
-        """Looks at a finished step. Raises SkippedError, on all processes alike."""
-        if done is None:
-            return
+    def check(self, done: Done) -> None:
+        """Looks at a finished step, whose metrics are on the host. Raises SkippedError, on all processes alike."""
         if bool(done.metrics["applied"]):
             self._in_a_row = 0
             return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,20 +15,19 @@ import jax
 from jgt.document import collect
 from train.agree import agree, barrier
 from train.checkpoint import Checkpoints, Identity, SaveError
-from train.clock import InFlight, StepClock, Stretches
+from train.clock import InFlight
 from train.config import Run
 from train.console import Screen
 from train.data.batches import Data, open_data
 from train.exits import Exit
 from train.faults import Faults
 from train.feed import Feed
-from train.flops import flops_per_token, peak_flops
 from train.folder import Resume, check_data, fingerprints, held, make_way, write_folder
-from train.guard import Done, Guard
-from train.optimizer import build_schedule
+from train.guard import Done
 from train.processes import shared_store
 from train.profile.profiler import Profiler
 from train.profile.steps import Steps
+from train.progress import Progress
 from train.records import Records
 from train.sample import sample_text
 from train.sections import Fault
@@ -121,7 +119,6 @@ class Loop:
         self._watch, self._faults, self._profiler = watch, faults, profiler
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
-        self._schedule: Callable[[int], Any] = build_schedule(self._config.optimizer, self._config.train.steps)
         self._eval_step: Any = None
 
     def run(self, resume: Resume) -> bool:
@@ -149,54 +146,44 @@ class Loop:
         with self._phase("compile"):
             train_step = self._setup.compile_train_step()
         self._screen.start_steps(position.step, config.steps)
-        clock, in_flight = StepClock(position.step), InFlight()
-        stretches = Stretches(position.step, functools.partial(self._records.event, "step"))
-        guard = Guard(config, self._records, enabled=jax.process_index() == 0)
+        progress = Progress(self._setup, self._screen, self._records, position.step)
         done = saved = position.step
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             if not self._watch.may_begin(step):
                 break
             if self._profiler.begins(step):
-                for finished in in_flight.rest():
-                    guard.check(finished)
+                progress.wait()
                 self._profiler.start()
             with self._profiler.around(step):
                 state, metrics = train_step(state, self._faults.before(step, batch))
-            with stretches.waiting():
-                finished = in_flight.add(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
-            guard.check(finished)
+            progress.begun(Done(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
             done, samples = step, samples + config.batch
-            if step % config.log_every == 0 or step == config.steps:
-                with stretches.waiting():
-                    metrics = jax.device_get(metrics)
-                self._log(step, metrics, clock)
             if self._profiler.ends(step):
-                for finished in in_flight.rest():
-                    guard.check(finished)
-                with clock.paused(), stretches.interrupted(step), self._phase("profile", step=step):
-                    self._profiler.finish(step, train_step.as_text(), {s for p in self._setup.placement.parameters for s in p.signals})
+                self._profile(step, train_step, progress)
             if self._due(step, config.eval_every) and self._data.has_eval:
-                jax.block_until_ready(metrics)
-                with clock.paused(), stretches.interrupted(step):
+                with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
-                for finished in in_flight.rest():
-                    guard.check(finished)
-                with clock.paused(), stretches.interrupted(step), self._phase("save", step=step), self._saving(step):
+                with progress.interrupted(), self._phase("save", step=step), self._saving(step):
                     self._checkpoints.save(state, step, samples)
                     saved = step
             with self._saving(step):
                 self._checkpoints.poll()
-            stretches.step(step)
-        for finished in in_flight.rest():
-            guard.check(finished)
-        stretches.end(done)
+            progress.over()
+        progress.end()
+        if self._profiler.tracing:
+            self._profile(done, train_step, progress)
         self._screen.stop_steps()
         with self._phase("save", step=done):
             if saved < done:
                 self._checkpoints.save(state, done, samples)
             self._checkpoints.wait()
         return Position(state=state, step=done, samples=samples)
+
+    def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
+        known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}
+        with progress.interrupted(), self._phase("profile", step=step):
+            self._profiler.finish(step, train_step.as_text(), known)
 
     @contextlib.contextmanager
     def _phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -216,26 +203,6 @@ class Loop:
 
     def _due(self, step: int, every: int) -> bool:
         return step == self._config.train.steps or (every > 0 and step % every == 0)
-
-    def _log(self, step: int, metrics: dict[str, Any], clock: StepClock) -> None:
-        seconds = clock.lap(step)
-        row = {
-            "loss": float(metrics["loss"]),
-            "grad_norm": float(metrics["grad_norm"]),
-            "lr": float(self._schedule(step - 1)),
-            "step_time_s": seconds,
-            **self._speed(seconds),
-        }
-        self._records.metrics(step, row)
-        self._screen.step(step, self._config.train.steps, row)
-
-    def _speed(self, seconds: float | None) -> dict[str, float | None]:
-        if seconds is None:
-            return {"tokens_per_s": None, "mfu": None}
-        tokens = self._config.train.batch * self._config.model.seq / seconds
-        peak = peak_flops(jax.devices()[0].device_kind)
-        flops = tokens * flops_per_token(self._config.model, self._setup.num_parameters)
-        return {"tokens_per_s": tokens, "mfu": flops / (peak * self._setup.mesh.size) if peak else None}
 
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
