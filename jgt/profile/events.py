@@ -1,4 +1,4 @@
-"""What a profiler trace holds of the devices: which instruction of which program each of them ran, and when.
+"""What a profiler trace holds of the devices: which instruction of which program each of them ran, and when it was asked to.
 
 The forms are those of XLA's profilers. A GPU has a plane of its own with a line for each stream, and a kernel names its innermost
 instruction (xla/backends/profiler/gpu/cupti_collector.cc). The parts of a program on CPU devices stand on the host's lines, that of
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,23 +40,37 @@ class Event:
     may_contain: bool = False
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events of a trace's file (`.xplane.pb`)."""
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The events of the devices, and by step when the host was done with asking for it (nanoseconds)."""
+
+    events: tuple[Event, ...]
+    dispatched: Mapping[int, float]
+
+
+def read_trace(path: Path, annotation: str) -> Trace:
+    """From a trace's file (`.xplane.pb`). annotation: the name of the StepTraceAnnotation around the call of each step."""
+    return trace_of(ProfileData.from_file(str(path)).planes, annotation)
+
+
+def trace_of(planes: Iterable[Any], annotation: str) -> Trace:
+    """From the planes of a trace; the events are those of GPUs where there are any, else those of CPU devices."""
     with warnings.catch_warnings():
-        # The types of jaxlib's reader lack a name that Python wants of them.
+        # The types of jaxlib's reader lack a name that Python wants of them, and a warning that is an error ends the process.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return list(events_of(ProfileData.from_file(str(path)).planes))
+        planes = list(planes)
+        host = [event for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events]
+        calls = [(event, dict(event.stats)) for event in host if event.name == annotation]
+        dispatched = {int(stats["step_num"]): event.start_ns + event.duration_ns for event, stats in calls if "step_num" in stats}
+        return Trace(events=tuple(_events(planes, host)), dispatched=dispatched)
 
 
-def events_of(planes: Iterable[Any]) -> Iterator[Event]:
-    """From the planes of a trace: the events of GPUs where there are any, else those of CPU devices."""
-    planes = list(planes)
+def _events(planes: Sequence[Any], host: Sequence[Any]) -> Iterator[Event]:
     gpus = [(int(found[1]), plane) for plane in planes if (found := _GPU.fullmatch(plane.name))]
     for device, plane in gpus:
         yield from _on_gpu(device, plane)
-    for plane in planes:
-        if not gpus and plane.name == "/host:CPU":
-            yield from _on_cpu(event for line in plane.lines for event in line.events)
+    if not gpus:
+        yield from _on_cpu(host)
 
 
 def _on_gpu(device: int, plane: Any) -> Iterator[Event]:

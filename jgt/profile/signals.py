@@ -13,7 +13,7 @@ from jgt.plan.hlo import Module
 from jgt.plan.kernels import CONTROL
 from jgt.plan.neighbours import belongs
 from jgt.plan.signals import Homes
-from jgt.profile.events import Event
+from jgt.profile.events import Event, Trace
 from jgt.profile.spans import Key, Shares, Span, shares
 
 OTHER = "(other)"
@@ -40,25 +40,30 @@ class SignalTime:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """One device: milliseconds a step, and how many of them it ran nothing: in all, and between two steps (waiting for the host)."""
+    """One device: milliseconds a step, and those in which it ran nothing.
+
+    between_ms: the part of idle_ms between two steps; late_ms: the part of that in which the host had not yet asked for the next one.
+    """
 
     device: int
     step_ms: float
     idle_ms: float
     between_ms: float
+    late_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Steps as they ran, from the start of the first to the end of the last: the mean of the devices of this process.
 
-    signals: the longest first; with idle_ms they add up to step_ms. between_ms: the part of idle_ms between two steps.
+    signals: the longest first; with idle_ms they add up to step_ms. The rest as in `DeviceTime`.
     """
 
     num_steps: int
     step_ms: float
     idle_ms: float
     between_ms: float
+    late_ms: float
     signals: tuple[SignalTime, ...]
     devices: tuple[DeviceTime, ...]
 
@@ -67,16 +72,18 @@ class Profile:
         return asdict(self)
 
 
-def profile(events: Iterable[Event], module: Module, num_steps: int, known: Iterable[str]) -> Profile | None:
+def profile(trace: Trace, module: Module, num_steps: int, known: Iterable[str]) -> Profile | None:
     """The profile of a compiled program that ran `num_steps` times; None where no event is of it.
 
     known: whole names of signals, for what JAX keeps only the end of.
     """
+    # Without the first: before it the trace began.
+    asked = [trace.dispatched[step] for step in sorted(trace.dispatched)][1:]
     by_device: dict[int, list[Event]] = collections.defaultdict(list)
-    for event in events:
+    for event in trace.events:
         by_device[event.device].append(event)
     reader = _Reader(module, Homes(set(known)))
-    found = [reader.device(device, by_device[device], num_steps) for device in sorted(by_device)]
+    found = [reader.device(device, by_device[device], num_steps, asked) for device in sorted(by_device)]
     devices = [one for one in found if one is not None]
     if not devices:
         return None
@@ -87,6 +94,7 @@ def profile(events: Iterable[Event], module: Module, num_steps: int, known: Iter
         step_ms=step_ms,
         idle_ms=statistics.fmean(time.idle_ms for time in times),
         between_ms=statistics.fmean(time.between_ms for time in times),
+        late_ms=statistics.fmean(time.late_ms for time in times),
         signals=_rows(devices, step_ms, len(devices) * num_steps * 1e6),
         devices=tuple(times),
     )
@@ -105,7 +113,7 @@ class _Reader:
         self._module, self._homes = module, homes
         self._spans: dict[str, tuple[Key, bool]] = {}
 
-    def device(self, device: int, events: Sequence[Event], num_steps: int) -> _Device | None:
+    def device(self, device: int, events: Sequence[Event], num_steps: int, asked: Sequence[float]) -> _Device | None:
         """One device's events; None where none is the program's."""
         events = [event for event in events if not self._contains(event)]
         own = [event for event in events if self._is_own(event)]
@@ -122,11 +130,15 @@ class _Reader:
                     collectives[signal] += stop - start
         found = shares(spans)
         per_step = num_steps * 1e6
+        pauses = _pauses(own, num_steps)
+        # Where the host is in time it asked before the pause began.
+        late = [(start, min(end, by)) for (start, end), by in zip(pauses, asked, strict=False)]
         time = DeviceTime(
             device=device,
             step_ms=(end - begin) / per_step,
             idle_ms=found.idle / per_step,
-            between_ms=_between(own, found.gaps, num_steps) / per_step,
+            between_ms=_common(found.gaps, pauses) / per_step,
+            late_ms=_common(found.gaps, late) / per_step,
         )
         return _Device(time=time, shares=found, collectives=collectives)
 
@@ -146,18 +158,20 @@ class _Reader:
         return self._spans[name]
 
 
-def _between(own: Sequence[Event], gaps: Sequence[tuple[float, float]], num_steps: int) -> float:
-    """Nanoseconds of gaps between two steps, told by the instructions that run once in each."""
+def _pauses(own: Sequence[Event], num_steps: int) -> list[tuple[float, float]]:
+    """From the end of each step to the start of the next one, told by the instructions that run once in each."""
     runs: dict[str, list[Event]] = collections.defaultdict(list)
     for event in sorted(own, key=lambda event: event.start_ns):
         runs[event.instruction].append(event)
-    once = [found for found in runs.values() if len(found) == num_steps]
-    if not once:
-        return 0.0
-    ends = [max(event.end_ns for event in step) for step in zip(*once, strict=True)]
-    starts = [min(event.start_ns for event in step) for step in zip(*once, strict=True)]
-    pauses = list(zip(ends, starts[1:], strict=False))
-    return sum(max(0.0, min(end, stop) - max(start, pause)) for start, end in gaps for pause, stop in pauses)
+    steps = list(zip(*(found for found in runs.values() if len(found) == num_steps), strict=True))
+    ends = [max(event.end_ns for event in step) for step in steps]
+    starts = [min(event.start_ns for event in step) for step in steps]
+    return list(zip(ends, starts[1:], strict=False))
+
+
+def _common(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """How much of spans is in others too."""
+    return sum(max(0.0, min(end, until) - max(start, since)) for start, end in some for since, until in others)
 
 
 def _rows(devices: Sequence[_Device], step_ms: float, unit: float) -> tuple[SignalTime, ...]:

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 from jgt.plan.hlo import Module
-from jgt.profile.events import read_events
+from jgt.profile.events import read_trace
 from jgt.profile.signals import Profile, profile
 from train.console import Screen
 from train.folder import PROFILE
 from train.profile.steps import Steps
 
 TABLE = "signals.json"
+ANNOTATION = "train"
+"""Of a step, in the trace."""
 COLUMNS = ["signal", "forward", "backward", "recompute", "exposed", "sum", "share", "collectives"]
 
 
@@ -63,7 +65,7 @@ class Profiler:
 
     def around(self, step: int) -> AbstractContextManager[Any]:
         """Around the dispatch of a step, which has its number in the trace."""
-        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._tracing else contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation(ANNOTATION, step_num=step) if self._tracing else contextlib.nullcontext()
 
     def finish(self, done: int, text: str, known: Iterable[str]) -> None:
         """Ends the trace after step `done`, and says what is in it; call it when no step is under way.
@@ -75,7 +77,7 @@ class Profiler:
         if not self._is_first or not new or self._steps is None:
             return
         (file,), first = new, self._steps.first
-        found = profile(read_events(file), Module.of(text), done + 1 - first, known)
+        found = profile(read_trace(file, ANNOTATION), Module.of(text), done + 1 - first, known)
         title = f"Profile of steps {first} to {done}"
         if found is None:
             self._screen.say(f"{title}: no device tells in {file} what it did")
@@ -103,8 +105,12 @@ def rows(found: Profile) -> Iterator[list[str]]:
     for row in found.signals:
         kernels = (row.forward_ms, row.backward_ms, row.recompute_ms, row.exposed_ms)
         yield [row.signal, *map(_ms, kernels), _ms(sum(kernels)), f"{row.share:.1%}", _ms(row.collectives_ms)]
-    within = found.idle_ms - found.between_ms
-    for name, ms in (("idle within a step", within), ("idle between steps", found.between_ms), ("step", found.step_ms)):
+    idle = (
+        ("idle within a step", found.idle_ms - found.between_ms),
+        ("idle between steps", found.between_ms - found.late_ms),
+        ("idle, the host is late", found.late_ms),
+    )
+    for name, ms in (*idle, ("step", found.step_ms)):
         yield [name, "", "", "", "", f"{ms:.2f}", f"{ms / found.step_ms:.1%}", ""]
 
 

@@ -1,0 +1,76 @@
+"""A profile of a run's steps: what it writes, and which steps it takes."""
+
+import contextlib
+import io
+import json
+
+import pytest
+
+from jgt.document import InputError
+from train.__main__ import main
+from train.config import load
+from train.loop import train
+from train.profile.steps import MAX_STEPS, Steps
+from train.watch import Watch
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_file, tmp_path_factory):
+    """The directory of a run of six steps with a profile of three, and what it printed."""
+    folder, out = tmp_path_factory.mktemp("profiled"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train(load(tiny_file, [f"run.dir={folder}", "train.steps=6"]), profiled=Steps(first=3, last=5))
+    return folder, out.getvalue()
+
+
+def test_a_run_is_profiled(profiled, read_rows):
+    run, out = profiled
+    folder = run / "profile"
+    found = json.loads((folder / "signals.json").read_text())
+    assert (found["first"], found["last"], found["num_steps"]) == (3, 5, 3)
+    assert (folder / found["trace"]).is_file()
+    rows = {row["signal"]: row for row in found["signals"]}
+    assert {"embed", "layers/attn", "layers/mlp", "head", "loss", "optimizer"} <= rows.keys()
+    assert all(rows["layers/mlp"][key] > 0 for key in ("forward_ms", "backward_ms"))
+    assert rows["optimizer"]["backward_ms"] == 0
+    busy = sum(row[key] for row in rows.values() for key in ("forward_ms", "backward_ms", "recompute_ms", "exposed_ms"))
+    assert busy + found["idle_ms"] == pytest.approx(found["step_ms"])
+    assert found["idle_ms"] >= found["between_ms"] >= found["late_ms"] >= 0
+    assert [device["device"] for device in found["devices"]] == [0]
+    assert "Profile of steps 3 to 5: milliseconds of a device in a step" in out and "idle, the host is late" in out
+    assert out.index("step 5/6") < out.index("Profile of steps") < out.index("step 6/6")
+    assert [e["step"] for e in read_rows(run / "events.jsonl") if e["phase"] == "profile"] == [5]
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_stopped_meanwhile_tells_of_the_steps_before(tiny, monkeypatch):
+    plain = Watch.may_begin
+    monkeypatch.setattr(Watch, "may_begin", lambda self, step: step < 4 and plain(self, step))
+    run = tiny("train.steps=6")
+    train(run, profiled=Steps(first=2, last=6))
+    found = json.loads((run.config.run.path / "profile" / "signals.json").read_text())
+    assert (found["first"], found["last"]) == (2, 3)
+
+
+def test_a_start_that_goes_on_from_behind_the_steps(profiled, tiny_file):
+    again = load(tiny_file, [f"run.dir={profiled[0]}", "train.steps=8"])
+    with pytest.raises(InputError, match=r"--profile: 5:8: the run goes on after step 6\. Name later steps, or start it anew: --resume never"):
+        train(again, profiled=Steps(first=5, last=8))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("5", "is no pair of steps. Write A:B"),
+        ("-1:3", "is no pair of steps"),
+        ("0:3", "there is no step 0; the first one is step 1"),
+        ("7:5", "step 5 comes before step 7. Write the first one first: 5:7"),
+        ("15:21", "the run has 20 steps (train.steps). Name some of them, or raise it: train.steps=21"),
+        (f"1:{MAX_STEPS + 1}", f"has {MAX_STEPS + 1} steps, and a trace at most {MAX_STEPS}. Name fewer, such as 1:10"),
+    ],
+)
+def test_steps_that_are_none(tiny_file, tmp_path, capsys, steps, message):
+    more = ["train.steps=200"] if steps.startswith("1:") else []
+    assert main(["--config", str(tiny_file), f"run.dir={tmp_path}/run", *more, f"--profile={steps}"]) == 2
+    assert f"command line: --profile: {steps}: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
