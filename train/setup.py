@@ -106,16 +106,16 @@ class Setup:
         return jitted.lower(self.shapes.params, self.batch_shapes).compile()
 
 
-def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] | None = None) -> Setup:
+def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devices: Sequence[Any] | None = None) -> Setup:
     """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
 
-    devices: those of the mesh, which may be of hardware that is only described; all that JAX finds if there are none.
+    like: a device such as those will be, which may be only described. devices: those of the mesh; all that JAX finds if there are none.
 
     Raises InputError with every misfit of rules, mesh and shapes.
     """
     config = run.config
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
-    attention = _attention(run, mesh)
+    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like)
     model = build(config.model, config.train.remat, attention.kernel)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     make_state = _state_maker(model, optimizer, config.train.skip_spikes)
@@ -141,9 +141,9 @@ def prepare(run: Run, *, num_devices: int | None = None, devices: Sequence[Any] 
     )
 
 
-def _attention(run: Run, mesh: Mesh | AbstractMesh) -> Choice:
+def _attention(run: Run, device: Any) -> Choice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
-    choice = choose_attention(run.config.model, mesh.devices.flat[0] if isinstance(mesh, Mesh) else None)
+    choice = choose_attention(run.config.model, device)
     if run.config.model.attention == "cudnn" and choice.why:
         where = run.where("model.attention")
         raise InputError([f"{where}: model.attention: cudnn cannot be had here: {choice.why}. Use auto, which takes it where it can, or xla"])

@@ -22,6 +22,7 @@ from jgt.placement import path_text
 from jgt.plan.chip import Target, chip_of
 from jgt.plan.cudnn import described
 from jgt.plan.hlo import Module
+from jgt.plan.host import HOST, keep_on_host
 from jgt.plan.stderr import captured
 from jgt.plan.topology import devices_of
 
@@ -91,8 +92,8 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     ins = [own or other for own, other in zip(call.in_shardings, given, strict=True)]
     mesh = _mesh([*ins, *call.out_shardings], call.program, target)
     program = jx.onto_mesh(call.program, mesh)
-    # A device that is only described knows no kinds of memory.
-    on_host = [s is not None and s.memory_kind == "pinned_host" for s in ins]
+    # A device that is only described knows no kinds of memory, and forgets those of a sharding.
+    on_host, back_on_host = ([s is not None and s.memory_kind == HOST for s in found] for found in (ins, call.out_shardings))
     ins, outs = ([None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found] for found in (ins, call.out_shardings))
     whole_spec = NamedSharding(mesh, jax.P())
     jitted = jax.jit(
@@ -104,7 +105,10 @@ def compile_function(fn: Callable[..., Any], args: Sequence[Any], target: Target
     # Autotuning would need the GPU.
     options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
     with _uncached(), captured() as lines:
-        compiled = jitted.lower(*jax.tree.leaves(shapes)).compile(compiler_options=options)
+        lowered = jitted.lower(*jax.tree.leaves(shapes))
+        if target is not None:
+            keep_on_host(lowered, on_host, back_on_host)
+        compiled = lowered.compile(compiler_options=options)
     arguments = tuple(
         Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s, is_on_host=h)
         for (path, _), x, s, h in zip(leaves, jax.tree.leaves(shapes), ins, on_host, strict=True)

@@ -22,7 +22,7 @@ USABLE = 0.95
 class Memory:
     """Bytes of one device. args: arguments, of which `groups` tells what they are; temp: all that XLA allocates besides.
 
-    peak: XLA's own figure for a target, and all arguments, results and temp together for CPU, where it has none. gradients: as they are laid out; activations: what the backward pass needs of
+    peak: XLA's own figure for a target, or all arguments, results and temp together where that is less or, on CPU, where it has none. gradients: as they are laid out; activations: what the backward pass needs of
     the forward pass, by signal, as far as it can be told; both are part of temp, though not all at once. host: kept in the host's
     memory instead. hbm: what the target has.
     """
@@ -54,7 +54,8 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
     return Memory(
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,
-        peak_bytes=together if target is None else stats.peak_memory_in_bytes - counted_here,
+        # XLA's own peak has the arrays in the host's memory too.
+        peak_bytes=together if target is None else min(together, stats.peak_memory_in_bytes),
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + _host_temp(stats),
         hbm_bytes=_hbm(target),

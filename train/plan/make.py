@@ -23,7 +23,8 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     jax.config.update("jax_platforms", "cpu")
     if target is not None:
         with described():
-            setup = prepare(run, devices=devices_of(target))
+            # On a mesh without devices, because those that are only described forget in which memory an array is.
+            setup = prepare(run, num_devices=target.num_devices, like=devices_of(target)[0])
     else:
         count = _count(run, num_devices)
         if len(_cpu_devices(count)) < count:
