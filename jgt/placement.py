@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jgt.matrices import on_whole_matrices
 from jgt.rewrite import Dims, partition_spec
 from jgt.rules import Matcher, Rules, SpecRule, expand, show_dims
 
@@ -58,14 +59,36 @@ class Placement:
         """The gradients' NamedShardings: those of the optimizer state."""
         return jax.tree.unflatten(self.tree, [self._sharding(p.optimizer_dims) for p in self.parameters])
 
-    def optimizer(self, state: Any) -> Any:
+    def optimizer(self, state: Any, memory_kind: str | None = None) -> Any:
         """NamedShardings for an optimizer state (arrays or ShapeDtypeStructs).
 
-        A leaf whose path ends with a parameter's and that has its shape is placed by that parameter (optax's moments);
-        others, such as counts, are replicated.
+        A leaf whose path ends with a parameter's and that has its shape is placed by that parameter (optax's moments), in memory
+        of this kind; others, such as counts, are replicated, in the device's memory.
         """
         leaves, tree = jax.tree.flatten_with_path(state)
-        return jax.tree.unflatten(tree, [self._sharding(self._optimizer_dims(path_text(p), x.shape)) for p, x in leaves])
+        owners = [self.owner(path_text(p), x.shape) for p, x in leaves]
+        moments = [None if p is None else self._sharding(p.optimizer_dims) for p in owners]
+        kept = [s if s is None or memory_kind is None else s.with_memory_kind(memory_kind) for s in moments]
+        return jax.tree.unflatten(tree, [self.replicated() if s is None else s for s in kept])
+
+    def owner(self, path: str, shape: tuple[int, ...] | None) -> ParameterPlace | None:
+        """The parameter that a leaf of an optimizer state belongs to, by its path and shape (None: whatever the shape)."""
+        fits = [p for p in self.parameters if shape in (None, p.shape) and (not p.path or f"/{path}".endswith(f"/{p.path}"))]
+        return max(fits, key=lambda p: len(p.path), default=None)
+
+    def map_matrices(self, fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+        """fn over stacks of matrices [stack, ..., m, n] that are named and laid out like gradients; each device computes whole ones.
+
+        fn maps each matrix by itself to one of that shape, a zero matrix to itself. Raises ValueError for a leaf that is no parameter's.
+        """
+
+        def one(path: Sequence[Any], x: jax.Array) -> jax.Array:
+            place = self.owner(path_text(path), x.shape)
+            if place is None:
+                raise ValueError(f"{path_text(path)}: no parameter has this name and the shape {list(x.shape)}")
+            return on_whole_matrices(fn, x, place.optimizer_dims, self.mesh)
+
+        return jax.tree.map_with_path(one, tree)
 
     def inputs(self, batch: Any) -> Any:
         """NamedShardings for the arguments that are not parameters."""
@@ -73,10 +96,6 @@ class Placement:
         leaves, tree = jax.tree.flatten_with_path(batch)
         dims = [input_rule(matcher, path_text(p), x)[1] for p, x in leaves]
         return jax.tree.unflatten(tree, [self._sharding(d) for d in dims])
-
-    def _optimizer_dims(self, path: str, shape: tuple[int, ...]) -> Dims:
-        matching = [p for p in self.parameters if p.shape == shape and (not p.path or f"/{path}".endswith(f"/{p.path}"))]
-        return max(matching, key=lambda p: len(p.path)).optimizer_dims if matching else ()
 
     def _sharding(self, dims: Dims) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(dims))

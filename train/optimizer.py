@@ -5,26 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from jgt.placement import path_text
+from train.moments import kept_as
+from train.muon import MapMatrices, scale_by_muon
 from train.sections import OptimizerConfig
 
 UNDECAYED = ("scale", "bias", "positions")
 
 
-def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global gradient norm; the schedule counts updates."""
-    adamw = optax.adamw(
-        build_schedule(config, num_steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
-    # Without a clip the state has the same tree, so that a run may change it.
-    clip = optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip)
-    return optax.chain(clip, adamw)
+def build_optimizer(
+    config: OptimizerConfig, num_steps: int, *, dtype: Any = jnp.float32, map_matrices: MapMatrices = jax.tree.map
+) -> optax.GradientTransformation:
+    """AdamW, or Muon for the layers' matrices and AdamW for the rest; gradients are clipped before. The schedule counts updates.
+
+    dtype: of Muon's matmuls; map_matrices(fn, tree): maps a function over the matrices of a tree, where they are.
+    """
+    schedule = build_schedule(config, num_steps)
+    optimizer = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed)
+    if config.name == "muon":
+        muon = optax.chain(
+            scale_by_muon(config.momentum, dtype, map_matrices),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(schedule),
+        )
+        optimizer = optax.partition({"muon": muon, "adamw": optimizer}, kinds)
+    return optimizer if config.moments == "f32" else kept_as(optimizer, jnp.bfloat16)
+
+
+def kinds(params: Any) -> Any:
+    """Which parameters are Muon's: the matrices of layers. Tables, norms, biases and learned positions are AdamW's."""
+    return jax.tree.map_with_path(lambda path, x: "muon" if _is_matrix(path) else "adamw", params)
+
+
+def _is_matrix(path: Any) -> bool:
+    return path_text(path).endswith("/kernel")
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -23,6 +23,8 @@ MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
 """Bytes of a run directory's path; a system's own limits are 255 and 4096."""
 Fraction = Annotated[float, Bound(low=0, high=1)]
+MAX_BF16_DECAY = 0.99
+"""The slowest decay of a moment kept in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +89,15 @@ class XlaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The `optimizer:` section: AdamW (arXiv 1711.05101) with warm-up, then a schedule over the run's steps.
+    """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982) with warm-up, then a schedule over the run's steps.
 
     cosine falls to final_lr x lr by the end of the run; wsd stays and falls linearly over the last `decay` share of the
     steps (arXiv 2404.06395); constant stays. Weight decay spares norms and biases. clip: the largest global norm of
-    the gradient, or null.
+    the gradient, or null. momentum: Muon's, of the layers' matrices; the rest are AdamW's. moments: the type in which both keep
+    theirs. offload: where they are between two updates, on the device or in the host's memory.
     """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: Natural = 0
@@ -105,6 +108,20 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip: Positive | None = 1.0
+    momentum: Fraction = 0.95
+    moments: Literal["f32", "bf16"] = "f32"
+    offload: Literal["none", "host"] = "none"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Moments of 8 bits, which cannot follow what changes by less than half a step of theirs."""
+        slow = ("momentum", "b1", "b2") if self.name == "muon" else ("b1", "b2")
+        for key in slow if self.moments == "bf16" else ():
+            value = getattr(self, key)
+            if value > MAX_BF16_DECAY:
+                yield key, (
+                    f"{value:g} changes a moment by {1 - value:.2g} of itself in a step, of which bf16 rounds away up to 0.004. "
+                    f"Use at most {MAX_BF16_DECAY:g}, or optimizer.moments=f32"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,11 @@ from train.config import Run, batch_problems
 from train.kernels import Choice, choose_attention
 from train.loss import Batch, Loss, make_loss, num_chunks
 from train.models.build import Model, build
+from train.models.linear import compute_type
 from train.optimizer import build_optimizer, build_schedule
 from train.sections import SpikesConfig
 from train.step import State, make_eval_step, make_train_step, no_losses
+from train.update import update_all, update_in_turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,9 @@ class Setup:
         """Where each part of the state goes."""
         place = self.placement
         whole = place.replicated()
-        return State(whole, place.params, place.optimizer(self.shapes.opt_state), jax.tree.map(lambda _: whole, self.shapes.losses))
+        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
+        moments = place.optimizer(self.shapes.opt_state, memory)
+        return State(whole, place.params, moments, jax.tree.map(lambda _: whole, self.shapes.losses))
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -72,9 +76,15 @@ class Setup:
         def pin(gradients: Any) -> Any:
             return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
 
-        config = self.run.config.train
+        config, optimizer = self.run.config.train, self.run.config.optimizer
         step = make_train_step(
-            self.loss, self.optimizer, accumulate=config.accumulate, pin_gradients=pin, spikes=config.skip_spikes
+            self.loss,
+            self.optimizer,
+            accumulate=config.accumulate,
+            pin_gradients=pin,
+            clip=optimizer.clip,
+            spikes=config.skip_spikes,
+            update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
         )
         schedule = build_schedule(self.run.config.optimizer, config.steps)
 
@@ -117,15 +127,17 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
     attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like)
     model = build(config.model, config.train.remat, attention.kernel)
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
-    make_state = _state_maker(model, optimizer, config.train.skip_spikes)
-    shapes = jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32))
     chunks = _loss_chunks(run, mesh, rules)
     # In a pipeline a device meets its own rows alone.
     plain = make_loss(model.features, chunks=chunks, groups=_shards(mesh, rules)[0] if run.pipeline is None else 1)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
-    placement = jgt.place(plain, rules, mesh, shapes.params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
+    # Under jit, what is traced here is not traced again where the state is made.
+    init = jax.jit(model.init)
+    params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    placement = jgt.place(plain, rules, mesh, params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
     _check_remat(run, placement.tensors)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, dtype=compute_type(config.model), map_matrices=placement.map_matrices)
+    make_state = _state_maker(init, optimizer, config.train.skip_spikes)
     return Setup(
         run=run,
         mesh=mesh,
@@ -136,7 +148,7 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
         loss=jgt.shard(plain, run.rules, mesh, pipeline=run.pipeline),
         make_state=make_state,
         placement=placement,
-        shapes=shapes,
+        shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         batch_shapes=batch_shapes(config.train.batch, config.model.seq),
     )
 
@@ -179,9 +191,9 @@ def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
 
 
-def _state_maker(model: Model, optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Callable[[Any], State]:
+def _state_maker(init: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Callable[[Any], State]:
     def make_state(seed: jax.Array) -> State:
-        params = model.init(jax.random.key(seed))
+        params = init(jax.random.key(seed))
         return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), no_losses(spikes))
 
     return make_state

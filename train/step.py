@@ -12,6 +12,7 @@ import optax
 from jgt import signal
 from train.loss import Batch, Loss
 from train.sections import SpikesConfig
+from train.update import Update, update_all
 
 
 class State(NamedTuple):
@@ -35,12 +36,14 @@ def make_train_step(
     *,
     accumulate: int,
     pin_gradients: Callable[[Any], Any],
+    clip: float | None = None,
     spikes: SpikesConfig | None = None,
+    update: Update = update_all,
 ) -> StepFn:
     """step(state, batch [b, s]) → new state and {loss, grad_norm, applied}.
 
     The loss is the mean over the batch's weights. With accumulate n the batch runs in n parts, one after another; loss and
-    gradient are those of the whole batch. An update whose loss or gradient is not finite, or whose loss is a spike, is not applied:
+    gradient are those of the whole batch. clip: the largest global norm of the gradient that the optimizer gets. An update whose loss or gradient is not finite, or whose loss is a spike, is not applied:
     it leaves parameters and optimizer state as they were.
     """
 
@@ -48,16 +51,15 @@ def make_train_step(
         batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
         value, gradients = _value_and_gradients(loss, state.params, batch, accumulate, pin_gradients)
         with signal.context("optimizer"):
-            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
             applied, losses = finite, state.losses
             if spikes is not None:
                 applied &= ~_is_spike(value, losses, spikes.deviations)
                 losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
-            new, old = (params, opt_state), (state.params, state.opt_state)
-            params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
+            if clip is not None:
+                gradients = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), gradients)
+            params, opt_state = update(optimizer, gradients, state.params, state.opt_state, applied)
         return State(state.step + 1, params, opt_state, losses), {"loss": value, "grad_norm": norm, "applied": applied}
 
     return train_step

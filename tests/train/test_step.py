@@ -25,10 +25,10 @@ def mean_loss(params):
     return loss(params, BATCH) / BATCH["weights"].sum()
 
 
-def step(batch=BATCH, accumulate=1):
+def step(batch=BATCH, accumulate=1, clip=None):
     """One step of gradient descent with rate 1: what the parameters lose is the gradient."""
     optimizer = optax.sgd(1.0)
-    train_step = jax.jit(make_train_step(loss, optimizer, accumulate=accumulate, pin_gradients=lambda tree: tree))
+    train_step = jax.jit(make_train_step(loss, optimizer, accumulate=accumulate, pin_gradients=lambda tree: tree, clip=clip))
     state, metrics = train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch)
     return state, metrics, PARAMS["w"] - state.params["w"]
 
@@ -41,6 +41,15 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_also_in_parts(accumula
     np.testing.assert_allclose(metrics["loss"], value, rtol=0, atol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(expected["w"]), rtol=1e-5)
     assert state.step == 1
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_longer_gradient_is_clipped_and_its_norm_is_told(share):
+    expected = jax.grad(mean_loss)(PARAMS)["w"]
+    norm = float(jnp.linalg.norm(expected))
+    _, metrics, gradient = step(clip=share * norm)
+    np.testing.assert_allclose(gradient, expected * min(share, 1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
 
 
 def test_parts_take_every_so_many_th_row():
