@@ -57,7 +57,7 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
         # XLA's own peak has the arrays in the host's memory too.
         peak_bytes=together if target is None else min(together, stats.peak_memory_in_bytes),
         output_bytes=stats.output_size_in_bytes,
-        host_bytes=on_host + _host_temp(stats),
+        host_bytes=on_host + host_temp(stats),
         hbm_bytes=_hbm(target),
         gradient_bytes=gradient_bytes,
         groups={name: sum(a.local_bytes for a in found if not a.is_on_host) for name, found in groups.items()},
@@ -65,7 +65,8 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
     )
 
 
-def _host_temp(stats: Any) -> int:
+def host_temp(stats: Any) -> int:
+    """Bytes that a program keeps in the host's memory while it runs."""
     return getattr(stats, "host_temp_size_in_bytes", 0)
 
 

@@ -15,7 +15,7 @@ from jgt.plan.compiled import Argument, Compiled, compile_function
 from jgt.plan.findings import Facts, Finding, findings
 from jgt.plan.flops import flops
 from jgt.plan.formulas import Expected, expected
-from jgt.plan.memory import Memory, read_memory
+from jgt.plan.memory import Memory, host_temp, read_memory
 from jgt.plan.network import Network
 from jgt.plan.parameters import Parameter, parameters_of
 from jgt.plan.rematerialization import Rematerialization, rematerializations
@@ -163,3 +163,5 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         f"({chip.efficiency.hbm:.0%}); NVLink {chip.nvlink_gbs:g} and network {chip.nic_gbs:g} GB/s a GPU and direction ({chip.efficiency.link:.0%})"
     )
     yield "time: each kernel the longer of its FLOPs and its bytes, collectives beside what XLA scheduled meanwhile; a prediction, not a measurement"
+    if any(a.is_on_host for a in compiled.arguments) or host_temp(compiled.memory):
+        yield "what moves between the host's memory and the device's is counted in bytes and costs no time here"

@@ -148,7 +148,7 @@ def test_moments_in_bf16_lead_where_those_in_f32_lead(name):
 
     (exact, _), (rounded, state) = jax.jit(lambda: (train("f32"), train("bf16")))()
     assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
-    assert exact[-1] < exact[0] / 20
+    assert exact[-1] < exact[0] / 4
     # Each update is off by at most the 0.4 % of a moment that rounding takes; the noise does not leave it in one direction.
     np.testing.assert_allclose(rounded, exact, rtol=0.05, atol=0.01 * float(exact[0]))
 
