@@ -18,8 +18,8 @@ def kept_as(optimizer: optax.GradientTransformation, dtype: Any) -> optax.Gradie
     def init(params: Any) -> Any:
         return _cast(optimizer.init(params), params, dtype)
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = optimizer.update(gradients, _cast(state, params, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(updates, _cast(state, params, jnp.float32), params)
         return updates, _cast(state, params, dtype)
 
     return optax.GradientTransformation(init, update)

@@ -39,16 +39,16 @@ def scale_by_muon(beta: float, dtype: Any, map_matrices: MapMatrices = jax.tree.
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         ahead = jax.tree.map(
             lambda m, g: (beta * m + (1 - beta) * g).astype(dtype),
             optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
-            optax.tree.bias_correction(gradients, beta, count),
+            optax.tree.bias_correction(updates, beta, count),
         )
         orthogonal = map_matrices(orthogonalize, ahead)
-        updates = jax.tree.map(lambda o, g: o.astype(g.dtype) * (_RMS * math.sqrt(max(g.shape[-2:]))), orthogonal, gradients)
+        updates = jax.tree.map(lambda o, g: o.astype(g.dtype) * (_RMS * math.sqrt(max(g.shape[-2:]))), orthogonal, updates)
         return updates, MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)

@@ -58,7 +58,8 @@ def make_train_step(
                 applied &= ~_is_spike(value, losses, spikes.deviations)
                 losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
             if clip is not None:
-                gradients = jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), gradients)
+                most = clip
+                gradients = jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradients)
             params, opt_state = update(optimizer, gradients, state.params, state.opt_state, applied)
         return State(state.step + 1, params, opt_state, losses), {"loss": value, "grad_norm": norm, "applied": applied}
 
