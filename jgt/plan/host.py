@@ -12,8 +12,11 @@ _KIND = "mhlo.memory_kind"
 
 
 def keep_on_host(lowered: Any, arguments: Sequence[bool], results: Sequence[bool]) -> None:
-    """Says of a lowered program which of its arrays are in the host's memory, as JAX does for devices that are here."""
-    if not any([*arguments, *results]):
+    """Says of a lowered program which of its arrays are in the host's memory, as JAX does for devices that are here.
+
+    Without a result there JAX writes no transfers into the program, and it is left as it is: for XLA all is on the device.
+    """
+    if not any(results):
         return
     module = lowered.compiler_ir()
     main = next(op for op in module.body.operations if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == "main")

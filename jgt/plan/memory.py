@@ -55,7 +55,7 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,
         # XLA's own peak has the arrays in the host's memory too.
-        peak_bytes=together if target is None else min(together, stats.peak_memory_in_bytes),
+        peak_bytes=together if target is None else min(together, stats.peak_memory_in_bytes - counted_here),
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + host_temp(stats),
         hbm_bytes=_hbm(target),

@@ -110,7 +110,7 @@ def test_what_stands_in_the_hosts_memory_is_told_apart():
     here = NamedSharding(mesh, PartitionSpec("data"))
 
     def fn(state, x):
-        return jax.device_put(state, jax.memory.Space.Device) + x
+        return jax.device_put(state, here) + x
 
     state = jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=on_host)
     plan = jgt.plan(fn, state, jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=here), target="h200:1x8")
