@@ -59,8 +59,8 @@ def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
 def test_attention_that_is_recomputed_keeps_no_scores():
     q = jnp.ones((2, 8, 2, 4))
     kept = {recompute: [x.shape for x, _ in saved_residuals(attend_with("xla", recompute=recompute), q, q, q)] for recompute in (False, True)}
-    assert (2, 2, 8, 8) in kept[False]
-    assert set(kept[True]) == {(2, 8, 2, 4)}
+    assert any(shape[-2:] == (8, 8) for shape in kept[False])
+    assert not any(shape[-2:] == (8, 8) for shape in kept[True])
 
 
 @pytest.mark.parametrize("remat", ["attention", "block", ("hidden",)])
