@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.hand_written import make_loss, make_step
+from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
 from jgt.plan.chip import parse_target
 from jgt.plan.compiled import compile_function
@@ -25,6 +24,7 @@ from jgt.plan.topology import devices_of
 from train.config import load
 from train.data.batches import open_data
 from train.feed import Feed
+from train.models.linear import compute_type
 from train.processes import start
 from train.setup import prepare
 from train.step import State
@@ -37,13 +37,17 @@ class Programs:
 
     def __init__(self, config: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None):
         self.run = load(config, overrides)
-        if self.run.config.model.dtype != "f32":
-            sys.exit(f"{config}: model.dtype is {self.run.config.model.dtype}, but hand_written.py computes in f32")
         if devices is None:
             start(None, self.run.config.devices.virtual_cpu)
         self.setup = prepare(self.run, devices=devices)
         model = self.run.config.model
-        self._sizes: Any = {"heads": model.heads, "kv_heads": model.num_kv_heads, "remat": self.run.config.train.remat == "block"}
+        self._sizes = Sizes(
+            heads=model.heads,
+            kv_heads=model.num_kv_heads,
+            remat=self.run.config.train.remat == "block",
+            dtype=compute_type(model),
+            attention=self.setup.attention.kernel,
+        )
 
     def steps(self) -> dict[str, Any]:
         """Both under jax.jit, with the same signature."""
@@ -51,7 +55,7 @@ class Programs:
 
     def _by_hand(self) -> Any:
         setup, shardings, whole = self.setup, self.setup.shardings, self.setup.placement.replicated()
-        step = make_step(setup.mesh, setup.optimizer, **self._sizes)  # pyright: ignore[reportArgumentType]
+        step = make_step(setup.mesh, setup.optimizer, self.run.config.optimizer.clip, self._sizes)  # pyright: ignore[reportArgumentType]
 
         def stepped(state: State, batch: Any) -> Any:
             params, opt_state, loss, grad_norm = step(state.params, state.opt_state, batch)
@@ -66,7 +70,7 @@ class Programs:
 
     def losses(self) -> dict[str, Callable[[], Any]]:
         """What makes each loss anew."""
-        return {"jgt": lambda: self.setup.loss, "by_hand": lambda: make_loss(self.setup.mesh, **self._sizes)}  # pyright: ignore[reportArgumentType]
+        return {"jgt": lambda: self.setup.loss, "by_hand": lambda: make_loss(self.setup.mesh, self._sizes)}  # pyright: ignore[reportArgumentType]
 
 
 class Bench(Programs):
