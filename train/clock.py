@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 WARMUP_STEPS = 2
 STRETCH_SECONDS = 10.0
@@ -26,7 +27,7 @@ class Finished(NamedTuple):
 class InFlight:
     """Bounds how far the host runs ahead of the devices: results (trees of arrays) of at most `limit` steps are waited for later."""
 
-    def __init__(self, limit: int = 2):
+    def __init__(self, limit: int):
         self._results: collections.deque[Any] = collections.deque()
         self._seen: collections.deque[float] = collections.deque()
         self._limit = limit
@@ -47,6 +48,16 @@ class InFlight:
         """Waits for the oldest."""
         result = jax.block_until_ready(self._results.popleft())
         return Finished(result, self._seen.popleft() if self._seen else time.perf_counter())
+
+
+def steps_ahead(mesh: Mesh | AbstractMesh) -> int:
+    """How many steps the host may be ahead of the devices of a mesh.
+
+    None on CPU devices that share a process: the threads that they share are few, and where two programs run at once, each device may
+    hold those that another one's collective waits for, for ever.
+    """
+    here = mesh.local_devices if isinstance(mesh, Mesh) else []
+    return 0 if len(here) > 1 and here[0].platform == "cpu" else 2
 
 
 def _is_ready(result: Any) -> bool:

@@ -15,7 +15,7 @@ import jax
 from jgt.document import collect
 from train.agree import agree, barrier
 from train.checkpoint import Checkpoints, Identity, SaveError
-from train.clock import InFlight
+from train.clock import InFlight, steps_ahead
 from train.config import Run
 from train.console import Screen
 from train.data.batches import Data, open_data
@@ -217,7 +217,7 @@ class Loop:
             with self._phase("compile", what="evaluation"):
                 self._eval_step = self._setup.compile_eval_step()
         with self._phase("eval", step=step):
-            sums, in_flight = [], InFlight()
+            sums, in_flight = [], InFlight(steps_ahead(self._setup.mesh))
             for batch in self._feed.evaluation(self._config.train.eval_batches):
                 sums.append(self._eval_step(state.params, batch))
                 in_flight.add(sums[-1])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jgt.placement import path_text
@@ -14,6 +17,7 @@ from train.muon import MapMatrices, scale_by_muon
 from train.sections import OptimizerConfig
 
 UNDECAYED = ("scale", "bias", "positions")
+_BLOCK = 4096
 
 
 def build_optimizer(
@@ -60,6 +64,17 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     # The first update already moves: warm-up starts at lr / (warmup + 1), not at 0.
     warm = optax.linear_schedule(config.lr / (config.warmup + 1), config.lr, config.warmup)
     return optax.join_schedules([warm, main], [config.warmup]) if config.warmup else main
+
+
+def known_rates(schedule: optax.Schedule) -> Callable[[int], float]:
+    """The schedule as numbers on the host, thousands at a time: one by one each would wait for the steps that are under way."""
+
+    @functools.lru_cache(maxsize=1)
+    def block(number: int) -> np.ndarray:
+        updates = jnp.arange(number * _BLOCK, (number + 1) * _BLOCK)
+        return np.asarray(jax.vmap(lambda update: jnp.asarray(schedule(update), jnp.float32))(updates))
+
+    return lambda update: float(block(update // _BLOCK)[update % _BLOCK])
 
 
 def decayed(params: Any) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 
-from train.clock import Finished, InFlight, StepClock, Stretches
+from train.clock import Finished, InFlight, StepClock, Stretches, steps_ahead
 from train.console import Screen
 from train.flops import flops_per_token, peak_flops
 from train.guard import Done, Guard
+from train.optimizer import build_schedule, known_rates
 from train.records import Records
 from train.setup import Setup
 
@@ -27,9 +28,10 @@ class Progress:
     def __init__(self, setup: Setup, screen: Screen, records: Records, done: int):
         self._setup, self._config = setup, setup.run.config
         self._screen, self._records = screen, records
-        self._in_flight, self._clock = InFlight(), StepClock(done)
+        self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, functools.partial(records.event, "step"))
         self._guard = Guard(self._config.train, records, enabled=jax.process_index() == 0)
+        self._rate = known_rates(build_schedule(self._config.optimizer, self._config.train.steps))
         self._begun = done
 
     def begun(self, step: Done) -> None:
@@ -74,8 +76,8 @@ class Progress:
         self._guard.check(done)
 
     def _row(self, done: Done, seconds: float | None) -> dict[str, Any]:
-        names = ("loss", "grad_norm", "lr")
-        return {name: float(done.metrics[name]) for name in names} | {"step_time_s": seconds, **self._speed(seconds)}
+        loss, norm = (float(done.metrics[name]) for name in ("loss", "grad_norm"))
+        return {"loss": loss, "grad_norm": norm, "lr": self._rate(done.step - 1), "step_time_s": seconds, **self._speed(seconds)}
 
     def _speed(self, seconds: float | None) -> dict[str, float | None]:
         if seconds is None:

@@ -22,7 +22,7 @@ from train.kernels import Choice, choose_attention
 from train.loss import Batch, Loss, make_loss, num_chunks
 from train.models.build import Model, build
 from train.models.linear import compute_type
-from train.optimizer import build_optimizer, build_schedule
+from train.optimizer import build_optimizer
 from train.sections import SpikesConfig
 from train.step import State, make_eval_step, make_train_step, no_losses
 from train.update import update_all, update_in_turn
@@ -71,7 +71,7 @@ class Setup:
         return jax.jit(self.make_state, out_shardings=self.shardings)(np.uint32(self.run.config.run.seed))
 
     def train_step(self) -> Any:
-        """The step under jax.jit: (state, batch) → (state, {loss, grad_norm, applied, lr}). The state's buffers are donated."""
+        """The step under jax.jit: (state, batch) → (state, metrics). The state's buffers are donated."""
 
         def pin(gradients: Any) -> Any:
             return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
@@ -86,20 +86,12 @@ class Setup:
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
         )
-        schedule = build_schedule(self.run.config.optimizer, config.steps)
-
-        def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-            after, metrics = step(state, batch)
-            with jgt.signal.context("optimizer"):
-                # Asked for outside of the step it would be a program of its own, in the queue behind steps under way.
-                return after, metrics | {"lr": jnp.asarray(schedule(state.step), jnp.float32)}
-
         shardings = self.shardings
         whole = self.placement.replicated()
         return jax.jit(
-            train_step,
+            step,
             in_shardings=(shardings, self.batch_shardings),
-            out_shardings=(shardings, dict.fromkeys(("loss", "grad_norm", "applied", "lr"), whole)),
+            out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "applied": whole}),
             donate_argnums=0,
         )
 

@@ -14,8 +14,8 @@ from stores import Shared
 
 from jgt.document import InputError
 from train.checkpoint import find_in
-from train.console import Screen
 from train.exits import Exit
+from train.faults import Faults
 from train.loop import train
 from train.sections import WatchdogConfig
 from train.watch import Watch
@@ -275,15 +275,15 @@ def test_handlers_are_as_before_afterwards(watched):
 
 
 def test_a_run_that_is_asked_to_stop_saves_the_step_under_way(tiny, monkeypatch, capsys, read_rows):
-    plain = Screen.step
+    plain = Faults.before
 
-    def step(self, step, total, metrics):
-        plain(self, step, total, metrics)
+    def before(self, step, batch):
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
+        return plain(self, step, batch)
 
-    monkeypatch.setattr(Screen, "step", step)
+    monkeypatch.setattr(Faults, "before", before)
     run = tiny("train.steps=6")
     train(run)
     assert "Stopped at step 3 of 6 by SIGTERM; the same command goes on from it" in " ".join(capsys.readouterr().out.split())
