@@ -53,8 +53,11 @@ LEVANTER = ("levanter==1.1",)
 HUGGINGFACE = ("torch==2.9.1", "transformers==4.57.1")
 BATCHES = (2, 4, 8, 16, 32, 64)
 """Of the model on a GPU, in sequences."""
-PIPELINES = {"jgt": ("1f1b", "gpipe", "zb"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
-"""The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more."""
+PIPELINES = {"jgt": ("1f1b", "gpipe", "zb", "1f1b, kept", "zb, kept"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
+"""The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more.
+
+Both recompute each layer; SpectraX always does, and jgt not where the name says so.
+"""
 PIPELINE_BAR, MAXTEXT_FIRST_BAR, MAXTEXT_STEP_BAR = 0.55, 0.35, 0.85
 """The most that jgt takes: of SpectraX's best schedule, of MaxText's launch and of its step."""
 _LOSS_DIGITS = 1e-5

@@ -27,18 +27,22 @@ from train.loss import make_loss  # noqa: E402
 from train.models.build import build  # noqa: E402
 from train.models.config import ModelConfig  # noqa: E402
 
+KEPT = ", kept"
+"""At the end of a schedule's name: no layer is recomputed, what its backward pass needs is kept."""
 KEYS = ("layers", "embed", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 
 def main() -> None:
     """Prints the figures, or writes the weights."""
-    model = build(ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS}), "block")
+    config = ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS})
     if not WEIGHTS.exists():
-        params = jax.tree_util.tree_flatten_with_path(jax.jit(model.init)(jax.random.key(0)))[0]
+        params = jax.tree_util.tree_flatten_with_path(jax.jit(build(config).init)(jax.random.key(0)))[0]
         tokens = np.random.default_rng(0).integers(SIZES["vocab"], size=(SIZES["batch"], SIZES["seq"] + 1), dtype=np.int32)
         np.savez(WEIGHTS, tokens=tokens, **{_name(path): np.asarray(value) for path, value in params})
         return
-    programs = {schedule: Program(model, schedule) for schedule in SIZES["schedules"]}
+    programs = {
+        name: Program(build(config, "none" if name.endswith(KEPT) else "block"), name.removesuffix(KEPT)) for name in SIZES["schedules"]
+    }
     samples = interleave(programs, SIZES["steps"])
     found = {
         name: {kind: spread(getattr(s, kind) for s in samples[name])["median"] for kind in ("cpu_s", "s")} | program.results()

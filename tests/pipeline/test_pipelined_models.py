@@ -174,11 +174,11 @@ def test_linen_scanned_and_recomputed():
     assert_trained(case(loss, params, tokens, rules=TRANSFORMER_RULES), mesh_of(**SIZES), schedule="interleaved")
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_models_and_rules_that_ship(kind):
+@pytest.mark.parametrize(("kind", "chunks"), [("llama", 2), pytest.param("llama", 1, marks=pytest.mark.slow), pytest.param("gpt", 1, marks=pytest.mark.slow)])
+def test_models_and_rules_that_ship(kind, chunks):
     model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
     params = model.init(jax.random.key(0))
-    loss = make_loss(model.apply)
+    loss = make_loss(model.features, chunks=chunks)
     batch = {name: np.random.default_rng(0).integers(0, 32, (16, 8), np.int32) for name in ("inputs", "targets")}
     batch |= {"weights": np.random.default_rng(1).uniform(0, 1 / 128, (16, 8)).astype(np.float32)}
     rules = jgt.load_rules(ROOT / "configs" / "rules" / "pipeline.yaml")

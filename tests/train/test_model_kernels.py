@@ -70,7 +70,7 @@ def test_gradients_are_the_same_whatever_is_recomputed(remat):
 
     def gradients(remat):
         apply = build(config, remat).apply
-        return jax.grad(lambda params: jnp.sum(jnp.sin(apply(params, tokens))))(params)
+        return jax.jit(jax.grad(lambda params: jnp.sum(jnp.sin(apply(params, tokens)))))(params)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients(remat), gradients("none"))
 

@@ -78,11 +78,6 @@ def at(path, key, message):
         ({"signal": None}, None, "the key 'signal' is missing"),
         ({"microbatches": None}, None, "the key 'microbatches' is missing"),
         ({"signal": "layer"}, "signal", "no signal of the program is 'layer'. Layer scans stand under: 'layers'"),
-        (
-            {"signal": "loss"},
-            "signal",
-            "the signal 'loss' holds no layer scan. Stack the layers' parameters and run them with jax.lax.scan, nnx.scan or nn.scan directly under this signal",
-        ),
     ],
     ids=str,
 )

@@ -30,7 +30,7 @@ def test_a_run_is_profiled(profiled, read_rows):
     assert (found["first"], found["last"], found["num_steps"]) == (3, 5, 3)
     assert (folder / found["trace"]).is_file()
     rows = {row["signal"]: row for row in found["signals"]}
-    assert {"embed", "layers/attn", "layers/mlp", "head", "loss", "optimizer"} <= rows.keys()
+    assert {"embed", "layers/attn", "layers/mlp", "head", "optimizer"} <= rows.keys()
     assert all(rows["layers/mlp"][key] > 0 for key in ("forward_ms", "backward_ms"))
     assert rows["optimizer"]["backward_ms"] == 0
     busy = sum(row[key] for row in rows.values() for key in ("forward_ms", "backward_ms", "recompute_ms", "exposed_ms"))

@@ -1,0 +1,63 @@
+"""What the loss in chunks and the host's memory take off a GPU: plans of a step with and without, by XLA's own figures. No GPU is needed.
+
+    python benchmarks/memory.py [ROW ...] [--target h200:1x1] [--json] [--save]
+
+saved_gb: by how much the peak falls.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import FailedError, make_parser, report, table
+from benchmarks.plans import TARGET, plan
+
+LAYERS = "{axes: {batch: [data]}, signals: {'layers/*': {save: {'*': %s}}}, default: replicate}"
+KEPT, MOVED = (["train.remat=none", f"rules={LAYERS % where}"] for where in ("keep", "offload"))
+LONG = ["model.seq=8192", "train.batch=24"]
+ROWS = {
+    "loss, vocabulary 32k": ([*LONG, "train.loss_chunks=1"], LONG),
+    "loss, vocabulary 128k": ([*LONG, "model.vocab=128256", "train.loss_chunks=1"], [*LONG, "model.vocab=128256"]),
+    "moments f32": ([], ["optimizer.offload=host"]),
+    "moments bf16": (["optimizer.moments=bf16"], ["optimizer.moments=bf16", "optimizer.offload=host"]),
+    "muon": (["optimizer.name=muon"], ["optimizer.name=muon", "optimizer.offload=host"]),
+    "activations": (KEPT, MOVED),
+    "activations and moments": (KEPT, [*MOVED, "optimizer.offload=host"]),
+}
+"""What to measure: the keys without and with."""
+
+
+def main() -> None:
+    """Prints a table with a line a row."""
+    parser = make_parser(__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
+    parser.add_argument("--target", default=TARGET)
+    arguments = parser.parse_args()
+    try:
+        found = [measure(name, arguments.target) for name in arguments.rows or ROWS]
+    except FailedError as error:
+        sys.exit(str(error))
+    report("memory", {"target": arguments.target, "rows": found}, arguments, table(found))
+
+
+def measure(name: str, target: str) -> dict[str, Any]:
+    """Peak GB of the device without and with, the GB that this is about, and whether either fits."""
+    before, after = (plan(overrides, target)["memory"] for overrides in ROWS[name])
+    peaks = [one["peak_bytes"] / 1e9 for one in (before, after)]
+    return {
+        "row": name,
+        "peak_gb": peaks[0],
+        "fits": before["fits"],
+        "then_gb": peaks[1],
+        "then_fits": after["fits"],
+        "saved_gb": peaks[0] - peaks[1],
+        "on_host_gb": after["host_bytes"] / 1e9,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What each setting buys: plans of llama-1b.yaml with one thing changed, for a GPU that need not be here.
+
+    python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--json] [--save]
+
+ms: the predicted step; peak_gb: of the device; host_gb: in the host's memory, whose way over PCIe is not predicted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import FailedError, make_parser, report, table
+from benchmarks.plans import TARGET, plan
+
+BASE = ["train.remat=none"]
+ROWS = {
+    "as it is": [],
+    "model.attention: xla": ["model.attention=xla"],
+    "model.attention: xla, train.remat: attention": ["model.attention=xla", "train.remat=attention"],
+    "train.remat: block": ["train.remat=block"],
+    "train.remat: [hidden, heads]": ["train.remat=[hidden, heads]"],
+    "train.loss_chunks: 1": ["train.loss_chunks=1"],
+    "train.accumulate: 2": ["train.accumulate=2"],
+    "model.dtype: f32": ["model.dtype=f32"],
+    "model.fp8: true": ["model.fp8=true"],
+    "optimizer.moments: bf16": ["optimizer.moments=bf16"],
+    "optimizer.offload: host": ["optimizer.offload=host"],
+    "optimizer.name: muon": ["optimizer.name=muon"],
+}
+"""What to plan: the keys that differ from llama-1b.yaml with nothing recomputed."""
+
+
+def main() -> None:
+    """Prints a table with a line a row."""
+    parser = make_parser(__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
+    parser.add_argument("--target", default=TARGET)
+    arguments = parser.parse_args()
+    try:
+        found = [measure(name, arguments.target) for name in arguments.rows or ROWS]
+    except FailedError as error:
+        sys.exit(str(error))
+    report("settings", {"target": arguments.target, "rows": found}, arguments, table(found))
+
+
+def measure(name: str, target: str) -> dict[str, Any]:
+    """One plan."""
+    found = plan([*BASE, *ROWS[name]], target)
+    memory = found["memory"]
+    return {
+        "setting": name,
+        "ms": found["step_time_ms"],
+        "tflop": found["flops_per_device"] / 1e12,
+        "peak_gb": memory["peak_bytes"] / 1e9,
+        "host_gb": memory["host_bytes"] / 1e9,
+        "fits": memory["fits"],
+    }
+
+
+if __name__ == "__main__":
+    main()
