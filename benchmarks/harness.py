@@ -191,8 +191,13 @@ def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{kind}-x{device['count']}-{date:%Y-%m-%d}.json"
-    path.write_text(json.dumps({**about, "found": found}, indent=1) + "\n")
+    path.write_text(without_places(json.dumps({**about, "found": found}, indent=1)) + "\n")
     return path
+
+
+def without_places(text: str) -> str:
+    """A text without the folders of this machine: paths in the repository from its root on, others by their last name."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.@+-]+/)+([\w.@+-]*)", r"\1", text.replace(f"{ROOT}/", ""))
 
 
 def find_device() -> dict[str, Any]:

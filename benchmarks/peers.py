@@ -84,7 +84,7 @@ def main() -> None:
         found = {name: compare(arguments) for name, compare in PEERS.items() if name in (arguments.peers or possible(arguments))}
     except FailedError as error:
         sys.exit(str(error))
-    report("peers", found, arguments)
+    report("-".join(["peers", *found]), found, arguments)
 
 
 def possible(arguments: argparse.Namespace) -> list[str]:

@@ -61,3 +61,8 @@ def test_a_result_says_where_it_is_from(tmp_path, monkeypatch, capsys):
     assert saved["versions"].keys() == {"python", "jax", "jaxlib", "jgt"}
     harness.report("step", {"a": {"s": harness.spread([1.0, 2.0, 3.0])}}, argparse.Namespace(json=False, save=False))
     assert capsys.readouterr().out.split() == ["a", "s", "2", "(1.5", "to", "2.5,", "n", "3)"]
+
+
+def test_a_result_names_no_folder_of_this_machine():
+    text = f'"/usr/envs/one/bin/python {harness.ROOT}/benchmarks/step.py --x=/tmp/a_1/run 1/2 https://a.b/c/d configs/a.yaml"'
+    assert harness.without_places(text) == '"python benchmarks/step.py --x=run 1/2 https://a.b/c/d configs/a.yaml"'
