@@ -19,6 +19,7 @@ from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
 from jgt.plan.chip import parse_target
 from jgt.plan.compiled import compile_function
+from jgt.plan.cudnn import described
 from jgt.plan.hlo import KINDS, Module
 from jgt.plan.topology import devices_of
 from train.config import load
@@ -135,7 +136,8 @@ def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any
     """Temporary and peak bytes of one device, of both programs compiled for GPUs that need not be here."""
     jax.config.update("jax_platforms", "cpu")
     where = parse_target(target)
-    programs = Programs(config, [*overrides, f"devices.virtual_cpu={where.num_devices}"], devices_of(where))
+    with described():
+        programs = Programs(config, [*overrides, f"devices.virtual_cpu={where.num_devices}"], devices_of(where))
     arguments = (programs.setup.shapes, programs.setup.batch_shapes)
     memory = {name: compile_function(step, arguments, where).memory for name, step in programs.steps().items()}
     kinds = {"temp_bytes": "temp_size_in_bytes", "peak_bytes": "peak_memory_in_bytes"}

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from benchmarks.harness import ROOT, interleave, spread
 from jgt.plan.chip import Target, parse_target
 from jgt.plan.compiled import compile_function
+from jgt.plan.cudnn import described
 from jgt.plan.topology import devices_of
 from train.config import Run, load
 from train.data.batches import open_data
@@ -78,7 +79,8 @@ def memory(setup: Setup) -> dict[str, Any]:
 
 def planned(run: Run, target: Target) -> dict[str, Any]:
     """The same for a GPU that need not be here."""
-    setup = prepare(run, devices=devices_of(target))
+    with described():
+        setup = prepare(run, devices=devices_of(target))
     stats = compile_function(setup.train_step(), (setup.shapes, setup.batch_shapes), target).memory
     return {
         "parameters": setup.num_parameters,
