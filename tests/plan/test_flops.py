@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jgt
+from jgt.plan.cudnn import described
 from jgt.plan.flops import flops
 from train.config import load
 from train.setup import prepare
@@ -38,6 +39,19 @@ def step_of(config, *overrides):
     run = load(f"configs/{config}.yaml", [*SMALL, *overrides])
     setup = prepare(run, num_devices=8)
     return setup.train_step(), setup, run.config
+
+
+@pytest.mark.parametrize(("is_causal", "share"), [(True, 0.5), (False, 1)])
+def test_attention_of_cudnn_counts_as_xlas_but_for_what_a_causal_mask_leaves_out(is_causal, share):
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.bfloat16) for heads in (4, 2))
+
+    def gradient(q, k, v, kernel):
+        attend = lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=is_causal, implementation=kernel)  # noqa: E731
+        return jax.grad(lambda *qkv: jnp.sum(attend(*qkv).astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    with described():
+        found, full = (counted(lambda q, k, v, kernel=kernel: gradient(q, k, v, kernel), q, k, k) for kernel in ("cudnn", "xla"))
+    assert found == tuple(share * count for count in full)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,21 @@ ENTRY %main (x: f32[8,4], y: f32[8,16]) -> (f32[4,16], s8[4194304]) {{
     assert found == Kernel(flops=2 * 4 * 16 * 8, dtype="f32", num_bytes=(8 * 4 + 8 * 16 + 4 * 16) * F32)
 
 
+@pytest.mark.parametrize(("target", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "PADDING_CAUSAL", 2.5)])
+def test_attention_of_cudnn(target, mask, matmuls):
+    """Two matmuls with the scores [2, 4, 16, 16] forward, five backward, half of them for a causal mask."""
+    found = of(f"""\
+ENTRY %main (q: bf16[2,16,4,8], k: bf16[2,16,4,8]) -> (bf16[2,16,4,8], u8[0]) {{
+  %q = bf16[2,16,4,8]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,16,4,8]{{3,2,1,0}} parameter(1)
+  ROOT %one = (bf16[2,16,4,8]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k), custom_call_target="__cudnn$fmhaSoftmax{target}", \
+backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "16", "16"]}}, "mask_type": "{mask}"}}}}
+}}
+""")
+    assert found.flops == matmuls * 2 * (2 * 4 * 16 * 16) * 8
+    assert found.dtype == "bf16"
+
+
 def test_convolution():
     found = of("""\
 ENTRY %main (x: f32[2,8,8,3], w: f32[5,5,3,16]) -> f32[2,8,8,16] {

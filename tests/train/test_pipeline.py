@@ -44,7 +44,7 @@ FOUR_STAGES = (
     "mesh={data: 1, fsdp: 2, stage: 4, tensor: 1}",
     "pipeline={signal: layers, axis: stage, schedule: interleaved, microbatches: 4}",
 )
-PIPELINES = pytest.mark.parametrize("pipeline", [TWO_STAGES, FOUR_STAGES], ids=["1f1b", "interleaved"])
+PIPELINES = pytest.mark.parametrize("pipeline", [TWO_STAGES, pytest.param(FOUR_STAGES, marks=pytest.mark.slow)], ids=["1f1b", "interleaved"])
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def test_a_batch_in_two_parts_through_the_pipeline_is_the_whole_batch(small, cur
     assert_near(norms, curve(*ONE_DEVICE).norms)
 
 
+@pytest.mark.slow
 def test_bf16_is_near_f32(small, curve):
     losses, reference = first_steps(small("model.dtype=bf16", "pipeline.schedule=gpipe"))[0], curve(*ONE_DEVICE).losses
     assert_near(losses, reference, 2e-2)

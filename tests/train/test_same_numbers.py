@@ -85,7 +85,9 @@ def test_every_rules_file_has_a_mesh_here():
     assert {path.stem for path in RULES.glob("*.yaml")} == MESHES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RULES.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", [pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in ("sequence", "zero1"))) for path in sorted(RULES.glob("*.yaml"))]
+)
 def test_sharded_runs_have_the_curve_of_one_device(measure, name):
     curve, reference = measure(*sharded(name)), measure()
     assert_same(curve, reference)
@@ -95,7 +97,7 @@ def test_sharded_runs_have_the_curve_of_one_device(measure, name):
 @pytest.mark.parametrize(
     ("model", "remat"),
     [
-        (("model.kind=gpt",), "block"),
+        pytest.param(("model.kind=gpt",), "block", marks=pytest.mark.slow),
         (("model.tied=true", "model.kv_heads=2"), "[heads, hidden]"),
     ],
     ids=["gpt", "tied-grouped"],

@@ -50,6 +50,7 @@ def test_every_layout_comes_to_the_losses_of_one_device(tiny, rules_dir, rules, 
     np.testing.assert_allclose(sharded, alone, rtol=1e-5 if name == "adamw" else 1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_offloaded_moments_goes_on(tiny, tmp_path, stopped_at, read_rows):
     overrides = ("optimizer.offload=host", "optimizer.moments=bf16", "train.steps=4", "checkpoint.every=2")
     with stopped_at(3):
