@@ -74,7 +74,7 @@ def _work(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         axes.errorbar([r["devices"] for r in points], middle, yerr=errors, label=kind, color=COLOURS[index], linestyle=LINES[kind], marker="o", markersize=4, capsize=3)
     axes.axhline(1, color=IDEAL, linewidth=0.8, linestyle=":", zorder=1)
     _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens a CPU-second, to one device")
-    axes.set_ylim(0, 1.2)
+    axes.set_ylim(bottom=0)
 
 
 def _frame(axes: Axes, title: str, x: str, y: str, *, log: bool = True) -> None:
