@@ -13,8 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import FailedError, make_parser, report, table
-from benchmarks.plans import TARGET, plan
+from benchmarks.plans import plan, run
 
 LAYERS = "{axes: {batch: [data]}, signals: {'layers/*': {save: {'*': %s}}}, default: replicate}"
 KEPT, MOVED = (["train.remat=none", f"rules={LAYERS % where}"] for where in ("keep", "offload"))
@@ -31,21 +30,8 @@ ROWS = {
 """What to measure: the keys without and with."""
 
 
-def main() -> None:
-    """Prints a table with a line a row."""
-    parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
-    parser.add_argument("--target", default=TARGET)
-    arguments = parser.parse_args()
-    try:
-        found = [measure(name, arguments.target) for name in arguments.rows or ROWS]
-    except FailedError as error:
-        sys.exit(str(error))
-    report("memory", {"target": arguments.target, "rows": found}, arguments, table(found))
-
-
 def measure(name: str, target: str) -> dict[str, Any]:
-    """Peak GB of the device without and with, the GB that this is about, and whether either fits."""
+    """Peaks of the device without and with, whether they fit, and what is on the host with."""
     before, after = (plan(overrides, target)["memory"] for overrides in ROWS[name])
     peaks = [one["peak_bytes"] / 1e9 for one in (before, after)]
     return {
@@ -60,4 +46,4 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run("memory", __doc__, ROWS, measure)

@@ -1,18 +1,33 @@
-"""Plans of llama-1b.yaml with some keys changed, each in a process of its own."""
+"""Tables of plans: llama-1b.yaml with some keys changed in each row, every plan in a process of its own."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import run_process
+from benchmarks.harness import FailedError, make_parser, report, run_process, table
 
 CONFIG = str(Path(__file__).with_name("llama-1b.yaml"))
 TARGET = "h200:1x1"
 
 
-def plan(overrides: Sequence[str], target: str = TARGET) -> dict[str, Any]:
+def run(name: str, doc: str | None, rows: Iterable[str], measure: Callable[[str, str], dict[str, Any]]) -> None:
+    """A program: measure(row, target) of the rows that its command line names, or of all."""
+    parser = make_parser(doc)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(rows)}")
+    parser.add_argument("--target", default=TARGET)
+    arguments = parser.parse_args()
+    if unknown := [row for row in arguments.rows if row not in rows]:
+        parser.error(f"{unknown[0]!r} is no row. These are: {'; '.join(rows)}")
+    try:
+        found = [measure(row, arguments.target) for row in arguments.rows or rows]
+    except FailedError as error:
+        sys.exit(str(error))
+    report(name, {"target": arguments.target, "rows": found}, arguments, table(found))
+
+
+def plan(overrides: Sequence[str], target: str) -> dict[str, Any]:
     """What `jgt plan --json` says. Raises FailedError."""
     return run_process([sys.executable, "-m", "jgt", "plan", "--config", CONFIG, "--target", target, "--json", *overrides]).found

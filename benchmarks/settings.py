@@ -13,8 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import FailedError, make_parser, report, table
-from benchmarks.plans import TARGET, plan
+from benchmarks.plans import plan, run
 
 BASE = ["train.remat=none"]
 ROWS = {
@@ -34,19 +33,6 @@ ROWS = {
 """What to plan: the keys that differ from llama-1b.yaml with nothing recomputed."""
 
 
-def main() -> None:
-    """Prints a table with a line a row."""
-    parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
-    parser.add_argument("--target", default=TARGET)
-    arguments = parser.parse_args()
-    try:
-        found = [measure(name, arguments.target) for name in arguments.rows or ROWS]
-    except FailedError as error:
-        sys.exit(str(error))
-    report("settings", {"target": arguments.target, "rows": found}, arguments, table(found))
-
-
 def measure(name: str, target: str) -> dict[str, Any]:
     """One plan."""
     found = plan([*BASE, *ROWS[name]], target)
@@ -62,4 +48,4 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run("settings", __doc__, ROWS, measure)
