@@ -117,6 +117,9 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     """
     config = run.config
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
+    if like is not None and isinstance(mesh, AbstractMesh):
+        # What is traced inside of a shard_map names the kind of device.
+        mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
     attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like)
     model = build(config.model, config.train.remat, attention.kernel)
     chunks = _loss_chunks(run, mesh, rules)
@@ -147,7 +150,7 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
 
 def _attention(run: Run, device: Any) -> Choice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
-    choice = choose_attention(run.config.model, device)
+    choice = choose_attention(run.config.model, device, in_pipeline=run.pipeline is not None)
     if run.config.model.attention == "cudnn" and choice.why:
         where = run.where("model.attention")
         raise InputError([f"{where}: model.attention: cudnn cannot be had here: {choice.why}. Use auto, which takes it where it can, or xla"])

@@ -8,6 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plugin import needs_plugin
 
 import jgt
+from jgt.plan.chip import parse_target
+from train.config import load
+from train.plan.make import make_plan
 
 SIZES = {"data": 2, "tensor": 4}
 RULES = jgt.make_rules(
@@ -138,3 +141,11 @@ def test_a_plan_is_of_one_mesh():
     x, y = (jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=s) for s in (one, other))
     with pytest.raises(jgt.InputError, match="names 2 meshes"):
         jgt.plan(lambda x, y: (x, y), x, y)
+
+
+@needs_plugin
+def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here():
+    small = ["model.embed=32", "model.ffn=32", "model.layers=2", "model.seq=16", "model.dtype=bf16", "train.batch=8", "devices.virtual_cpu=8"]
+    run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
+    found = make_plan(run, parse_target("h100:1x8"), None)
+    assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}
