@@ -67,7 +67,13 @@ class Pipelined:
         layout = Layout(mesh=self.mesh, axis=self.pipeline.axis, batch_axes=self.batch_axes, dims=dims, signals=signals)
         options = self.pipeline
         return Executor(
-            split=self.split, layout=layout, inputs=self.inputs, rewrite=self.rewrite, remat=options.remat, gather=options.gather
+            split=self.split,
+            layout=layout,
+            inputs=self.inputs,
+            rewrite=self.rewrite,
+            remat=options.remat,
+            gather=options.gather,
+            skips=options.idle == "skip" if options.idle else layout.on_cpu and not layout.axes_inside,
         )
 
     def _here(self, part: Any) -> Any:

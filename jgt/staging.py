@@ -91,6 +91,13 @@ def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int
         return
     if pipeline.axis in found.axes:
         yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
+    inside = [axis for axis, size in sizes.items() if size > 1 and axis not in (pipeline.axis, *found.axes)]
+    if pipeline.idle == "skip" and inside:
+        yield pipeline.problem(
+            "idle",
+            f"stages can only skip layers that none of their devices shares with another, and the mesh splits them over {', '.join(inside)}. "
+            "Write compute, or leave it out",
+        )
     late = [axis for axis in found.axes if axes.index(axis) > axes.index(pipeline.axis)]
     if late:
         # XLA wants the manual axes of shard_maps inside each other in the order of the mesh.

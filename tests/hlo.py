@@ -1,6 +1,6 @@
 """What tests ask of a compiled program beyond jgt's own reader: what loops run, where it branches, what a value is made of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from jgt.plan.groups import groups_of, spanned
@@ -17,7 +17,12 @@ def axes_of(collective: Instruction, mesh: Mapping[str, int]) -> frozenset[str]:
 
 def looped(module: Module) -> frozenset[str]:
     """The computations that a loop runs, and all that those call."""
-    pending = [name for i in module.instructions() if i.op == "while" for name in i.called]
+    return reached(module, [name for i in module.instructions() if i.op == "while" for name in i.called])
+
+
+def reached(module: Module, computations: Iterable[str]) -> frozenset[str]:
+    """These computations, and all that they call."""
+    pending = list(computations)
     found: set[str] = set()
     while pending:
         name = pending.pop()

@@ -175,6 +175,7 @@ class Layer:
         return [again[a] if jx.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in self._residuals]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
     """Gradients by position among the weights, and among the common values, that have any."""

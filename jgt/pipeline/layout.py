@@ -40,6 +40,16 @@ class Layout:
         """Parts that the batch's axes make of the batch."""
         return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
 
+    @property
+    def axes_inside(self) -> tuple[str, ...]:
+        """The axes over which the devices of a stage share the layers of a part of the batch."""
+        return tuple(axis for axis, size in dict(self.mesh.shape).items() if size > 1 and axis not in (self.axis, *self.batch_axes))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices share the cores of a host."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
     def manual(self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """shard_map over some axes; over none of them the function itself."""
         if not axes:

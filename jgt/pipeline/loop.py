@@ -42,6 +42,7 @@ class Loop:
         *,
         remat: str,
         gather_layers: bool,
+        skips: bool,
     ):
         self._ends, self._layout, self._ticks, self._stages = ends, layout, ticks, stages
         self._split = ends.split
@@ -49,7 +50,7 @@ class Loop:
         self._staged = {"weights": weights, "ids": jnp.asarray(stages.ids)}
         self._gather_layers = gather_layers
         self._apart = ticks.table.weight is not None and seeds is not None
-        self._stage = self._make_stage(remat)
+        self._stage = self._make_stage(remat, skips=skips)
 
     def run(self) -> State:
         """The state after the last tick."""
@@ -213,7 +214,7 @@ class Loop:
 
     # -- before the first tick ----------------------------------------------------------------------------------------------
 
-    def _make_stage(self, remat: str) -> Stage:
+    def _make_stage(self, remat: str, *, skips: bool) -> Stage:
         """The programs of a layer, traced where they will run."""
         made: list[Stage] = []
         split, layout = self._split, self._layout
@@ -245,6 +246,7 @@ class Loop:
                 scatter=scatter,
                 keep_input=remat == "stage",
                 apart=self._apart,
+                skips=skips,
             )
             made.append(stage)
             return ()

@@ -40,7 +40,8 @@ class Executor:
     """A split program on a mesh, ready to run by tables.
 
     remat: none saves what the layers' own derivative saves, layer each layer's input, stage each chunk's. gather: weights
-    that are sharded over the batch's axes become whole once a step, or layer by layer.
+    that are sharded over the batch's axes become whole once a step, or layer by layer. skips: stages without an item do not run
+    their layers, which must not talk to other devices, for stages branch each for itself.
     """
 
     split: Split
@@ -49,6 +50,7 @@ class Executor:
     rewrite: Rewrite
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"
+    skips: bool = False
 
     def evaluate(self, table: Table, weights: Values, common: Values, inputs: Values, statistics: Values) -> Values:
         """The totals of a batch, forward only."""
@@ -120,8 +122,10 @@ class Executor:
         return Ends(split, self.rewrite, batch, whole), stages, [layout.staged(v, w, stages) for v, w in zip(split.weights, weights, strict=True)]
 
     def _loop(self, ends: Ends, table: Table, stages: Stages, weights: Values, seeds: Values | None) -> Loop:
-        ticks = arrays_of(table)
-        return Loop(ends, self.layout, ticks, stages, weights, seeds, remat=self.remat, gather_layers=self.gather == "layer")
+        ticks = arrays_of(table, skips=self.skips)
+        return Loop(
+            ends, self.layout, ticks, stages, weights, seeds, remat=self.remat, gather_layers=self.gather == "layer", skips=self.skips
+        )
 
     def _finished(self, ends: Ends, table: Table, totals: Values) -> Values:
         return ends.finished([self.layout.summed(t) for t in totals], self._num_parts(table))

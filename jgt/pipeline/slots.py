@@ -37,7 +37,8 @@ class Stage:
     """The slots of a stage.
 
     local: what layers read of inputs alone. per_chunk: layers of a chunk, padding included. gather: makes a layer's weights whole; scatter: the reverse, for
-    gradients. keep_input: only the chunk's input is saved, and backward runs it forward again.
+    gradients. keep_input: only the chunk's input is saved, and backward runs it forward again. skips: without an item the layers are
+    not run.
     """
 
     layer: Layer
@@ -49,6 +50,7 @@ class Stage:
     scatter: Callable[[int, Any], Any]
     keep_input: bool
     apart: bool
+    skips: bool
 
     @property
     def stashed_shapes(self) -> Values:
@@ -62,7 +64,7 @@ class Stage:
 
         def one(travel: Values, i: Any) -> tuple[Values, None]:
             weights, layer = self._layer(chunk, item, i)
-            return self.layer.ahead(weights, chunk.common, chunk.local, layer, travel), None
+            return self._wanted(item, lambda: self.layer.ahead(weights, chunk.common, chunk.local, layer, travel)), None
 
         return jax.lax.scan(one, travel, jnp.arange(self.per_chunk))[0]
 
@@ -75,7 +77,7 @@ class Stage:
         def one(carry: tuple[Values, Values], i: Any) -> tuple[tuple[Values, Values], None]:
             travel, saved = carry
             weights, layer = self._layer(chunk, item, i)
-            travel, new = self.layer.forward(weights, chunk.common, chunk.local, layer, travel)
+            travel, new = self._wanted(item, lambda: self.layer.forward(weights, chunk.common, chunk.local, layer, travel))
             return (travel, [_put(b, x, item["saved"], i) for b, x in zip(saved, new, strict=True)]), None
 
         return jax.lax.scan(one, (travel, saved), jnp.arange(self.per_chunk))[0]
@@ -91,7 +93,9 @@ class Stage:
             cotangents, stashed, sums = carry
             weights, layer = self._layer(chunk, item, i)
             kept = [_at(b, i) for b in again] if again is not None else [_at(b, item["saved"], i) for b in saved]
-            cotangents, ready, left = self.layer.backward(weights, chunk.common, chunk.local, layer, kept, cotangents)
+            cotangents, ready, left = self._wanted(
+                item, lambda: self.layer.backward(weights, chunk.common, chunk.local, layer, kept, cotangents)
+            )
             sums = self._added(sums, ready, item, i, layer)
             if self.apart:
                 left = [*left, *(kept if self.keep_input else [])]
@@ -108,7 +112,7 @@ class Stage:
             left = [_at(b, item["stashed"], i) for b in stashed]
             num = len(self.layer.stashed_shapes)
             kept = left[num:] if self.keep_input else [_at(b, item["saved"], i) for b in saved]
-            found = self.layer.weight_gradients(weights, chunk.common, chunk.local, layer, kept, left[:num])
+            found = self._wanted(item, lambda: self.layer.weight_gradients(weights, chunk.common, chunk.local, layer, kept, left[:num]))
             return self._added(sums, found, item, i, layer), None
 
         return jax.lax.scan(one, sums, jnp.arange(self.per_chunk))[0]
@@ -138,9 +142,18 @@ class Stage:
     def _again(self, item: Mapping[str, Any], chunk: Chunk, saved: Values) -> Values:
         def one(travel: Values, i: Any) -> tuple[Values, Values]:
             weights, layer = self._layer(chunk, item, i)
-            return self.layer.forward(weights, chunk.common, chunk.local, layer, travel)
+            return self._wanted(item, lambda: self.layer.forward(weights, chunk.common, chunk.local, layer, travel))
 
         return jax.lax.scan(one, [_at(b, item["saved"]) for b in saved], jnp.arange(self.per_chunk))[1]
+
+    def _wanted(self, item: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """What a layer's program gives; of no item garbage, or zeros.
+
+        Only the layer is in the branch: XLA copies what a branch hands through, and buffers are large.
+        """
+        if not self.skips:
+            return run()
+        return jax.lax.cond(item["on"], run, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)))
 
     def _added(self, sums: Sums, found: Gradients, item: Mapping[str, Any], i: Any, layer: Any) -> Sums:
         at = item["chunk"] * self.per_chunk + i

@@ -46,8 +46,8 @@ class Ticks:
     segments: tuple[Segment, ...]
 
 
-def arrays_of(table: Table) -> Ticks:
-    """The arrays of a verified table."""
+def arrays_of(table: Table, *, skips: bool = False) -> Ticks:
+    """The arrays of a verified table. skips: work that is done in vain is worth a branch, however rare it is."""
     buffers = plan(table)
     staged: dict[Kind, Arrays] = {kind: _staged(table, buffers, kind) for kind in KINDS}
     last = table.num_chunks - 1
@@ -61,13 +61,13 @@ def arrays_of(table: Table) -> Ticks:
     for kinds, group in itertools.groupby(active):
         end = start + len(list(group))
         if kinds:
-            segments.append(_segment(kinds, slice(start, end), staged, common, table.virtual))
+            segments.append(_segment(kinds, slice(start, end), staged, common, skips=skips or table.virtual > 1))
         start = end
     return Ticks(table=table, buffers=buffers, segments=tuple(segments))
 
 
 def _segment(
-    kinds: tuple[Kind, ...], ticks: slice, staged: Mapping[Kind, Arrays], common: Mapping[str, Arrays], virtual: int
+    kinds: tuple[Kind, ...], ticks: slice, staged: Mapping[Kind, Arrays], common: Mapping[str, Arrays], *, skips: bool
 ) -> Segment:
     share = {name: float(np.mean(arrays["on"][ticks])) for name, arrays in common.items()}
     return Segment(
@@ -76,7 +76,7 @@ def _segment(
         common={name: _cut(arrays, ticks) for name, arrays in common.items() if share[name]},
         always=frozenset(name for name, part in share.items() if part == 1),
         # With one chunk a stage, only the ticks at both ends have none of it: not worth a branch.
-        rarely=frozenset(name for name, part in share.items() if 0 < part < 1 and virtual > 1),
+        rarely=frozenset(name for name, part in share.items() if 0 < part < 1 and skips),
     )
 
 

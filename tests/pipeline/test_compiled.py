@@ -7,7 +7,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import axes_of, collectives, conditionals, sources
+from hlo import axes_of, collectives, conditionals, reached, sources
 from models import RULES, decoder_loss, mesh_of, pipeline_of
 
 import jgt
@@ -19,12 +19,17 @@ SEQ, EMBED, FFN, PRIME, LAYERS = 64, 128, 256, 101, 8
 VOCAB = 4 * PRIME
 STAGES = {"data": 2, "stage": 4}
 SHARDED = {"data": 2, "fsdp": 2, "stage": 2}
+KINDS_OF = {"1f1b": "FB", "zb": "FBW"}
+"""The slots of a table."""
 FLAT = ("1f1b", "interleaved", "zigzag", "zb")
 
 
 @cache
-def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=(), gather="step"):
-    """Loss and gradients of the decoder, a row in a microbatch on each data shard; sizes: (axis, size) of a mesh, or STAGES."""
+def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=(), gather="step", idle="compute"):
+    """Loss and gradients of the decoder, a row in a microbatch on each data shard; sizes: (axis, size) of a mesh, or STAGES.
+
+    Stages without an item compute, as on a GPU.
+    """
     sizes = dict(sizes or STAGES)
     rows = microbatches * sizes["data"] * sizes.get("fsdp", 1)
     weights = {"up": (num_layers, EMBED, FFN), "down": (num_layers, FFN, EMBED)}
@@ -32,7 +37,7 @@ def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=(), gather="step
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), params, is_leaf=lambda x: isinstance(x, tuple))
     batch = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((rows, SEQ), dtype) for name, dtype in batch.items()}
-    pipeline = pipeline_of(schedule=schedule, microbatches=microbatches, gather=gather)
+    pipeline = pipeline_of(schedule=schedule, microbatches=microbatches, gather=gather, idle=idle)
     loss = jgt.shard(decoder_loss, jgt.make_rules(RULES), mesh_of(**sizes), pipeline=pipeline)
     return jax.jit(jax.value_and_grad(loss)).lower(shapes, batch)
 
@@ -179,3 +184,13 @@ def test_all_devices_take_a_branch_together(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_one_chunk_a_stage_needs_no_branches(schedule):
     assert not list(conditionals(module(schedule, 8)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_a_branch_that_a_stage_takes_alone_talks_to_nobody(schedule):
+    program = module(schedule, 8, idle="skip")
+    alone = [c for at, c in conditionals(program) if sources(program, at, c.operands[0]) & ALONE]
+    assert len(alone) >= len(KINDS_OF[schedule])
+    called = reached(program, [name for conditional in alone for name in conditional.called])
+    assert any(i.op == "dot" for i in program.instructions(within=called))
+    assert not [i for i in program.instructions(within=called) if i.kind in KINDS]

@@ -63,6 +63,19 @@ def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, optio
     assert_exact(decoder(4), mesh_of(**sizes), **options)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "options"),
+    [
+        (4, {"schedule": "1f1b", "idle": "compute"}),
+        (5, {"schedule": "zb", "remat": "stage", "idle": "skip"}),
+        (8, {"schedule": "interleaved", "gather": "layer", "idle": "skip"}),
+    ],
+    ids=str,
+)
+def test_stages_without_a_microbatch_compute_or_skip(decoder, num_layers, options):
+    assert_exact(decoder(num_layers), mesh_of(data=2, fsdp=2, stage=2), **options)
+
+
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "layer"), ("zb", "stage")])
 def test_what_is_recomputed_is_the_same(decoder, schedule, remat):
     assert_trained(decoder(8), mesh_of(stage=2, tensor=2, data=2), schedule=schedule, remat=remat)

@@ -51,6 +51,7 @@ def rules_with(**signals):
         ({"microbatches": 3}, "3 microbatches do not divide the batch of 16, of which each of 2 data shards has 8. These divide it: 1, 2, 4, 8"),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"schedule": "interleave"}, "there is no schedule 'interleave'. Did you mean 'interleaved'?"),
+        ({"idle": "skip"}, "pipeline: idle: stages can only skip layers that none of their devices shares with another, and the mesh splits them over tensor"),
         ({"num_layers": 1}, "'layers' has 1 layer, too few for 2 stages. Make stage or virtual smaller"),
         ({"rules": RULES | {"inputs": {"**": ["stage", "..."]}}}, "the inputs are sharded over stage"),
         ({"rules": RULES | {"inputs": {"tokens": [None, "batch"], "**": ["batch", "..."]}}}, "the batch must be the first dim in a pipeline"),
@@ -65,7 +66,7 @@ def test_sections_and_rules(options, message):
         ask(**options)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"remat": "full"}, "none, layer, stage"), ({"gather": "never"}, "step, layer"), ({"per_microbatch": "moe"}, r"\('moe',\)")])
+@pytest.mark.parametrize(("options", "message"), [({"remat": "full"}, "none, layer, stage"), ({"gather": "never"}, "step, layer"), ({"idle": "sleep"}, "compute, skip, None"), ({"per_microbatch": "moe"}, r"\('moe',\)")])
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(ValueError, match=message):
         pipeline_of(**options)
