@@ -58,6 +58,8 @@ PIPELINES = {"jgt": ("1f1b", "gpipe", "zb", "1f1b, kept", "zb, kept"), "spectrax
 
 Both recompute each layer; SpectraX always does, and jgt not where the name says so.
 """
+NO_STAGES = "no stages"
+"""Beside jgt's schedules, and none of them: the same work on the same devices without a pipeline, which tells what is left to gain."""
 PIPELINE_BAR, MAXTEXT_FIRST_BAR, MAXTEXT_STEP_BAR = 0.55, 0.35, 0.85
 """The most that jgt takes: of SpectraX's best schedule, of MaxText's launch and of its step."""
 _LOSS_DIGITS = 1e-5
@@ -127,27 +129,29 @@ def alike(found: Mapping[str, Sequence[Found]], commands: Mapping[str, Sequence[
 def spectrax(arguments: argparse.Namespace) -> Found:
     """Schedules against schedules."""
     python = {"jgt": sys.executable, "spectrax": str(python_with(SPECTRAX, arguments.environments, "spectrax"))}
+    named = PIPELINES | {"jgt": (*PIPELINES["jgt"], NO_STAGES)}
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             side: [python[side], str(PROGRAMS / f"{side}_pipeline.py"), json.dumps(of), str(Path(folder) / "weights.npz")]
-            for side, names in PIPELINES.items()
+            for side, names in named.items()
             for of in [sizes(arguments, microbatches=8, mesh={"fsdp": 2, "stage": 4}, schedules=names)]
         }
         run_process(commands["jgt"])
         found = in_turn(commands, arguments.rounds)
-    results = [of["schedules"][name] for side in found for of in found[side] for name in PIPELINES[side]]
+    results = [of["schedules"][name] for side in found for of in found[side] for name in named[side]]
     for key, allowed in (("loss", _LOSS_DIGITS), ("grad_norm", 10 * _LOSS_DIGITS)):
         values = [of[key] for of in results]
         if max(values) - min(values) > allowed * max(values):
             raise FailedError(f"the programs differ, {key}: {min(values)} to {max(values)}")
-    samples = {side: {name: [_step(of["schedules"][name]) for of in found[side]] for name in PIPELINES[side]} for side in found}
-    best = {side: min(of, key=lambda name: statistics.median(s.cpu_s for s in of[name])) for side, of in samples.items()}
+    samples = {side: {name: [_step(of["schedules"][name]) for of in found[side]] for name in named[side]} for side in found}
+    best = {side: min(names, key=lambda name: statistics.median(s.cpu_s for s in samples[side][name])) for side, names in PIPELINES.items()}
     ours, peer = samples["jgt"][best["jgt"]], samples["spectrax"]
     against = {name: ratios(ours, peer[name]) for name in dict.fromkeys((best["spectrax"], "Std1F1B"))}
     return {
         **{f"{side} {name}": figures(of) for side in samples for name, of in samples[side].items()},
         "best": best,
         **{f"{best['jgt']} to {name}": of for name, of in against.items()},
+        f"{NO_STAGES} to {best['spectrax']}": ratios(samples["jgt"][NO_STAGES], peer[best["spectrax"]]),
         "bars": {f"to the best, {kind}": bar(against[best["spectrax"]][f"{kind}_ratio"]["median"], PIPELINE_BAR) for kind in ("s", "cpu_s")},
         "loss": results[0]["loss"],
         **alike(found, commands),

@@ -29,6 +29,8 @@ from train.models.config import ModelConfig  # noqa: E402
 
 KEPT = ", kept"
 """At the end of a schedule's name: no layer is recomputed, what its backward pass needs is kept."""
+NO_STAGES = "no stages"
+"""Instead of a schedule: the same on as many devices without a pipeline, the stages' devices sharing the batch."""
 KEYS = ("layers", "embed", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 
@@ -59,8 +61,12 @@ class Program:
         weights, (batch, seq) = np.load(WEIGHTS), (SIZES["batch"], SIZES["seq"])
         tokens = weights["tokens"]
         data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.full((batch, seq), 1 / (batch * seq), np.float32)}
-        rules, mesh = jgt.load_rules(ROOT / "configs/rules/pipeline.yaml"), jgt.make_mesh({"data": 1, "tensor": 1, **SIZES["mesh"]})
-        pipeline = jgt.Pipeline(signal="layers", schedule=schedule, microbatches=SIZES["microbatches"])
+        axes, pipeline = {"data": 1, "tensor": 1, **SIZES["mesh"]}, None
+        if schedule == NO_STAGES:
+            axes |= {"data": axes["stage"], "stage": 1}
+        else:
+            pipeline = jgt.Pipeline(signal="layers", schedule=schedule, microbatches=SIZES["microbatches"])
+        rules, mesh = jgt.load_rules(ROOT / "configs/rules/pipeline.yaml"), jgt.make_mesh(axes)
         loss = jgt.shard(make_loss(model.features), rules, mesh, pipeline=pipeline)
         place = jgt.place(loss, rules, mesh, jax.eval_shape(model.init, jax.random.key(0)), data, pipeline=pipeline)
         self._params = jax.tree_util.tree_map_with_path(lambda path, to: jax.device_put(weights[_name(path)], to), place.params)
