@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import FailedError
 
 _DONE = "requirements.txt"
+_VERSION = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 
 def default_folder() -> Path:
@@ -19,19 +19,25 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt-peers"
 
 
-def python_with(requirements: Sequence[str], folder: Path, name: str) -> Path:
+def python_with(requirements: Sequence[str], folder: Path, name: str, python: str = sys.executable) -> Path:
     """The interpreter of an environment in `folder` that has just these requirements and what they need. Raises FailedError.
 
-    It is made with this interpreter, unless it is there already; one that was not finished, or has other requirements, is made anew.
+    It is made with `python`, unless it is there already; one that was not finished, or has other requirements, is made anew.
     """
-    place = folder / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
-    python, done, wanted = place / "bin" / "python", place / _DONE, "\n".join(requirements) + "\n"
+    version = subprocess.run([python, "-c", _VERSION], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    place = folder / f"{name}-py{version}"
+    made, done, wanted = place / "bin" / "python", place / _DONE, "\n".join(requirements) + "\n"
     if done.exists() and done.read_text() == wanted:
-        return python
-    print(f"Makes {place}: {' '.join(requirements)}", file=sys.stderr)
-    venv.create(place, clear=True, with_pip=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
-    if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
-        raise FailedError(f"{' '.join(install)}: failed")
-    done.write_text(wanted)
-    return python
+        return made
+    print(f"Makes {place}", file=sys.stderr)
+    _run([python, "-m", "venv", "--clear", str(place)])
+    asked = place / "asked.txt"
+    asked.write_text(wanted)
+    _run([str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(asked)])
+    asked.rename(done)
+    return made
+
+
+def _run(command: Sequence[str]) -> None:
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise FailedError(f"{' '.join(command)}: failed")

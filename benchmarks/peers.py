@@ -1,10 +1,10 @@
 """jgt against what people would pick instead, side by side in one call.
 
-    python benchmarks/peers.py [spectrax|levanter|maxtext|huggingface ...] [--maxtext PYTHON] [--json] [--save]
+    python benchmarks/peers.py [spectrax|levanter|maxtext|huggingface ...] [--maxtext PYTHON] [--levanter PYTHON] [--json] [--save]
 
     spectrax     gradients of a pipeline, 4 stages x fsdp 2, 8 microbatches, one layer a stage: every schedule of both that allows it
     maxtext      from launch to the first step, and a training step, data 2 x fsdp 2 x tensor 2; --maxtext names a Python that has it
-    levanter     the same over fsdp 8
+    levanter     the same over fsdp 8; --levanter names a Python from 3.12 on where this one is older
     huggingface  tokens a second of a 1.3B llama under torch.compile on one GPU; only where there is one
 
 Each peer runs in an environment of its own, made on first use with pinned versions. The model is that of step.yaml, on 8 virtual CPU
@@ -49,7 +49,9 @@ PROGRAMS = ROOT / "benchmarks" / "peers"
 CONFIG = ROOT / "benchmarks" / "step.yaml"
 SPECTRAX = ("spectrax-lib==0.1.4", "jax==0.10.2", "jaxlib==0.10.2")
 """With the oldest JAX that jgt supports: this release does not import with JAX 0.12."""
-LEVANTER = ("levanter==1.1",)
+LEVANTER = PROGRAMS / "levanter.txt"
+LEVANTER_PYTHON = (3, 12)
+"""The oldest that it runs with."""
 HUGGINGFACE = ("torch==2.9.1", "transformers==4.57.1")
 BATCHES = (2, 4, 8, 16, 32, 64)
 """Of the model on a GPU, in sequences."""
@@ -72,6 +74,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"one or several of {', '.join(PEERS)}")
     parser.add_argument("--maxtext", metavar="PYTHON", help="an interpreter that has MaxText installed")
+    parser.add_argument("--levanter", metavar="PYTHON", help="an interpreter, 3.12 or newer, to make Levanter's environment with")
     parser.add_argument("--environments", type=Path, default=default_folder(), metavar="DIR", help="where the peers' environments are")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
@@ -80,6 +83,8 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: no peer. These are: {', '.join(PEERS)}")
     if "maxtext" in arguments.peers and not arguments.maxtext:
         parser.error("maxtext: name an interpreter that has MaxText installed: --maxtext PYTHON")
+    if "levanter" in arguments.peers and not arguments.levanter and sys.version_info < LEVANTER_PYTHON:
+        parser.error("levanter: runs with Python {}.{} and newer, name one: --levanter PYTHON".format(*LEVANTER_PYTHON))
     if "huggingface" in arguments.peers and find_device()["kind"] == "cpu":
         parser.error("huggingface: runs on an NVIDIA GPU, and there is none. Leave it out")
     try:
@@ -167,7 +172,8 @@ def maxtext(arguments: argparse.Namespace) -> Found:
 
 def levanter(arguments: argparse.Namespace) -> Found:
     """Trainer against trainer, weights and batch over all devices."""
-    python = str(python_with(LEVANTER, arguments.environments, "levanter"))
+    requirements = LEVANTER.read_text().splitlines()
+    python = str(python_with(requirements, arguments.environments, "levanter", arguments.levanter or sys.executable))
     overrides = ("rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
     return training(arguments, "levanter", python, {"fsdp": 8}, str(CONFIG), *overrides)
 

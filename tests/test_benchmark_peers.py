@@ -33,8 +33,11 @@ def test_processes_take_turns_and_know_when_they_were_launched(monkeypatch):
     assert found == {"jgt": [{"of": "a b"}] * 2, "peer": [{"of": "c"}] * 2}
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["flax"], "flax: no peer"), (["maxtext"], "--maxtext PYTHON")])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["flax"], "flax: no peer"), (["maxtext"], "--maxtext PYTHON"), (["levanter"], "name one: --levanter PYTHON")]
+)
 def test_what_cannot_run_is_said_at_once(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "LEVANTER_PYTHON", (99, 0))
     monkeypatch.setattr("sys.argv", ["peers.py", *arguments])
     with pytest.raises(SystemExit, match="2"):
         peers.main()
