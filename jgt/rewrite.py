@@ -227,7 +227,7 @@ class Rewriter:
         return tuple(tuple(axis for axis in axes if axis not in taken) for axes in dims) if taken else dims
 
     def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:
-        """The sharding that a rule gives a value; misfits are noted."""
+        """The sharding that a rule gives a value, None where no axis is left to shard by; misfits are noted."""
         if rule is None:
             return None
         dims = self._dims(rule, var, place, manual)
@@ -236,7 +236,9 @@ class Rewriter:
             *self.reserved(rule, dims, [place.path], what),
         ]
         self.problems += found
-        return None if self.problems else self._sharding(dims, manual, place.num_vmaps)
+        if self.problems or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
+            return None
+        return self._sharding(dims, manual, place.num_vmaps)
 
     def _sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
         return NamedSharding(self.mesh if manual is None else manual, partition_spec(dims, free=free))

@@ -21,23 +21,26 @@ class Choice:
     why: str = ""
 
 
-def choose_attention(config: ModelConfig, device: Any, *, in_pipeline: bool = False) -> Choice:
-    """The kernel for a model on devices like this one, which may be only described; None: unknown ones."""
+def choose_attention(config: ModelConfig, device: Any, *, shares_stage: bool = False) -> Choice:
+    """The kernel for a model on devices like this one, which may be only described; None: unknown ones.
+
+    shares_stage: several devices work on the same rows in a stage of a pipeline.
+    """
     if config.attention == "xla":
         return Choice(kernel="xla")
-    why = _obstacle(config, device, in_pipeline=in_pipeline)
+    why = _obstacle(config, device, shares_stage=shares_stage)
     return Choice(kernel="cudnn" if not why else "xla", why=why)
 
 
-def _obstacle(config: ModelConfig, device: Any, *, in_pipeline: bool) -> str:
+def _obstacle(config: ModelConfig, device: Any, *, shares_stage: bool) -> str:
     """Why a model cannot have cuDNN's attention on a device."""
     if device is None or device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         return "there is no NVIDIA GPU"
     if config.dtype != "bf16":
         return "it needs model.dtype: bf16"
-    if in_pipeline:
+    if shares_stage:
         # Its partitioner asks a mesh for devices that the mesh inside of a shard_map does not have (jax/_src/custom_partitioning.py).
-        return "JAX cannot split it over devices inside of a pipeline"
+        return "JAX cannot split it over the devices of a pipeline's stage"
     q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
     try:
         jax.eval_shape(partial(jax.grad(_summed), q), k, k)

@@ -120,7 +120,7 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
-    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like)
+    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like, shares_stage=_shares_stage(run, mesh, rules))
     model = build(config.model, config.train.remat, attention.kernel)
     chunks = _loss_chunks(run, mesh, rules)
     # In a pipeline a device meets its own rows alone.
@@ -148,9 +148,14 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     )
 
 
-def _attention(run: Run, device: Any) -> Choice:
+def _shares_stage(run: Run, mesh: Mesh | AbstractMesh, rules: Rules) -> bool:
+    """Whether several devices of a pipeline's stage work on the same rows."""
+    return run.pipeline is not None and mesh.size > dict(mesh.shape)[run.pipeline.axis] * _shards(mesh, rules)[0]
+
+
+def _attention(run: Run, device: Any, *, shares_stage: bool) -> Choice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
-    choice = choose_attention(run.config.model, device, in_pipeline=run.pipeline is not None)
+    choice = choose_attention(run.config.model, device, shares_stage=shares_stage)
     if run.config.model.attention == "cudnn" and choice.why:
         where = run.where("model.attention")
         raise InputError([f"{where}: model.attention: cudnn cannot be had here: {choice.why}. Use auto, which takes it where it can, or xla"])

@@ -41,6 +41,17 @@ class Layout:
         return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
 
     @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Those that split the batch, for the shard_map around all stages.
+
+        Axes of one device are manual, too, here or in the stages: where none is left to the partitioner, kernels that JAX cannot
+        split run as they are. XLA wants the axes of the outer shard_map before those of the inner one.
+        """
+        sizes = dict(self.mesh.shape)
+        last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
+        return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
+
+    @property
     def axes_inside(self) -> tuple[str, ...]:
         """The axes over which the devices of a stage share the layers of a part of the batch."""
         return tuple(axis for axis, size in dict(self.mesh.shape).items() if size > 1 and axis not in (self.axis, *self.batch_axes))
@@ -149,7 +160,7 @@ class Layout:
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
         return self._constrained(x, PartitionSpec(self.axis, None, *rest))
 
-    def on_every_stage(self, num_stages: int, fn: Callable[..., Any], staged: Any, common: Any, out: Sequence[bool]) -> Any:
+    def on_every_stage(self, fn: Callable[..., Any], staged: Any, common: Any, out: Sequence[bool]) -> Any:
         """fn(staged, common) on every stage: `staged` has a leading stage dim, which fn does not see.
 
         out: for each result of fn whether it has a stage dim, or is the same on all stages.
@@ -160,8 +171,9 @@ class Layout:
             return tuple(jax.tree.map(lambda x: x[None], f) if o else f for f, o in zip(found, out, strict=True))
 
         specs = tuple(PartitionSpec(self.axis) if o else PartitionSpec() for o in out)
-        axes = (self.axis,) if num_stages > 1 else ()
-        return self.manual(local, axes, (PartitionSpec(self.axis), PartitionSpec()), specs)(staged, common)
+        outer = self.outer_axes
+        ones = [axis for axis, size in dict(self.mesh.shape).items() if size == 1 and axis not in (self.axis, *outer)]
+        return self.manual(local, (self.axis, *ones), (PartitionSpec(self.axis), PartitionSpec()), specs)(staged, common)
 
     def shard_index(self) -> Any:
         """Which part of the batch this is."""

@@ -201,7 +201,7 @@ class Loop:
         return state | {"staged": state["staged"] | changed}, shown
 
     def _on_every_stage(self, fn: Callable[..., Any], own: Any, everywhere: Any, out: tuple[bool, ...]) -> Any:
-        return self._layout.on_every_stage(self._stages.num_stages, fn, own, everywhere, out)
+        return self._layout.on_every_stage(fn, own, everywhere, out)
 
     def _everywhere(self) -> dict[str, Any]:
         common = dict(zip(self._split.common, self._ends.common, strict=True))

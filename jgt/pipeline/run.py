@@ -106,10 +106,10 @@ class Executor:
         return weights, [gathered(v, c) for v, c in zip(split.common, common, strict=True)]
 
     def _manual(self, run: Any, more: tuple[PartitionSpec, ...], out: Any) -> Any:
-        axes = self.layout.batch_axes
+        axes, outer = self.layout.batch_axes, self.layout.outer_axes
         rows = [PartitionSpec(axes or None) if i.kind == "rows" else WHOLE for i in self.inputs]
         weights = [WHOLE if self.gather == "step" else self.layout.spec(v) for v in self.split.weights]
-        return self.layout.manual(run, axes, (weights, WHOLE, rows, WHOLE, *more), out)
+        return self.layout.manual(run, outer, (weights, WHOLE, rows, WHOLE, *more), out)
 
     def _num_parts(self, table: Table) -> int:
         return table.num_microbatches * self.layout.num_shards

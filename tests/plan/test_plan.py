@@ -144,8 +144,15 @@ def test_a_plan_is_of_one_mesh():
 
 
 @needs_plugin
-def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here():
-    small = ["model.embed=32", "model.ffn=32", "model.layers=2", "model.seq=16", "model.dtype=bf16", "train.batch=8", "devices.virtual_cpu=8"]
+@pytest.mark.parametrize(
+    ("sizes", "attention"),
+    [
+        ("{data: 1, fsdp: 2, stage: 4, tensor: 1}", "cudnn"),
+        pytest.param("{data: 1, fsdp: 2, stage: 2, tensor: 2}", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here(sizes, attention):
+    small = ["model.embed=32", "model.ffn=32", "model.layers=4", "model.seq=16", "model.dtype=bf16", f"mesh={sizes}", f"model.attention={attention}", "train.batch=8", "devices.virtual_cpu=8"]
     run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
     found = make_plan(run, parse_target("h100:1x8"), None)
     assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}

@@ -41,9 +41,10 @@ def test_without_support_attention_is_xlas_and_says_why(config, device, why):
         assert choose_attention(config, device) == Choice(kernel="xla", why=why)
 
 
-def test_in_a_pipeline_attention_is_xlas():
+def test_where_devices_share_a_stage_of_a_pipeline_attention_is_xlas():
     with described():
-        assert choose_attention(BF16, GPU, in_pipeline=True) == Choice(kernel="xla", why="JAX cannot split it over devices inside of a pipeline")
+        why = "JAX cannot split it over the devices of a pipeline's stage"
+        assert choose_attention(BF16, GPU, shares_stage=True) == Choice(kernel="xla", why=why)
 
 
 def test_with_support_it_is_cudnns_unless_xlas_is_asked_for():
