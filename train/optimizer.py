@@ -27,7 +27,12 @@ def build_optimizer(
 
     dtype: of Muon's matmuls; map_matrices(fn, tree): maps a function over the matrices of a tree, where they are.
     """
-    schedule = build_schedule(config, num_steps)
+    rate = build_schedule(config, num_steps)
+
+    def schedule(count: jax.Array) -> jax.Array:
+        # XLA would compute it anew in the update of each parameter.
+        return jax.lax.optimization_barrier(rate(count))
+
     optimizer = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed)
     if config.name == "muon":
         muon = optax.chain(
@@ -71,8 +76,9 @@ def known_rates(schedule: optax.Schedule) -> Callable[[int], float]:
 
     @functools.lru_cache(maxsize=1)
     def block(number: int) -> np.ndarray:
-        updates = jnp.arange(number * _BLOCK, (number + 1) * _BLOCK)
-        return np.asarray(jax.vmap(lambda update: jnp.asarray(schedule(update), jnp.float32))(updates))
+        updates = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
+        # Under jit one program, where each of its operations would be one.
+        return np.asarray(jax.jit(jax.vmap(lambda update: jnp.asarray(schedule(update), jnp.float32)))(updates))
 
     return lambda update: float(block(update // _BLOCK)[update % _BLOCK])
 

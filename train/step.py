@@ -58,8 +58,8 @@ def make_train_step(
                 applied &= ~_is_spike(value, losses, spikes.deviations)
                 losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
             if clip is not None:
-                most = clip
-                gradients = jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradients)
+                factor = jnp.where(norm < clip, 1.0, clip / norm)
+                gradients = jax.tree.map(lambda g: g * factor, gradients)
             params, opt_state = update(optimizer, gradients, state.params, state.opt_state, applied)
         return State(state.step + 1, params, opt_state, losses), {"loss": value, "grad_norm": norm, "applied": applied}
 
