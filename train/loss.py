@@ -95,7 +95,8 @@ def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: 
     if chunks == 1:
         nats, by_x, by_logits = part((x, targets, weights))
         with scopes.backward():
-            by_table = jnp.einsum("bsv,bsd->vd", by_logits, x)
+            # Not bsv,bsd->vd, which would lay the larger side out anew on CPUs.
+            by_table = jnp.einsum("bsd,bsv->dv", x, by_logits).T
     else:
         zero = jnp.zeros((groups, *table.shape), jnp.float32)
         by_group, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
