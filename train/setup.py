@@ -27,6 +27,9 @@ from train.sections import SpikesConfig
 from train.step import State, make_eval_step, make_train_step, no_losses
 from train.update import update_all, update_in_turn
 
+_COMPILED_ONCE = {"xla_backend_optimization_level": 1}
+"""Of a program that runs once: LLVM's dearer passes cost more than they save."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -68,7 +71,7 @@ class Setup:
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
-        return jax.jit(self.make_state, out_shardings=self.shardings)(np.uint32(self.run.config.run.seed))
+        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch) → (state, metrics). The state's buffers are donated."""
