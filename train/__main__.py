@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from jgt import document
 from jgt.document import InputError
+from train import imports
 from train.cluster import cluster_problems, find_cluster, flag_problems
 from train.config import Run, load
 from train.exits import Exit
@@ -66,8 +67,9 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 
 def _start(run: Run, resume: Resume, profiled: Steps | None, arguments: argparse.Namespace) -> int:
-    from train.processes import leave, start
-    from train.xla import configure
+    with imports.kept():
+        from train.processes import leave, start
+        from train.xla import configure
 
     # stderr may be no file: of a test, or closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -79,20 +81,23 @@ def _start(run: Run, resume: Resume, profiled: Steps | None, arguments: argparse
     heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + 10
     start(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"))
     if arguments.dry_run:
-        from train.dry_run import dry_run
+        with imports.kept():
+            from train.dry_run import dry_run
 
         dry_run(run)
         return Exit.DONE
     if arguments.replay is not None:
-        from train.replay import replay
+        with imports.kept():
+            from train.replay import replay
 
         replay(run, arguments.replay, resume)
         return Exit.DONE
 
-    from train.checkpoint import SaveError
-    from train.clock import process_started
-    from train.guard import SkippedError
-    from train.loop import train
+    with imports.kept():
+        from train.checkpoint import SaveError
+        from train.clock import process_started
+        from train.guard import SkippedError
+        from train.loop import train
 
     try:
         return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)

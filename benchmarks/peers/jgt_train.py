@@ -14,11 +14,15 @@ from typing import Any
 
 from step_clock import StepClock
 
-import train.loop
+from train import imports
 from train.__main__ import main as run
 from train.config import Run
-from train.records import Records
-from train.setup import Setup
+
+with imports.kept():
+    # As the command does it.
+    import train.loop
+    from train.records import Records
+    from train.setup import Setup
 
 
 def main() -> None:
