@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traceback_util
 
 from train.models import fp8
 from train.models.config import ModelConfig
 from train.models.weights import INTO
+
+# A plan names the line of a program: of a matmul that is the model's, as with nnx.Linear's own.
+traceback_util.register_exclusion(__file__)
 
 
 def compute_type(config: ModelConfig) -> jnp.dtype:
