@@ -29,7 +29,7 @@ def build_optimizer(
     """
     rate = build_schedule(config, num_steps)
 
-    def schedule(count: jax.Array) -> jax.Array:
+    def schedule(count: Any) -> Any:
         # XLA would compute it anew in the update of each parameter.
         return jax.lax.optimization_barrier(rate(count))
 
