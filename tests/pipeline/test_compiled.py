@@ -186,7 +186,7 @@ def test_one_chunk_a_stage_needs_no_branches(schedule):
     assert not list(conditionals(module(schedule, 8)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
 def test_a_branch_that_a_stage_takes_alone_talks_to_nobody(schedule):
     program = module(schedule, 8, idle="skip")
     alone = [c for at, c in conditionals(program) if sources(program, at, c.operands[0]) & ALONE]

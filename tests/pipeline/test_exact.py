@@ -66,9 +66,9 @@ def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, optio
 @pytest.mark.parametrize(
     ("num_layers", "options"),
     [
-        (4, {"schedule": "1f1b", "idle": "compute"}),
+        pytest.param(4, {"schedule": "1f1b", "idle": "compute"}, marks=pytest.mark.slow),
         (5, {"schedule": "zb", "remat": "stage", "idle": "skip"}),
-        (8, {"schedule": "interleaved", "gather": "layer", "idle": "skip"}),
+        pytest.param(8, {"schedule": "interleaved", "gather": "layer", "idle": "skip"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -233,7 +233,7 @@ def by_parts(loss, num_parts, num_shards):
         (folded_keys, jax.random.PRNGKey, {"schedule": "zb", "remat": "stage"}),
         (carried_keys, jax.random.PRNGKey, {"schedule": "interleaved"}),
         (keys_everywhere, jax.random.key, {"schedule": "zigzag", "remat": "layer"}),
-        (keys_everywhere, jax.random.PRNGKey, {}),
+        pytest.param(keys_everywhere, jax.random.PRNGKey, {}, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

@@ -174,7 +174,7 @@ def test_linen_scanned_and_recomputed():
     assert_trained(case(loss, params, tokens, rules=TRANSFORMER_RULES), mesh_of(**SIZES), schedule="interleaved")
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("llama", 2), pytest.param("llama", 1, marks=pytest.mark.slow), pytest.param("gpt", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "chunks"), [pytest.param(*of, marks=pytest.mark.slow) for of in (("llama", 2), ("llama", 1), ("gpt", 1))])
 def test_models_and_rules_that_ship(kind, chunks):
     model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
     params = model.init(jax.random.key(0))

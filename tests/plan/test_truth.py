@@ -111,7 +111,7 @@ def group_size(line):
     ("config", "target"),
     [
         ("quickstart", None),
-        pytest.param("llama-8b", "h100:1x8", marks=needs_plugin),
+        pytest.param("llama-8b", "h100:1x8", marks=[needs_plugin, pytest.mark.slow]),
         *(pytest.param(config, "h100:1x8", marks=[needs_plugin, pytest.mark.slow]) for config in ("quickstart", "pipeline")),
         *(pytest.param(config, None, marks=pytest.mark.slow) for config in ("pipeline", "llama-8b")),
     ],
