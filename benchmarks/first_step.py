@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from train.__main__ import main as run
-from train.records import Records
+from train.records.records import Records
 
 
 def _end(*_: Any) -> None:

@@ -49,7 +49,7 @@ class Sizes:
 
 
 def make_loss(mesh: Mesh, sizes: Sizes) -> Callable[[Any, dict[str, jax.Array]], jax.Array]:
-    """loss(params, batch) as in train/loss.py, laid out as configs/rules/fsdp_tensor.yaml says."""
+    """loss(params, batch) as in train/step/loss.py, laid out as configs/rules/fsdp_tensor.yaml says."""
     heads, kv_heads, dtype = sizes.heads, sizes.kv_heads, sizes.dtype
 
     def pin(x: jax.Array, *spec: Any) -> jax.Array:

@@ -70,9 +70,7 @@ def interleave(programs: Mapping[str, Callable[[], Any]], rounds: int, warmup: i
     return samples
 
 
-def alternate(
-    commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 0, environment: Mapping[str, str] | None = None
-) -> Samples:
+def alternate(commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 0, environment: Mapping[str, str] | None = None) -> Samples:
     """Commands, each measurement a fresh process. Raises FailedError."""
     samples: Samples = {name: [] for name in commands}
     for name, counts in turns(list(commands), rounds, warmup):
@@ -88,7 +86,9 @@ def run_process(command: Sequence[str], environment: Mapping[str, str] | None = 
     Call it from a small process: Linux counts the memory of the one that launches as the other's. Raises FailedError, also after limit_s.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))} | dict(environment or {})
+        variables = (
+            os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))} | dict(environment or {})
+        )
         started = time.perf_counter()
         process = subprocess.Popen(list(command), stdout=out, stderr=err, cwd=ROOT, env=variables)
         timer = threading.Timer(limit_s, process.kill)
@@ -186,7 +186,12 @@ def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
         "date": date.isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device": device,
-        "versions": {"python": platform.python_version(), "jax": metadata.version("jax"), "jaxlib": metadata.version("jaxlib"), "jgt": _commit()},
+        "versions": {
+            "python": platform.python_version(),
+            "jax": metadata.version("jax"),
+            "jaxlib": metadata.version("jaxlib"),
+            "jgt": _commit(),
+        },
     }
     kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -248,4 +253,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     cells += [[shown(v["median"] if isinstance(v, Mapping) else "-" if v is None else v) for v in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        yield "  ".join(f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}" for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        yield "  ".join(
+            f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}" for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()

@@ -17,18 +17,18 @@ import jax
 
 from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
-from jgt.plan.chip import parse_target
-from jgt.plan.compiled import compile_function
-from jgt.plan.cudnn import described
-from jgt.plan.hlo import KINDS, Module
-from jgt.plan.topology import devices_of
+from jgt.hlo.instruction import COLLECTIVES
+from jgt.hlo.text import Module
+from jgt.planner.chip import parse_target
+from jgt.planner.compiled import compile_function
+from jgt.planner.described import described, devices_of
 from train.config import load
 from train.data.batches import open_data
-from train.feed import Feed
 from train.models.linear import compute_type
-from train.processes import start
+from train.processes.processes import start_jax
+from train.run.start import Feed
 from train.setup import prepare
-from train.step import State
+from train.step.step import State
 
 _TRACES = 7
 
@@ -39,7 +39,7 @@ class Programs:
     def __init__(self, config: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None):
         self.run = load(config, overrides)
         if devices is None:
-            start(None, self.run.config.devices.virtual_cpu)
+            start_jax(None, self.run.config.devices.virtual_cpu)
         self.setup = prepare(self.run, devices=devices)
         model = self.run.config.model
         self._sizes = Sizes(
@@ -47,7 +47,7 @@ class Programs:
             kv_heads=model.num_kv_heads,
             remat=self.run.config.train.remat == "block",
             dtype=compute_type(model),
-            attention=self.setup.attention.kernel,
+            attention=self.setup.attention.kernel.name,
         )
 
     def steps(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Stepper:
 
 def collectives(text: str) -> Counter[tuple[str, int]]:
     """(kind, bytes of the result on one device) → how many stand in the text of a compiled program."""
-    return Counter((i.kind, i.num_bytes) for i in Module.of(text).instructions() if i.kind in KINDS)
+    return Counter((i.kind, i.num_bytes) for i in Module.parse(text).instructions() if i.kind in COLLECTIVES)
 
 
 def launched(config: str, overrides: Sequence[str], which: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What `mfu.py` measures, one measurement a process, which prints JSON.
 
-    python -m benchmarks.measure_mfu ceiling
-    python -m benchmarks.measure_mfu memory [--target h200:1x1] key.sub=value ...
-    python -m benchmarks.measure_mfu step key.sub=value ...
+python -m benchmarks.measure_mfu ceiling
+python -m benchmarks.measure_mfu memory [--target h200:1x1] key.sub=value ...
+python -m benchmarks.measure_mfu step key.sub=value ...
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import ROOT, interleave, spread
-from jgt.plan.chip import Target, parse_target
-from jgt.plan.compiled import compile_function
-from jgt.plan.cudnn import described
-from jgt.plan.topology import devices_of
+from jgt.planner.chip import Target, parse_target
+from jgt.planner.compiled import compile_function
+from jgt.planner.described import described, devices_of
 from train.config import Run, load
 from train.data.batches import open_data
-from train.feed import Feed
-from train.flops import flops_per_token, peak_flops
+from train.records.progress import peak_flops
+from train.run.start import Feed
 from train.setup import Setup, prepare
-from train.xla import configure
+from train.xla import configure_xla
 
 _SIZE = 8192
 _MATMULS = 50
@@ -50,7 +49,7 @@ def main() -> None:
         found = planned(read(arguments.overrides), parse_target(arguments.target))
     else:
         run = read(arguments.overrides)
-        configure(run.config.xla, virtual=False)
+        configure_xla(run.config.xla, virtual=False)
         found = memory(prepare(run)) if arguments.name == "memory" else step(prepare(run))
     print(json.dumps(found), flush=True)
     os._exit(0)
@@ -67,14 +66,22 @@ def ceiling() -> dict[str, Any]:
     many = jax.jit(lambda x, a: jax.lax.fori_loop(0, _MATMULS, lambda _, x: (x @ a) * 0.01, x))
     samples = interleave({"matmul": lambda: jax.block_until_ready(many(a, a))}, rounds=10, warmup=3)
     flops = 2 * _SIZE**3 * _MATMULS
-    return {"device": jax.devices()[0].device_kind, "peak": peak_flops(jax.devices()[0].device_kind), "matmul": spread(flops / s.s for s in samples["matmul"])}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "peak": peak_flops(jax.devices()[0].device_kind),
+        "matmul": spread(flops / s.s for s in samples["matmul"]),
+    }
 
 
 def memory(setup: Setup) -> dict[str, Any]:
     """Peak bytes of the compiled step on the device that is here, and what its allocator may take; nothing is allocated."""
     stats = setup.compile_train_step().memory_analysis()
     device: Any = jax.devices()[0]
-    return {"peak_bytes": stats.peak_memory_in_bytes, "temp_bytes": stats.temp_size_in_bytes, "limit_bytes": device.memory_stats()["bytes_limit"]}
+    return {
+        "peak_bytes": stats.peak_memory_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "limit_bytes": device.memory_stats()["bytes_limit"],
+    }
 
 
 def planned(run: Run, target: Target) -> dict[str, Any]:
@@ -107,7 +114,7 @@ def step(setup: Setup) -> dict[str, Any]:
 
     samples = interleave({"steps": some}, rounds=_ROUNDS)["steps"]
     tokens = batch * model.seq * _STEPS
-    flops = tokens * flops_per_token(model, setup.num_parameters)
+    flops = tokens * model.flops_per_token(setup.num_parameters)
     stats: Any = device.memory_stats()
     return {
         "device": device.device_kind,

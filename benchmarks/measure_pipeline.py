@@ -65,7 +65,9 @@ def main() -> None:
         samples = interleave(steppers, num_steps)
         for name, of in samples.items():
             temp = steps[name].memory_analysis().temp_size_in_bytes
-            found[name] |= figures(of) | ratios(of, samples[first]) | {"temp_mb": round(temp / 1e6, 1), "loss": round(steppers[name].loss, 6)}
+            found[name] |= (
+                figures(of) | ratios(of, samples[first]) | {"temp_mb": round(temp / 1e6, 1), "loss": round(steppers[name].loss, 6)}
+            )
     for of in found.values():
         of["compile_cpu_s_ratio"] = round(of["compile_cpu_s"] / found[first]["compile_cpu_s"], 3)
     print(json.dumps(found))

@@ -20,8 +20,8 @@ from benchmarks.harness import interleave, spread
 from benchmarks.measure import Stepper
 from train.config import load
 from train.data.batches import open_data
-from train.feed import Feed
-from train.processes import start
+from train.processes.processes import start_jax
+from train.run.start import Feed
 from train.setup import prepare
 
 SIZES = (1, 2, 4, 8)
@@ -29,13 +29,20 @@ STRONG, WEAK = 16, 2
 """Sequences of a batch: on all devices together, and on each."""
 CONFIG = "benchmarks/step.yaml"
 SEQ = 128
-SMALL = ("model.layers=2", "model.vocab=1024", f"model.seq={SEQ}", "train.remat=none", "rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
+SMALL = (
+    "model.layers=2",
+    "model.vocab=1024",
+    f"model.seq={SEQ}",
+    "train.remat=none",
+    "rules=../configs/rules/fsdp.yaml",
+    "mesh={fsdp: -1}",
+)
 
 
 def main() -> None:
     """Prints a row for each kind and number of devices."""
     num_steps = int(sys.argv[1])
-    start(None, max(SIZES))
+    start_jax(None, max(SIZES))
     batches = {"strong": [STRONG] * len(SIZES), "weak": [WEAK * size for size in SIZES]}
     points = {(size, batch) for kind in batches for size, batch in zip(SIZES, batches[kind], strict=True)}
     found = interleave({f"{size}, {batch}": stepper(size, batch) for size, batch in sorted(points)}, num_steps, warmup=2)

@@ -5,7 +5,7 @@
 
 MFU is causal: FLOPs of a token are 6 P + 6 L H h S over the chip's peak (P parameters of matmuls, the embedding's lookup left out; L
 layers, H heads of width h, S tokens of a sequence): attention counts the half of the scores that is used, 6 instead of 12, and
-recompute does not count (train/flops.py). `of_ceiling` is the same over what a large bf16 matmul reaches on this very GPU.
+recompute does not count (train/records/progress.py). `of_ceiling` is the same over what a large bf16 matmul reaches on this very GPU.
 
 For each size, sequence, remat and attention the memory of the step compiled with batches 1 and 2 tells the largest batch that should fit;
 that one is measured, and the next smaller one; where memory runs out the next smaller ones follow. Each measurement is a process of its
@@ -57,8 +57,15 @@ def main() -> None:
             report("mfu-dry-run", dry_run(*sweep[0]), arguments)
             return
         if find_device()["kind"] == "cpu":
-            print("\n".join(f"would measure {size}, sequences of {seq}, remat {remat}, attention {attention}" for size, seq, remat, attention in sweep))
-            sys.exit("No NVIDIA GPU is here, and nothing was measured. --dry-run compiles the smallest of these for an H200 that need not be here")
+            print(
+                "\n".join(
+                    f"would measure {size}, sequences of {seq}, remat {remat}, attention {attention}"
+                    for size, seq, remat, attention in sweep
+                )
+            )
+            sys.exit(
+                "No NVIDIA GPU is here, and nothing was measured. --dry-run compiles the smallest of these for an H200 that need not be here"
+            )
         found = {"ceiling": run_process(_command("ceiling")).found, "rows": []}
         peak, reached = found["ceiling"]["peak"], found["ceiling"]["matmul"]["median"]
         for point in sweep:
@@ -133,11 +140,19 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     ceiling = found["ceiling"]
     yield f"{ceiling['device']}: a large bf16 matmul reaches {ceiling['matmul']['median'] / 1e12:.0f} TFLOP/s"
     for title, rows in (("All", found["rows"]), ("The best of each size and sequence", found["best"])):
-        shown = [{key: row[key] for key in ("size", "seq", "remat", "attention", "batch", "tokens_per_s", "mfu", "of_ceiling", "peak_gb")} for row in rows if "mfu" in row]
+        shown = [
+            {key: row[key] for key in ("size", "seq", "remat", "attention", "batch", "tokens_per_s", "mfu", "of_ceiling", "peak_gb")}
+            for row in rows
+            if "mfu" in row
+        ]
         if shown:
             yield title
             yield from table(shown)
-    yield from (f"failed: {row['size']}, {row['seq']}, {row['remat']}, {row['attention']}, batch {row.get('batch', 1)}: {row['failed']}" for row in found["rows"] if "failed" in row)
+    yield from (
+        f"failed: {row['size']}, {row['seq']}, {row['remat']}, {row['attention']}, batch {row.get('batch', 1)}: {row['failed']}"
+        for row in found["rows"]
+        if "failed" in row
+    )
 
 
 if __name__ == "__main__":

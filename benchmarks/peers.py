@@ -128,7 +128,11 @@ def alike(found: Mapping[str, Sequence[Found]], commands: Mapping[str, Sequence[
     if len(set(parameters.values())) > 1:
         raise FailedError(f"the models differ, parameters: {parameters}")
     versions = {name: of[0]["versions"] for name, of in found.items()}
-    return {"parameters": parameters["jgt"], "versions": versions, "commands": {name: shlex.join(command) for name, command in commands.items()}}
+    return {
+        "parameters": parameters["jgt"],
+        "versions": versions,
+        "commands": {name: shlex.join(command) for name, command in commands.items()},
+    }
 
 
 def spectrax(arguments: argparse.Namespace) -> Found:
@@ -157,7 +161,9 @@ def spectrax(arguments: argparse.Namespace) -> Found:
         "best": best,
         **{f"{best['jgt']} to {name}": of for name, of in against.items()},
         f"{NO_STAGES} to {best['spectrax']}": ratios(samples["jgt"][NO_STAGES], peer[best["spectrax"]]),
-        "bars": {f"to the best, {kind}": bar(against[best["spectrax"]][f"{kind}_ratio"]["median"], PIPELINE_BAR) for kind in ("s", "cpu_s")},
+        "bars": {
+            f"to the best, {kind}": bar(against[best["spectrax"]][f"{kind}_ratio"]["median"], PIPELINE_BAR) for kind in ("s", "cpu_s")
+        },
         "loss": results[0]["loss"],
         **alike(found, commands),
     }
@@ -189,7 +195,10 @@ def huggingface(arguments: argparse.Namespace) -> Found:
     speeds = {side: [of["tokens_per_s"] for of in found] for side, found in rounds.items()}
     found = {f"{side}_tokens_per_s": spread(of) for side, of in speeds.items()}
     found["ratio"] = spread(a / b for a, b in zip(*speeds.values(), strict=True))
-    return found | {"batch": {side: of[0]["batch"] for side, of in rounds.items()}, **alike(rounds, {"jgt": rounds["jgt"][0]["command"], "huggingface": peer})}
+    return found | {
+        "batch": {side: of[0]["batch"] for side, of in rounds.items()},
+        **alike(rounds, {"jgt": rounds["jgt"][0]["command"], "huggingface": peer}),
+    }
 
 
 def _fastest(config: Path, num_steps: int) -> Found:
@@ -197,7 +206,14 @@ def _fastest(config: Path, num_steps: int) -> Found:
     tried: list[Found] = []
     for batch in BATCHES:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(PROGRAMS / "jgt_train.py"), "--config", str(config), f"run.dir={folder}/run", f"train.batch={batch}"]
+            command = [
+                sys.executable,
+                str(PROGRAMS / "jgt_train.py"),
+                "--config",
+                str(config),
+                f"run.dir={folder}/run",
+                f"train.batch={batch}",
+            ]
             try:
                 found = run_process([*command, f"train.steps={num_steps + 3}"], {"LAUNCHED": str(time.time())}).found
             except FailedError as error:
@@ -216,7 +232,12 @@ def training(arguments: argparse.Namespace, peer: str, python: str, mesh: Mappin
         ours = ["--config", config, "--resume", "never", "xla.cache=null", f"train.steps={steps}", f"run.dir={folder}/run", *overrides]
         commands = {
             "jgt": [sys.executable, str(PROGRAMS / "jgt_train.py"), *ours],
-            peer: [python, str(PROGRAMS / f"{peer}_train.py"), json.dumps(sizes(arguments, mesh=mesh) | {"steps": steps}), f"{folder}/{peer}"],
+            peer: [
+                python,
+                str(PROGRAMS / f"{peer}_train.py"),
+                json.dumps(sizes(arguments, mesh=mesh) | {"steps": steps}),
+                f"{folder}/{peer}",
+            ],
         }
         found = in_turn(commands, arguments.rounds)
     return {

@@ -32,7 +32,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=ROWS, default=ROWS)
     arguments = parser.parse_args()
     try:
-        found = {row: run_process([sys.executable, "-m", "benchmarks.measure_pipeline", row, str(arguments.steps)]).found for row in arguments.only}
+        found = {
+            row: run_process([sys.executable, "-m", "benchmarks.measure_pipeline", row, str(arguments.steps)]).found
+            for row in arguments.only
+        }
     except FailedError as error:
         sys.exit(str(error))
     report("pipeline", found, arguments, _lines(found))

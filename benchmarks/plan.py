@@ -1,6 +1,6 @@
 """How long `jgt plan` takes and how much memory, each plan in a process of its own.
 
-    python benchmarks/plan.py [--json] [--save] [--rounds 1] [ROW ...]
+python benchmarks/plan.py [--json] [--save] [--rounds 1] [ROW ...]
 """
 
 from __future__ import annotations

@@ -58,7 +58,13 @@ def _waits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         shares = [100 * row["exposed_ms"].get(name, 0.0) / (row["step_s"] * 1e3) for row in rows]
         axes.bar(positions, shares, bottom=bottoms, color=COLOURS[index % len(COLOURS)], label=name, width=0.7)
         bottoms = [a + b for a, b in zip(bottoms, shares, strict=True)]
-    _frame(axes, "(c) Exposed communication, predicted" + (f", {rows[0]['model']}" if rows else ""), "GPUs, and kind of scaling", "% of the step", log=False)
+    _frame(
+        axes,
+        "(c) Exposed communication, predicted" + (f", {rows[0]['model']}" if rows else ""),
+        "GPUs, and kind of scaling",
+        "% of the step",
+        log=False,
+    )
     axes.set_xticks(positions, [f"{row['gpus']}\n{row['scaling']}" for row in rows])
 
 
@@ -71,7 +77,17 @@ def _work(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         spreads = [row["to_one_device"] for row in points]
         middle = [s["median"] for s in spreads]
         errors = [[s["median"] - s["q1"] for s in spreads], [s["q3"] - s["median"] for s in spreads]]
-        axes.errorbar([r["devices"] for r in points], middle, yerr=errors, label=kind, color=COLOURS[index], linestyle=LINES[kind], marker="o", markersize=4, capsize=3)
+        axes.errorbar(
+            [r["devices"] for r in points],
+            middle,
+            yerr=errors,
+            label=kind,
+            color=COLOURS[index],
+            linestyle=LINES[kind],
+            marker="o",
+            markersize=4,
+            capsize=3,
+        )
     axes.axhline(1, color=IDEAL, linewidth=0.8, linestyle=":", zorder=1)
     _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens a CPU-second, to one device")
     axes.set_ylim(bottom=0)

@@ -20,9 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
-from jgt.plan.chip import load_chip
+from jgt.planner.chip import load_chip
 from train.config import load
-from train.flops import flops_per_token
 
 GLOBAL_BATCH = 512
 HOST = 8
@@ -99,7 +98,9 @@ def plan(model: str, kind: str, size: int, chip: str) -> dict[str, Any]:
         f"train.accumulate={sizes['accumulate']}",
     ]
     config = str(ROOT / f"configs/{model}.yaml")
-    sample = run_process([sys.executable, "-m", "jgt", "plan", "--config", config, "--target", f"{chip}:{size // HOST}x{HOST}", "--json", *overrides])
+    sample = run_process(
+        [sys.executable, "-m", "jgt", "plan", "--config", config, "--target", f"{chip}:{size // HOST}x{HOST}", "--json", *overrides]
+    )
     told, shape = sample.found, load(config, overrides[:2]).config.model
     num_parameters = sum(math.prod(parameter["shape"]) for parameter in told["parameters"])
     seconds = told["step_time_ms"] / 1e3
@@ -111,7 +112,7 @@ def plan(model: str, kind: str, size: int, chip: str) -> dict[str, Any]:
         **sizes,
         "step_s": seconds,
         "tokens_per_s": tokens,
-        "mfu": tokens * flops_per_token(shape, num_parameters) / (size * load_chip(chip).peak_flops("bf16")),
+        "mfu": tokens * shape.flops_per_token(num_parameters) / (size * load_chip(chip).peak_flops("bf16")),
         "exposed_ms": {axes: told["exposed_ms"].get(axes, 0.0) for axes in told["links_ms"]},
         "peak_gb": told["memory"]["peak_bytes"] / 1e9,
         "fits": told["memory"]["fits"],

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 
 from benchmarks.harness import interleave, make_parser, ratios, report, spread
 from benchmarks.measure import Stepper
-from train import checkpoint
-from train.checkpoint import Checkpoints
+from train.checkpoint import checkpoint
+from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
-from train.feed import Feed
-from train.loop import open_run
+from train.processes.watch import Watch
+from train.run.loop import open_run
+from train.run.start import Feed
 from train.sections import CheckpointConfig, WatchdogConfig
-from train.step import State
-from train.watch import Watch
+from train.step.step import State
 
 _ARRAYS = 24
 _STEPS = 20_000

@@ -1,10 +1,8 @@
-"""jgt shards JAX programs by name. Names are resolved on first use, so that `import jgt` does not import JAX."""
+"""jgt shards JAX programs by name. Public names load on first use, so that `import jgt` does not import JAX."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,32 +11,32 @@ if TYPE_CHECKING:
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
     from jgt.pipeline.config import Pipeline as Pipeline
-    from jgt.placement import Placement as Placement
-    from jgt.plan.plan import Plan as Plan
-    from jgt.plan.plan import plan as plan
+    from jgt.planner.plan import Plan as Plan
+    from jgt.planner.plan import plan as plan
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
-    from jgt.shard import init as init
-    from jgt.shard import place as place
-    from jgt.shard import shard as shard
+    from jgt.sharding.placement import Placement as Placement
+    from jgt.sharding.shard import init as init
+    from jgt.sharding.shard import place as place
+    from jgt.sharding.shard import shard as shard
 
 __version__ = "0.1.0"
 
 _OWNERS = {
     "InputError": "jgt.document",
     "Pipeline": "jgt.pipeline.config",
-    "Placement": "jgt.placement",
-    "Plan": "jgt.plan.plan",
+    "Placement": "jgt.sharding.placement",
+    "Plan": "jgt.planner.plan",
     "Rules": "jgt.rules",
     "abstract_mesh": "jgt.mesh.mesh",
-    "init": "jgt.shard",
+    "init": "jgt.sharding.shard",
     "load_rules": "jgt.rules",
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
-    "place": "jgt.shard",
-    "plan": "jgt.plan.plan",
-    "shard": "jgt.shard",
+    "place": "jgt.sharding.shard",
+    "plan": "jgt.planner.plan",
+    "shard": "jgt.sharding.shard",
 }
 
 __all__ = [
@@ -59,24 +57,14 @@ __all__ = [
 ]
 
 
-class _Package(types.ModuleType):
-    """Resolves public names on first use; a function keeps its name when the module it lives in is imported."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "signal":
-            return importlib.import_module("jgt.signal")
-        if name not in _OWNERS:
-            raise AttributeError(f"module 'jgt' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_OWNERS[name]), name)
-        super().__setattr__(name, value)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _OWNERS and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted([*super().__dir__(), *__all__])
+def __getattr__(name: str) -> Any:
+    if name == "signal":
+        return importlib.import_module("jgt.signal")
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'jgt' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_OWNERS[name]), name)
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

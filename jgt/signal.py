@@ -1,7 +1,12 @@
-"""Names for the places of a model: `context` names a region, `tensor` one value. Nothing else.
+"""Names for the places of a model, and nothing but names: `context` names a region, `tensor` names one value.
 
-A region is a named scope and a value a checkpoint name, so a signal costs nothing, needs no rules and no mesh, and
-the same name serves sharding, recompute policies, profiles and plans.
+    with jgt.signal.context("mlp"):
+        hidden = jgt.signal.tensor(jax.nn.relu(x @ up), "hidden")
+        return hidden @ down
+
+A model that calls these two functions knows no mesh, no rule and no spec; a YAML file says elsewhere what happens at
+`mlp` and at `mlp/hidden`. A region is one of JAX's named scopes and a named value is a `checkpoint_name`, both of which survive
+tracing and compilation. So a signal computes nothing, and the same name serves sharding, recompute policies, profiles and plans.
 """
 
 from __future__ import annotations
@@ -10,26 +15,27 @@ import contextlib
 import re
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
 PREFIX = "sig."
-"""Marks signals among other named scopes (Flax adds its own) in name stacks and in the compiled program."""
+"""Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class context(contextlib.ContextDecorator):  # noqa: N801 - it reads as a function
-    """Names the region of a with-statement, or all of a decorated function. Regions nest: `layers/attn`.
+    """Names the region of a with-statement or of a decorated function. Regions nest: `attn` inside `layers` is `layers/attn`.
 
-    Raises ValueError for a name outside `[A-Za-z0-9_.-]`.
+    Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.
     """
 
     def __init__(self, name: str):
         self._name = _checked(name)
+        # A stack, because one context may be entered again inside itself.
         self._open: list[contextlib.AbstractContextManager[object]] = []
 
     def _recreate_cm(self) -> context:
-        # A decorated function may run in several threads at once: each call has a context of its own.
+        # ContextDecorator calls this for each call of a decorated function, which may run in several threads at once.
         return context(self._name)
 
     def __enter__(self) -> None:
@@ -42,14 +48,15 @@ class context(contextlib.ContextDecorator):  # noqa: N801 - it reads as a functi
 
 
 def tensor(x: jax.Array, name: str) -> jax.Array:
-    """Names one value (of any shape) inside its region and returns it unchanged.
+    """Names one value of any shape inside its region, and returns it unchanged.
 
-    Raises ValueError for a name outside `[A-Za-z0-9_.-]`.
+    Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.
     """
     return checkpoint_name(x, _checked(name))
 
 
-def _checked(name: str) -> str:
+def _checked(name: object) -> str:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ValueError(f"{name!r} is no signal name. Allowed are letters, digits and _ . -; nest contexts instead of writing a/b")
+        allowed = "Use letters, digits, underscores, dots and dashes; nest contexts instead of writing a/b"
+        raise ValueError(f"{name!r} is not a valid signal name. {allowed}")
     return name

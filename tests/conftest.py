@@ -1,7 +1,12 @@
-"""The whole session is strict: 8 CPU devices, rank promotion raises, warnings are errors, a hung collective fails."""
+"""The whole session is strict: 8 CPU devices, rank promotion raises, warnings are errors, a hung collective fails.
+
+`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of twelve shares with each commit, so that every slow
+test runs within twelve commits.
+"""
 
 import os
 import tempfile
+import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs of processes that tests start are kept for the session, not for the user.
@@ -23,3 +28,21 @@ def root() -> "os.PathLike[str]":
     from pathlib import Path
 
     return Path(__file__).parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", metavar="K/N", help="run only part K (from 0) of N parts of the tests, chosen by their names")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    listed = {line for line in (config.rootpath / "tests" / "slow.txt").read_text().splitlines() if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+    share = config.getoption("--share")
+    if share is not None:
+        part, parts = map(int, share.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]

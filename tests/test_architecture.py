@@ -38,24 +38,78 @@ def offenders(folder, *forbidden, allowed=()):
 
 
 def test_the_reader_of_imports_sees_them():
-    assert {"jax", "jgt.problems", "jgt.rules.Matcher"} <= imports(ROOT / "jgt" / "rewrite.py")
+    assert {"jax", "jgt.rules", "jgt.rules.Rules"} <= imports(ROOT / "jgt" / "sharding" / "shard.py")
     assert offenders("jgt", "jgt.document")
     assert len(modules("jgt")) > 10
+
+
+ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding", "jgt.program", "jgt.batch", "jgt.signal"]
 
 
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
         ("jgt", ["train"]),
-        ("jgt/rules", ["jax", "jgt.mesh", "jgt.pipeline", "jgt.plan", "jgt.shard", "jgt.rewrite", "jgt.jaxpr", "jgt.signal"]),
-        ("jgt/mesh", ["jgt.rules", "jgt.pipeline", "jgt.plan", "jgt.shard", "jgt.rewrite", "jgt.jaxpr", "jgt.signal"]),
-        ("jgt/pipeline", ["jgt.rules", "jgt.mesh"]),
         ("jgt", ["flax", "optax", "orbax", "grain"]),
+        ("jgt/document", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
+        ("jgt/rules", ["jax", "numpy", "jgt.mesh", "jgt.schedule", *ENGINE]),
+        ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
+        ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),
+        ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.program", "jgt.signal"))]),
+        ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
+        ("jgt/pipeline", ["jgt.rules", "jgt.mesh", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
+        ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),
+        ("jgt/profile", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh"]),
+        ("train/report", ["jax", "numpy"]),
     ],
-    ids=["jgt never train", "rules", "mesh", "pipeline", "jgt needs only JAX"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_floors_are_kept(folder, forbidden):
     assert offenders(folder, *forbidden) == []
+
+
+def test_only_the_pipeline_asks_whether_a_batch_may_be_cut_and_only_at_the_door():
+    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline"]) == []
+    rooms = {f"jgt.batch.{path.stem}" for path in modules("jgt/batch") if path.stem != "__init__"}
+    assert offenders("jgt/pipeline", *rooms) == []
+    assert offenders("train", "jgt.batch") == []
+
+
+def public_names(package):
+    """The classes, functions and constants that the files of a package define without an underscore, with their files."""
+    found = {}
+    for path in modules(package):
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.append(node.name)
+            for name in names:
+                if not name.startswith("_") and name != "main":
+                    found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+@pytest.mark.parametrize("package", ["jgt", "train"])
+def test_no_public_name_is_defined_twice_in_a_package(package):
+    found = public_names(package)
+    assert len(found) > 100
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize("package", ["jgt", "train"])
+def test_no_folder_has_more_modules_than_a_reader_can_hold_in_the_head(package):
+    folders = {}
+    for path in modules(package):
+        if path.name != "__init__.py":
+            folders.setdefault(path.parent, []).append(path.name)
+    assert {folder.name: len(names) for folder, names in folders.items() if len(names) > 16} == {}
+    assert len(folders[ROOT / package]) <= {"jgt": 4, "train": 8}[package]
+
+
+def test_the_picture_of_the_rooms_is_up_to_date():
+    script = ROOT / "docs" / "pictures" / "rooms.py"
+    subprocess.run([sys.executable, str(script), "--check"], check=True, cwd=ROOT)
 
 
 def test_signals_need_only_jax():
@@ -68,7 +122,7 @@ def test_only_the_document_reads_yaml():
 
 
 def test_only_the_checkpoint_knows_orbax():
-    assert offenders("train", "orbax", allowed=["train/checkpoint.py"]) == []
+    assert offenders("train", "orbax", allowed=["train/checkpoint/checkpoint.py"]) == []
 
 
 def test_only_the_data_knows_grain():
@@ -76,9 +130,9 @@ def test_only_the_data_knows_grain():
 
 
 def test_only_these_draw():
-    assert offenders("jgt", "rich", allowed=["jgt/pipeline/timeline.py", "jgt/plan/table.py"]) == []
-    assert offenders("train", "rich", allowed=["train/console.py", "train/report/table.py"]) == []
-    assert offenders("jgt", "matplotlib", allowed=["jgt/pipeline/plot.py"]) == []
+    assert offenders("jgt", "rich", allowed=["jgt/console.py", "jgt/schedule/timeline.py", "jgt/planner/table.py"]) == []
+    assert offenders("train", "rich", allowed=["train/records/console.py", "train/report/table.py"]) == []
+    assert offenders("jgt", "matplotlib", allowed=["jgt/schedule/plot.py"]) == []
     assert offenders("train", "matplotlib") == []
 
 
@@ -94,9 +148,8 @@ def test_models_know_signals_and_nothing_else_of_jgt():
 def test_names_of_the_package_and_of_its_modules_do_not_collide():
     code = """
 import jgt, types
-import jgt.shard, jgt.placement
-from jgt.shard import place
-from jgt.shard import shard
+import jgt.sharding.shard, jgt.planner.plan
+from jgt.sharding.shard import place, shard
 import jgt.signal
 assert jgt.shard is shard and callable(jgt.shard)
 assert jgt.place is place
@@ -116,7 +169,7 @@ else:
 def test_a_typo_is_answered_without_jax():
     code = """
 import sys
-import jgt, jgt.rules, jgt.document, jgt.mesh.sizes, jgt.problems, train.config
+import jgt, jgt.rules, jgt.document, jgt.mesh.sizes, jgt.planner.budget, train.config
 jgt.make_rules({"default": "replicate"})
 assert "jax" not in sys.modules, "jax was imported"
 """

@@ -13,30 +13,27 @@ import pytest
 import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
+from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
-from jgt.pipeline import custom, entries
-from jgt.pipeline.__main__ import _parser as schedule_parser
 from jgt.pipeline.config import Pipeline
-from jgt.pipeline.report import number, percent
-from jgt.pipeline.schedule import VIRTUAL, make_table, virtual_of
-from jgt.pipeline.simulate import simulate
-from jgt.plan.chip import chip_names
-from jgt.plan.collectives import Collective
-from jgt.plan.findings import Kind
-from jgt.plan.limits import LIMITS, read_budget
+from jgt.planner.budget import LIMITS, read_budget
+from jgt.planner.chip import chip_names
+from jgt.planner.findings import FindingKind
 from jgt.rules import load
+from jgt.schedule import custom, find, schedules
+from jgt.schedule.__main__ import _parser as schedule_parser
+from jgt.schedule.simulate import number_text, percent_text, simulate
 from train import sections
 from train.__main__ import parser as train_parser
 from train.config import Config
 from train.data import config as data_config
-from train.data import files, jsonl, tokenizer_json
-from train.data import text as data_text
+from train.data import documents as data_documents
+from train.data import files, tokenizer
 from train.data.config import MixturePart
 from train.plan.__main__ import _parser as plan_parser
-from train.processes import MAX_VIRTUAL_CPU
+from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
-from train.report.events import Event
-from train.report.starts import find_starts
+from train.report.events import Event, find_starts
 from train.sections import Fault, SpikesConfig
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +104,7 @@ def test_the_rules_in_the_text_load(tmp_path):
     (tmp_path / "tensor.yaml").write_text((ROOT / "configs/rules/tensor.yaml").read_text())
     before_mistakes = RULES.read_text().split("## What a mistake looks like")[0]
     examples = blocks(RULES, "yaml", before_mistakes)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for text in examples:
         (tmp_path / "rules.yaml").write_text(text)
         rules = jgt.load_rules(tmp_path / "rules.yaml")
@@ -157,9 +154,11 @@ def test_a_mistake_in_a_table_looks_as_shown(tmp_path, monkeypatch, capsys):
 
 def test_the_numbers_of_the_schedules():
     expected = []
-    for name in VIRTUAL:
-        few, many = (simulate(make_table(name, 4, M)) for M in (8, 32))
-        expected.append([f"`{name}`", str(virtual_of(name, None)), percent(few.bubble), percent(many.bubble), number(many.peak)])
+    for name, schedule in schedules.SCHEDULES.items():
+        few, many = (simulate(schedules.schedule_table(name, 4, M)) for M in (8, 32))
+        expected.append(
+            [f"`{name}`", str(schedule.chunks_per_stage(None)), percent_text(few.bubble), percent_text(many.bubble), number_text(many.peak)]
+        )
     assert [row[:5] for row in rows(section(SCHEDULES, "## The schedules"))[1:]] == expected
 
 
@@ -174,7 +173,9 @@ def test_every_option_of_the_schedules_stands_there():
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu")
+@pytest.mark.skipif(
+    jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
+)
 def test_a_plan_is_as_shown(capsys):
     (shown,) = blocks(PLAN, "text")
     (command,) = re.findall(r"`python -m jgt (plan .*?)`, with jax 0.10.2:", PLAN.read_text())
@@ -190,7 +191,7 @@ def test_every_option_of_a_plan_stands_there():
 
 def test_every_finding_of_a_plan_and_every_limit_stands_there():
     text = PLAN.read_text()
-    assert {row[0].strip("`") for row in rows(section(PLAN, "## What it finds"))[1:]} == set(typing.get_args(Kind))
+    assert {row[0].strip("`") for row in rows(section(PLAN, "## What it finds"))[1:]} == set(typing.get_args(FindingKind))
     (example,) = blocks(PLAN, "yaml")
     limits = read_budget(document.parse(example, "budget.yaml").find("budget"), problems := [])
     assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(LIMITS)
@@ -277,12 +278,18 @@ def limits(cls, prefix=""):
 
 def test_the_limits_of_files_stand_there():
     page = section(TRAINING, "## Limits")
-    numbers = [document.files.MAX_BYTES, document.files.MAX_FILES, document.reader.MAX_DEPTH, document.reader.MAX_VALUES, document.reader.MAX_KEY]
-    numbers += [document.node.MAX_PROBLEMS, sizes.MAX_AXES, sizes.MAX_DEVICES, custom.MAX_CELLS, entries.MAX_BYTES]
+    numbers = [
+        document.compose.MAX_BYTES,
+        document.compose.MAX_FILES,
+        document.reader.MAX_DEPTH,
+        document.reader.MAX_VALUES,
+        document.reader.MAX_KEY,
+    ]
+    numbers += [document.node.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, find.MAX_CELLS, custom.MAX_TABLE_BYTES]
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_FILES, files.MAX_NAMES]
-    numbers += [jsonl.MAX_LINE_BYTES, data_text.MAX_LINE_BYTES, jsonl.MAX_RATIO, jsonl.MAX_EXPANDED, tokenizer_json.MAX_BYTES]
+    numbers += [data_documents.MAX_LINE_BYTES, data_documents.MAX_RATIO, data_documents.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []
-    assert load.MAX_AXES == sizes.MAX_AXES
+    assert load.MAX_AXES == sizes.MAX_MESH_AXES
     assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
 
 
@@ -293,7 +300,7 @@ def test_every_key_of_a_pipeline_stands_with_its_default():
     assert {key for key, default in documented.items() if default == "required"} == required
     plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}
     assert plain == {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in required}
-    assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in VIRTUAL)
+    assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in schedules.SCHEDULES)
 
 
 def test_every_section_stands_there():

@@ -25,7 +25,10 @@ def test_the_largest_batch_by_the_memory_of_one_and_two_sequences():
 
 
 def test_the_best_is_the_fastest_of_its_size_and_sequence():
-    rows = [{"size": size, "seq": 1, "remat": remat, "tokens_per_s": {"median": speed}} for size, remat, speed in [("a", "none", 1), ("a", "block", 2), ("b", "none", 3)]]
+    rows = [
+        {"size": size, "seq": 1, "remat": remat, "tokens_per_s": {"median": speed}}
+        for size, remat, speed in [("a", "none", 1), ("a", "block", 2), ("b", "none", 3)]
+    ]
     rows.append({"size": "a", "seq": 1, "remat": "attention", "failed": "out of memory"})
     assert [(row["size"], row["remat"]) for row in mfu.best(rows)] == [("a", "block"), ("b", "none")]
 

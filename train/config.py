@@ -1,4 +1,14 @@
-"""One YAML file is one run: its sections together, and what is wrong with them, without JAX."""
+"""A run's YAML file: read, completed with overrides and defaults, and checked as a whole. Imports no JAX.
+
+One file describes one run. `load` reads it, applies the `key.sub=value` overrides of the command line, fills the sections
+(`sections.py`), and checks what one section alone cannot know: the mesh against the devices, the rules against the axes of
+the mesh, the pipeline's schedule against its stages, the batch against the axes that split it. None of this needs JAX, so a
+typo is answered in well under a second, and on a machine without accelerators.
+
+All problems are reported together, so that a user fixes them in one pass. That takes care: after a problem the check
+continues with everything that could be read, and a section that could not be read must not cause further messages that only
+follow from its defaults (see `_readable_sections` and the end of `_check`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +22,10 @@ from jgt import document
 from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import Pipeline
-from jgt.pipeline.custom import find_table
-from jgt.plan.limits import Limit, read_budget
-from jgt.problems import misfit_problem
-from jgt.rules import Matcher, Rules, expand, misfits, rules_from_node
+from jgt.planner.budget import Limit, read_budget
+from jgt.rules import Rules, expand, match_input, misfits, rules_from_node
+from jgt.rules.spec import SpecRule, misfit_problem
+from jgt.schedule.find import find_table
 from train.data.config import DataConfig, path_problems
 from train.models.config import ModelConfig
 from train.sections import (
@@ -33,7 +43,7 @@ from train.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All sections of a run."""
+    """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -54,7 +64,11 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A checked run: its config, mesh sizes, rules and budget, and the documents they were read from."""
+    """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
+
+    mesh: axis names and sizes, outermost first, where one size may be -1. root: the run's document; rules_root: the document of the
+    rules, which may be another file.
+    """
 
     config: Config
     mesh: dict[str, int]
@@ -64,14 +78,26 @@ class Run:
     root: Node
     rules_root: Node | None
 
+    @property
+    def batch_rule(self) -> SpecRule | None:
+        """The rule that lays out the arrays of a batch, [batch, seq]; None if they are not sharded."""
+        return None if self.rules is None else match_input(self.rules, "inputs", 2).rule
+
+    @property
+    def batch_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The mesh axes that split the batch, and those that split the sequence."""
+        batch, sequence = ((), ()) if self.batch_rule is None else expand(self.batch_rule.spec, 2)
+        return batch, sequence
+
     def where(self, key: str) -> str:
-        """The file:line of a key, or of what stands around it."""
+        """The file:line of a dotted key, or of the nearest key around it that the file contains."""
         return self.root.find(key).where
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with its value, defaults included and the rules inline, as the run directory keeps it."""
-        own = ("mesh", "rules", "pipeline", "budget")
-        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in own}
+        """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
+        # These four are not sections: they are read by other rooms, and their resolved values are on the Run.
+        separate = ("mesh", "rules", "pipeline", "budget")
+        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in separate}
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
         budget = None if self.config.budget is None else self.config.budget.plain()
@@ -79,6 +105,7 @@ class Run:
 
 
 def _lists(value: Any) -> Any:
+    """The value with lists in the place of tuples, as YAML has them."""
     if isinstance(value, dict):
         return {k: _lists(v) for k, v in value.items()}
     return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
@@ -87,42 +114,50 @@ def _lists(value: Any) -> Any:
 def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int | None = 1, problems: Sequence[str] = ()) -> Run:
     """Reads and checks a run's file with `key.sub=value` overrides. Raises InputError with every problem.
 
-    num_processes: how many share the mesh; None when a cluster will tell. `problems` found before are reported with the
-    file's. Whether mesh and rules divide the batch is left to `batch_problems`, to be reported with the parameters.
+    num_processes: the number of processes that share the mesh; None if a cluster decides it later. problems: messages of earlier checks,
+    which are reported together with the messages about the file. A valid file may still have a batch that the mesh does not
+    divide: `batch_problems` checks that, so that it is reported together with the parameters that the mesh does not divide.
     """
     found = list(problems)
     root = Node({}, str(path))
     with collect(found):
         root = document.read(path)
-    readable = len(found) == len(problems)
+    is_readable = len(found) == len(problems)
     for assignment in overrides:
         with collect(found):
             root = document.override(root, assignment)
-    if not readable:
+    # Without a document there is nothing to check; the overrides were still read for their own problems.
+    if not is_readable:
         raise InputError(found)
     return _check(root, Path(path).parent, found, num_processes)
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
-    """Batch and sequence against the axes that the rules give the inputs, on a mesh of these sizes, and against the loss's chunks."""
+    """Messages if the mesh axes that the rules assign to the inputs do not divide batch and sequence, or the loss's chunks the sequence.
+
+    mesh: axis sizes, all of them known; axes that are missing are not checked.
+    """
+    # With null, the trainer chooses a divisor.
     chunks, seq = run.config.train.loss_chunks, run.config.model.seq
     if chunks is not None and seq % chunks:
+        # Divisors up to 1000 only, which keeps the message short.
         fits = ", ".join(str(n) for n in range(1, min(seq, 1000) + 1) if seq % n == 0)
         yield f"{run.where('train.loss_chunks')}: train.loss_chunks: {chunks} does not divide model.seq {seq}. These do: {fits}"
-    rule = None if run.rules is None else Matcher(run.rules).input("inputs", 2)
+    rule = run.batch_rule
     if rule is None:
         return
     train = run.config.train
     shape = (train.batch // train.accumulate, run.config.model.seq)
     what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"
-    for misfit in misfits(expand(rule.spec, 2), shape, mesh):
+    for misfit in misfits(run.batch_dims, shape, mesh):
         key = ("train.batch", "model.seq")[misfit.dim]
         yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what, label='inputs')}"
 
 
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:
+    # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
-    config = bound or _partly(root)
+    config = bound or _readable_sections(root)
     mesh = {} if config.mesh is None else read_sizes(config.mesh, problems)
     rules_root = _rules_root(config.rules, folder, problems)
     rules = None
@@ -131,6 +166,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
             rules = rules_from_node(rules_root)
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
+    # An empty mesh had problems of its own, or is absent.
     if mesh and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     if rules is not None and config.mesh is None:
@@ -139,21 +175,22 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += rules.axis_problems(mesh)
     pipeline = None
     if config.pipeline is not None:
-        pipeline = _located(config.pipeline, root.find("pipeline"), folder)
+        pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder)
         problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root)
     if problems:
+        # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
-        # Of a section that could not be read only defaults are known: nothing to judge.
+        # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
 
 
-def _partly(root: Node) -> Config:
-    """The sections that could be read, so that the others' problems are reported with theirs."""
+def _readable_sections(root: Node) -> Config:
+    """The sections that could be read, and defaults for the others, so that problems of both kinds are reported together."""
     values = {}
-    for name, child in root.value.items():
+    for name, child in root.children.items():
         if name in ("mesh", "rules", "budget"):
             values[name] = child
         elif name == "pipeline":
@@ -166,36 +203,38 @@ def _partly(root: Node) -> Config:
 
 
 def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | None:
-    """The mapping that holds the rules: inline, or that of a file."""
+    """The mapping of the rules, which is inline or in a file of its own. None if there are no rules or they cannot be read."""
     if node is None or node.value is None:
         return None
     if isinstance(node.value, dict):
         return node
     if not isinstance(node.value, str):
-        problems.append(node.problem(f"rules are the path of a file or a mapping, not {document.describe(node.value)}"))
+        problems.append(node.problem(f"rules must be the path of a file or a mapping, not {document.describe(node.value)}"))
         return None
+    # Beside the file, not in the working directory: a config and its rules move together.
     path = _beside(node, folder)
     if not document.is_file(path):
-        beside = []
+        candidates = []
         with contextlib.suppress(OSError, ValueError):
-            beside = sorted(file.name for file in path.parent.glob("*.yaml"))
-        problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, beside)}"))
+            candidates = sorted(file.name for file in path.parent.glob("*.yaml"))
+        problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, candidates)}"))
         return None
     with collect(problems):
         return document.read(path)
 
 
 def _beside(node: Node, folder: Path) -> Path:
-    """A path beside the file that its key stands in, which may be one that the run's file extends."""
+    """A path relative to the folder of the file that contains its key. That file may be one that the run's file extends."""
     file = Path(node.where.rpartition(":")[0])
-    return (file.parent if document.is_file(file) else folder) / node.value
+    return (file.parent if document.is_file(file) else folder) / str(node.value)
 
 
-def _located(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
-    """The pipeline with the lines of its keys and the path of its table."""
+def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
+    """The pipeline with the line of each of its keys, for messages, and with the full path of its CSV schedule."""
+    # The name of a schedule, or the path of a CSV file.
     if pipeline.schedule.endswith(".csv"):
         pipeline = replace(pipeline, schedule=str(_beside(node.find("schedule"), folder)))
-    return pipeline.located({"": node.where} | {key: child.where for key, child in node.value.items()})
+    return pipeline.located({"": node.where} | {key: child.where for key, child in node.children.items()})
 
 
 def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
@@ -204,14 +243,17 @@ def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has
     if mesh and pipeline.axis not in mesh:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {document.nearest(pipeline.axis, mesh)}")
     num_stages = mesh.get(pipeline.axis, -1)
-    found: list[str] = []
-    with collect(found):
-        find_table(pipeline.schedule, num_stages if num_stages > 0 else 1, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
-    # Of a table whose stages are not known yet only its name can be judged.
-    yield from found if num_stages > 0 or not pipeline.schedule.endswith(".csv") else ()
+    problems: list[str] = []
+    with collect(problems):
+        find_table(
+            pipeline.schedule, num_stages if num_stages > 0 else 1, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule")
+        )
+    # While the number of stages is -1, a schedule is tried with one stage, to check its name. A CSV file has its own number and would fail.
+    yield from problems if num_stages > 0 or not pipeline.schedule.endswith(".csv") else ()
 
 
 def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_processes: int | None) -> Iterator[str]:
+    # Without virtual devices, only JAX knows how many there are.
     if config.devices.virtual_cpu is None or num_processes is None:
         return
     problem = size_problem(mesh, config.devices.virtual_cpu * num_processes)

@@ -1,4 +1,14 @@
-"""The sections of a run's YAML: their keys, types, defaults and limits, and what of a section is wrong by itself. Without JAX."""
+"""The sections of a run's YAML: their keys, types, defaults and limits. Imports no JAX.
+
+One section is one frozen dataclass, and one field is one key; `jgt.document.bind` fills them from the file. Three things are
+checked in three places. A type or a `Bound` here rejects a single value. `problems()` rejects keys of one section that do not
+fit each other, and yields (key, message). What several sections decide together is checked in `config.py`. All checks run, so
+that a user sees every problem of a file at once, with its line, and before JAX is imported.
+
+Bounds look generous on purpose: they do not say what is sensible, only where a number is certainly a mistake or would
+overflow. The defaults are a small run that trains in minutes on a CPU. `docs/training.md` lists the same keys, and a test
+compares the two.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +25,27 @@ from jgt.mesh.sizes import MAX_DEVICES
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
-Batch = Annotated[int, Bound(low=1, high=1_000_000)]
+BatchSize = Annotated[int, Bound(low=1, high=1_000_000)]
 Positive = Annotated[float, Bound(above=0, high=1e30)]
 NotNegative = Annotated[float, Bound(low=0, high=1e30)]
 Seconds = Annotated[float, Bound(above=0, high=1_000_000)]
+Fraction = Annotated[float, Bound(low=0, high=1)]
+
 MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
-"""Bytes of a run directory's path; a system's own limits are 255 and 4096."""
-Fraction = Annotated[float, Bound(low=0, high=1)]
+"""Bytes of a run directory's name and path. Systems allow 255 and 4096; the difference is for the files below the directory."""
 MAX_BF16_DECAY = 0.99
-"""The slowest decay of a moment kept in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
+"""The slowest decay of a moment that is stored in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The `run:` section. dir defaults to runs/NAME."""
+    """The `run:` section.
+
+    name: the name of the run directory.
+    dir: the run directory, relative to the working directory. null: runs/NAME.
+    seed: for the parameters, the order of the data, and the sample.
+    """
 
     name: str = "run"
     dir: str | None = None
@@ -42,7 +58,7 @@ class RunConfig:
         return Path(self.dir or f"runs/{self.name}")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """A name is one folder's name, and what is written below the directory has to have a name too."""
+        """A name must name one folder, and the path must leave room for the names of the files below it."""
         if not self.name.isprintable() or set(self.name) & set("/\\") or self.name in ("", ".", ".."):
             yield "name", f"{document.shown(self.name)} cannot name a folder. Use letters, digits, dots and dashes"
         key = "name" if self.dir is None else "dir"
@@ -54,16 +70,21 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """The `devices:` section: absent, all that JAX finds; or this many virtual CPU devices a process."""
+    """The `devices:` section.
+
+    virtual_cpu: the number of virtual CPU devices in each process. null: all devices that JAX finds.
+    """
 
     virtual_cpu: Annotated[int, Bound(low=1, high=MAX_DEVICES)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class XlaConfig:
-    """The `xla:` section. preset: a set of XLA flags; auto: gpu-overlap, or gpu-fp8 for a model in eight bits, where there are NVIDIA GPUs; flags: more of them, by name.
+    """The `xla:` section: XLA's flags, and the cache of compiled programs.
 
-    cache: the folder of compiled programs; auto: in the user's cache folder; null: none are kept.
+    preset: a set of flags. auto: on NVIDIA GPUs gpu-overlap, or gpu-fp8 for a model in eight bits; elsewhere none.
+    flags: more flags, by name.
+    cache: the folder of compiled programs. auto: a folder in the user's cache folder; null: no cache.
     """
 
     preset: Literal["auto", "none", "gpu-overlap", "gpu-fp8"] = "auto"
@@ -71,30 +92,46 @@ class XlaConfig:
     cache: str | None = "auto"
 
     def plain_flags(self) -> dict[str, str]:
-        """The flags as XLA reads them, without dashes."""
-        return {name.removeprefix("--"): str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.flags.items()}
+        """The flags as XLA spells them: names without dashes, values as text, `true` and `false` in lower case."""
+        # Both spellings of a flag are in use: with dashes as in XLA_FLAGS, and without.
+        return {
+            name.removeprefix("--"): str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.flags.items()
+        }
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Names that can be XLA's, of which none leads to a place: there XLA would write, or run what it finds."""
+        """Flags that cannot be XLA's, and flags that contain a path.
+
+        A config may come from anywhere, and a path in a flag lets XLA write files, or load and run the ones that it finds there.
+        """
         for name, value in self.flags.items():
             if not re.fullmatch(r"(--)?xla_\w{1,100}", name, re.ASCII) or not re.fullmatch(r"[\w.,:+-]{1,100}", str(value), re.ASCII):
-                yield f"flags.{name}", "is no flag of XLA. Write xla_NAME: VALUE, without spaces and slashes"
+                yield f"flags.{name}", "is not an XLA flag. Write xla_NAME: VALUE, without spaces and slashes"
+            # By name, because XLA's flags carry no types: dump_to, data_dir, cache_path and their like.
             elif re.search(r"dump|_(dir|file|path|to|from|cache)(_|$)", name):
-                yield f"flags.{name}", "names a place. Set it in the environment: XLA_FLAGS"
+                yield f"flags.{name}", "names a path, which a config may not do. Set it in the environment variable XLA_FLAGS"
         if len(self.flags) > MAX_FLAGS:
-            yield "flags", f"has {len(self.flags):,} flags; {MAX_FLAGS} are the most"
+            yield "flags", f"has {len(self.flags):,} flags; at most {MAX_FLAGS} are allowed"
         if self.cache is not None and not (self.cache and self.cache.isprintable()):
             yield "cache", f"{document.shown(self.cache)} cannot be a path. Write auto, null, or the path of a folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982) with warm-up, then a schedule over the run's steps.
+    """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982), with warm-up and a learning rate schedule.
 
-    cosine falls to final_lr x lr by the end of the run; wsd stays and falls linearly over the last `decay` share of the
-    steps (arXiv 2404.06395); constant stays. Weight decay spares norms and biases. clip: the largest global norm of
-    the gradient, or null. momentum: Muon's, of the layers' matrices; the rest are AdamW's. moments: the type in which both keep
-    theirs. offload: where they are between two updates, on the device or in the host's memory.
+    name: muon updates the matrices of the layers with Muon, and all other parameters with AdamW.
+    lr: the highest learning rate.
+    schedule: after the warm-up. cosine falls to final_lr * lr by the end of the run; wsd is constant, then falls to it linearly
+    (arXiv 2404.06395); constant stays at lr.
+    warmup: steps in which the learning rate rises linearly.
+    decay: for wsd, the share of all steps in which the learning rate falls.
+    final_lr: the learning rate at the end of the run, as a share of lr.
+    b1, b2, eps: AdamW's.
+    weight_decay: decoupled weight decay. Norms and biases have none.
+    clip: the largest global norm of the gradient. null: no clipping.
+    momentum: Muon's.
+    moments: the type in which moments are stored between updates.
+    offload: host stores moments in the host's memory between updates, none on the device.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -113,20 +150,28 @@ class OptimizerConfig:
     offload: Literal["none", "host"] = "none"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Moments of 8 bits, which cannot follow what changes by less than half a step of theirs."""
+        """Moments in bf16, which has 8 bits of precision, cannot follow changes of less than half a unit in the last place."""
+        # AdamW ignores `momentum`, whose default must then not be judged.
         slow = ("momentum", "b1", "b2") if self.name == "muon" else ("b1", "b2")
         for key in slow if self.moments == "bf16" else ():
             value = getattr(self, key)
             if value > MAX_BF16_DECAY:
-                yield key, (
-                    f"{value:g} changes a moment by {1 - value:.2g} of itself in a step, of which bf16 rounds away up to 0.004. "
-                    f"Use at most {MAX_BF16_DECAY:g}, or optimizer.moments=f32"
+                yield (
+                    key,
+                    (
+                        f"{value:g} changes a moment by {1 - value:.2g} of itself in a step, but rounding to bf16 takes away up to 0.004. "
+                        f"Use at most {MAX_BF16_DECAY:g}, or optimizer.moments=f32"
+                    ),
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikesConfig:
-    """`train.skip_spikes`: skips an update whose loss lies so many standard deviations above the mean of the last `window` losses."""
+    """`train.skip_spikes`: updates whose loss is far above the recent losses are skipped.
+
+    window: the number of recent losses.
+    deviations: the loss is a spike if it exceeds their mean by more than this many standard deviations.
+    """
 
     window: Annotated[int, Bound(low=4, high=1_000_000)] = 128
     deviations: Positive = 6.0
@@ -134,17 +179,27 @@ class SpikesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The `train:` section. batch is global, in sequences; accumulate splits it into that many parts, one after another.
+    """The `train:` section.
 
-    remat: none, attention (its scores are recomputed), block (each layer is, from its input), or a list of tensor names to keep. loss_chunks: parts of a sequence
-    of which logits and loss are computed one after another; null: as few as leave a device 1 GiB of logits. eval_every: 0 evaluates at the end only. eval_batches bounds an evaluation; null goes over the whole held-out split. on_nonfinite: what follows an update
-    whose loss or gradient is not finite, which is never applied: the run stops, or goes on. skip_spikes skips updates with
-    extreme losses too. max_skipped in a row end the run.
+    steps: updates of the whole run, including the ones before a resume.
+    batch: sequences in an update, over all devices.
+    accumulate: the number of equal parts of the batch, which run one after another to save memory.
+    remat: what the backward pass computes again instead of reading it from memory. attention: attention's scores; block: each
+    layer, from its input; a list: each layer except the tensors of these names.
+    loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
+    with which the logits on a device take at most 1 GiB.
+    log_every: steps between logged steps.
+    eval_every: steps between evaluations. 0: only at the end.
+    eval_batches: the most batches in an evaluation. null: the whole held-out split.
+    on_nonfinite: what happens after an update whose loss or gradient is not finite. The update is never applied; the run stops, or
+    skips the update and continues.
+    skip_spikes: when to skip updates with an extreme loss. null: never.
+    max_skipped: this many skipped updates in a row end the run.
     """
 
     steps: Count = 100
-    batch: Batch = 32
-    accumulate: Batch = 1
+    batch: BatchSize = 32
+    accumulate: BatchSize = 1
     remat: Literal["none", "attention", "block"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
     log_every: Count = 1
@@ -155,18 +210,22 @@ class TrainConfig:
     max_skipped: Count = 10
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Parts of equal size."""
+        """Accumulation needs parts of equal size."""
         if self.batch % self.accumulate:
+            # All divisors: the user chooses by memory, which is not known here.
             fits = ", ".join(str(n) for n in range(1, self.batch + 1) if self.batch % n == 0)
             yield "accumulate", f"batch {self.batch} is not divisible by accumulate {self.accumulate}. These divide it: {fits}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The `checkpoint:` section: every so many steps (0: only at the end), and how many are kept.
+    """The `checkpoint:` section.
 
-    Files have a CRC-32 each; sha256 adds a SHA-256, which costs ten times as much. weights: another run's directory, or one of its
-    checkpoints, whose parameters a new run starts with. cast: floating arrays of another type are converted when they are read.
+    every: steps between checkpoints. 0: only at the end.
+    keep: the number of newest checkpoints that are not deleted.
+    sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
+    weights: another run's directory, or one of its checkpoints. A new run starts with its parameters.
+    cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
     """
 
     every: Natural = 0
@@ -178,10 +237,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    """The `watchdog:` section: after how many seconds a process that makes no progress is ended, and says where it was.
+    """The `watchdog:` section: when a process without progress is ended. It first writes where its threads are.
 
-    step_seconds: in a step, or ten times the slowest step so far, if that is longer; start_seconds: in anything else;
-    peer_seconds: without a word from another process of the run.
+    step_seconds: the longest time for a step; or ten times the slowest step so far, if that is longer.
+    start_seconds: the longest time for anything else, such as restoring and compiling.
+    peer_seconds: the longest time without a sign of life from another process of the run.
     """
 
     step_seconds: Seconds = 60.0
@@ -191,7 +251,12 @@ class WatchdogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault that a drill injects, once in a run, before a step begins or into the first save from it on."""
+    """An entry of `debug.faults`: a failure that a drill injects, once in a run.
+
+    at_step: the fault happens before this step begins; disk_full happens in the first save from this step on.
+    kind: what happens.
+    process: the index of the process to which it happens.
+    """
 
     at_step: Count
     kind: Literal["kill", "hang", "raise", "nan", "corrupt", "disk_full"]
@@ -200,14 +265,22 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    """The `debug:` section: faults for drills."""
+    """The `debug:` section.
+
+    faults: failures to inject, for drills.
+    """
 
     faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The `sample:` section: text generated when training ends. tokens 0: none."""
+    """The `sample:` section: text that the model generates when training ends.
+
+    tokens: how many tokens to generate, at most up to model.seq. 0: none.
+    prompt: the text that the sample continues.
+    temperature: divides the logits before a token is drawn. 0: always the likeliest token.
+    """
 
     tokens: Natural = 0
     prompt: str = "\n"

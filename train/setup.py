@@ -15,17 +15,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
 from jgt.document import InputError, nearest
-from jgt.placement import Placement
-from jgt.rules import Matcher, Rules, expand
+from jgt.pipeline.layout import axes_inside
+from jgt.rules import Rules
+from jgt.sharding.placement import Placement
 from train.config import Run, batch_problems
-from train.kernels import Choice, choose_attention
-from train.loss import Batch, Loss, make_loss, num_chunks
-from train.models.build import Model, build
+from train.models.attention import AttentionChoice, choose_attention
+from train.models.decoder import Model, build
 from train.models.linear import compute_type
-from train.optimizer import build_optimizer
 from train.sections import SpikesConfig
-from train.step import State, make_eval_step, make_train_step, no_losses
-from train.update import update_all, update_in_turn
+from train.step.loss import Arrays, Loss, make_loss, num_chunks
+from train.step.optimizer import build_optimizer
+from train.step.step import State, make_eval_step, make_train_step, no_losses
+from train.step.update import update_all, update_in_turn
 
 _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """Of a program that runs once: LLVM's dearer passes cost more than they save."""
@@ -41,7 +42,7 @@ class Setup:
     run: Run
     mesh: Mesh | AbstractMesh
     model: Model
-    attention: Choice
+    attention: AttentionChoice
     loss_chunks: int
     optimizer: optax.GradientTransformation
     loss: Loss
@@ -123,18 +124,22 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
-    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like, shares_stage=_shares_stage(run, mesh, rules))
+    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like, shares_stage=_shares_stage(run, mesh))
     model = build(config.model, config.train.remat, attention.kernel)
-    chunks = _loss_chunks(run, mesh, rules)
+    chunks = _loss_chunks(run, mesh)
     # In a pipeline a device meets its own rows alone.
-    plain = make_loss(model.features, chunks=chunks, groups=_shards(mesh, rules)[0] if run.pipeline is None else 1)
+    plain = make_loss(model.features, chunks=chunks, groups=_num_shards(run, mesh)[0] if run.pipeline is None else 1)
+    # The step, the evaluation and the placement share one trace of the loss.
+    loss = jgt.shard(plain, rules, mesh, pipeline=run.pipeline)
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-    placement = jgt.place(plain, rules, mesh, params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
+    placement = jgt.place(loss, rules, mesh, params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
     _check_remat(run, placement.tensors)
-    optimizer = build_optimizer(config.optimizer, config.train.steps, dtype=compute_type(config.model), map_matrices=placement.map_matrices)
+    optimizer = build_optimizer(
+        config.optimizer, config.train.steps, model.roles, dtype=compute_type(config.model), map_matrices=placement.map_matrices
+    )
     make_state = _state_maker(init, optimizer, config.train.skip_spikes)
     return Setup(
         run=run,
@@ -143,7 +148,7 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
         attention=attention,
         loss_chunks=chunks,
         optimizer=optimizer,
-        loss=jgt.shard(plain, run.rules, mesh, pipeline=run.pipeline),
+        loss=loss,
         make_state=make_state,
         placement=placement,
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
@@ -151,32 +156,38 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     )
 
 
-def _shares_stage(run: Run, mesh: Mesh | AbstractMesh, rules: Rules) -> bool:
+def _shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
     """Whether several devices of a pipeline's stage work on the same rows."""
-    return run.pipeline is not None and mesh.size > dict(mesh.shape)[run.pipeline.axis] * _shards(mesh, rules)[0]
+    return run.pipeline is not None and bool(axes_inside(dict(mesh.shape), run.pipeline.axis, run.batch_dims[0]))
 
 
-def _attention(run: Run, device: Any, *, shares_stage: bool) -> Choice:
+def _attention(run: Run, device: Any, *, shares_stage: bool) -> AttentionChoice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
     choice = choose_attention(run.config.model, device, shares_stage=shares_stage)
-    if run.config.model.attention == "cudnn" and choice.why:
+    if run.config.model.attention not in ("auto", choice.kernel.name):
         where = run.where("model.attention")
-        raise InputError([f"{where}: model.attention: cudnn cannot be had here: {choice.why}. Use auto, which takes it where it can, or xla"])
+        raise InputError(
+            [
+                f"{where}: model.attention: {run.config.model.attention} is not available here: {choice.why}. "
+                "Use auto, which takes it where it is available, or xla"
+            ]
+        )
     return choice
 
 
-def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh, rules: Rules) -> int:
+def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh) -> int:
     """As few chunks as fit, or as many as the file says."""
     train, model, pipeline = run.config.train, run.config.model, run.pipeline
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
-    return train.loss_chunks or num_chunks(rows, model.seq, model.vocab, mesh.size, divides=max(model.seq // _shards(mesh, rules)[1], 1))
+    return train.loss_chunks or num_chunks(
+        rows, model.seq, model.vocab, mesh.size, local_seq=max(model.seq // _num_shards(run, mesh)[1], 1)
+    )
 
 
-def _shards(mesh: Mesh | AbstractMesh, rules: Rules) -> tuple[int, int]:
+def _num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     """Over how many devices batch and sequence are split."""
-    axes = (*_input_axes(rules), (), ())
-    rows, positions = (math.prod(mesh.shape.get(axis, 1) for axis in one) for one in axes[:2])
-    return rows, positions
+    batch, sequence = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
+    return batch, sequence
 
 
 def _check_remat(run: Run, tensors: Sequence[str]) -> None:
@@ -190,11 +201,13 @@ def _check_remat(run: Run, tensors: Sequence[str]) -> None:
 
 def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a batch, [batch, seq] each."""
-    kinds: Batch | dict[str, Any] = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    kinds: Arrays | dict[str, Any] = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
 
 
-def _state_maker(init: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, spikes: SpikesConfig | None) -> Callable[[Any], State]:
+def _state_maker(
+    init: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, spikes: SpikesConfig | None
+) -> Callable[[Any], State]:
     def make_state(seed: jax.Array) -> State:
         params = init(jax.random.key(seed))
         return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), no_losses(spikes))
@@ -206,26 +219,23 @@ def _mesh_and_rules(run: Run, num_devices: int | None, devices: Sequence[Any] | 
     where = f"{run.where('mesh')}: mesh"
     if run.rules is None:
         if num_devices is None and jax.process_count() > 1:
-            raise InputError([f"{run.where('rules')}: rules: {jax.process_count()} processes need rules; without them a run is on one device"])
+            raise InputError(
+                [f"{run.where('rules')}: rules: {jax.process_count()} processes need rules; without them a run is on one device"]
+            )
         alone = {"data": 1}
         mesh = jgt.make_mesh(alone, devices=(devices or jax.devices())[:1]) if num_devices is None else jgt.abstract_mesh(alone)
         return mesh, Rules(default="replicate")
-    order = _axis_names(run, run.rules)
+    order = _axis_names(run)
     if num_devices is not None:
         return jgt.abstract_mesh(run.mesh, num_devices=num_devices, axis_names=order, where=where), run.rules
     return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where), run.rules
 
 
-def _input_axes(rules: Rules) -> tuple[tuple[str, ...], ...]:
-    rule = Matcher(rules).input("inputs", 2)
-    return () if rule is None else expand(rule.spec, 2)
-
-
-def _axis_names(run: Run, rules: Rules) -> list[str]:
+def _axis_names(run: Run) -> list[str]:
     """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
     names = list(run.mesh)
     if run.pipeline is None or run.pipeline.axis not in names:
         return names
-    batch = {axis for axes in _input_axes(rules)[:1] for axis in axes} - {run.pipeline.axis}
+    batch = set(run.batch_dims[0]) - {run.pipeline.axis}
     first = [name for name in names if name in batch]
     return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]

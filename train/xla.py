@@ -1,4 +1,11 @@
-"""XLA's settings as data: flags by preset, tried out before they are used, and compiled programs kept for the next start."""
+"""XLA's flags and its cache of compiled programs, both set before JAX starts its devices.
+
+XLA aborts the whole process for a flag that it does not know, and flags come and go with every jaxlib. So flags are tried in a process of
+their own first: all together, and only if that fails, one by one. Unknown flags are left out with a warning. A trial takes a second; its
+result is stored beside the compiled programs, for this jaxlib and these flags, so that later starts skip it.
+
+Compiled programs are stored so that a restart does not compile again. The folder may grow to 10 GiB; then the oldest programs go.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +33,45 @@ _OVERLAP = {
     "xla_gpu_all_reduce_combine_threshold_bytes": str(1 << 30),
     "xla_gpu_reduce_scatter_combine_threshold_bytes": str(1 << 27),
 }
-"""Collectives beside compute, as NVIDIA's JAX-Toolbox (docs/GPU_performance.md) and JAX's GPU performance tips have it."""
+"""Overlap of collectives with compute, from NVIDIA's JAX-Toolbox (docs/GPU_performance.md) and JAX's GPU performance tips."""
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "gpu-overlap": _OVERLAP,
-    # Triton's matmuls would convert eight bits to sixteen; cuBLASLt multiplies them as they are.
+    # Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
     "gpu-fp8": {**_OVERLAP, "xla_gpu_enable_triton_gemm": "false"},
 }
+# The least that makes XLA parse XLA_FLAGS.
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 _LARGEST_CACHE = 10 * 2**30
+# The ends of the names that JAX gives its files.
 _ENDS = ("-cache", "-atime")
 
 
-def configure(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[str]:
-    """Sets XLA's flags and the compilation cache, before JAX starts its devices; what to tell a person.
+def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[str]:
+    """Sets XLA's flags and the compilation cache. Must be called before JAX starts its devices. Returns warnings for a person.
 
-    virtual: the devices are virtual CPU devices. fp8: the model has matmuls in eight bits. Flags of the environment's XLA_FLAGS stay, and win.
+    virtual: the devices are virtual CPU devices. fp8: the model has matmuls in eight bits. Flags in the environment's XLA_FLAGS remain
+    and win.
     """
     wanted = {**PRESETS[_preset(config, virtual=virtual, fp8=fp8)], **config.plain_flags()}
-    given = os.environ.get("XLA_FLAGS", "").split()
-    flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in given)]
+    inherited = os.environ.get("XLA_FLAGS", "").split()
+    flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in inherited)]
     warnings = []
     folder = None
     if config.cache is not None:
         try:
             folder = Path(config.cache) if config.cache != "auto" else _default_cache()
-            _keep_programs(folder)
+            _open_cache(folder)
         except OSError as error:
             folder = None
-            warnings.append(f"compiled programs are not kept in {error.filename}: {error.strerror or error}")
-    known = _known(flags, folder)
-    if known:
-        os.environ["XLA_FLAGS"] = " ".join([*known, *given])
-    return [*(f"XLA does not know {flag} here; it is left out" for flag in flags if flag not in known), *warnings]
+            warnings.append(
+                f"compiled programs cannot be stored in {error.filename}: {error.strerror or error}. Every start compiles again"
+            )
+    accepted = _accepted_flags(flags, folder)
+    if accepted:
+        os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
+    return [*(f"this XLA does not accept {flag}; it is left out" for flag in flags if flag not in accepted), *warnings]
 
 
 def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
@@ -70,31 +82,33 @@ def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
     return "gpu-fp8" if fp8 else "gpu-overlap"
 
 
-def _known(flags: list[str], folder: Path | None) -> list[str]:
-    """The flags that the installed XLA takes: with another it would abort. The answer is kept in a folder for the next start."""
+def _accepted_flags(flags: list[str], folder: Path | None) -> list[str]:
+    """The flags that the installed XLA accepts. folder: where the answer is stored for the next start."""
     if not flags or folder is None:
-        return list(_tried(flags))
+        return list(_try_flags(flags))
     question = "\n".join([metadata.version("jaxlib"), *flags])
     note = folder / f"flags-{hashlib.sha256(question.encode()).hexdigest()[:24]}"
     with contextlib.suppress(OSError, ValueError):
-        taken = note.read_text().splitlines()
-        return [flag for flag in flags if flag in taken]
-    known = list(_tried(flags))
+        lines = note.read_text().splitlines()
+        # Only flags that were asked for: the file may have been changed.
+        return [flag for flag in flags if flag in lines]
+    accepted = list(_try_flags(flags))
     with contextlib.suppress(OSError):
+        # Written under another name first: other processes of the run may read the note now.
         written = note.with_name(f"{note.name}.{os.getpid()}")
-        written.write_text("\n".join(known))
+        written.write_text("\n".join(accepted))
         written.replace(note)
-    return known
+    return accepted
 
 
-def _tried(flags: list[str]) -> Iterator[str]:
-    if not flags or _is_taken(flags):
+def _try_flags(flags: list[str]) -> Iterator[str]:
+    if not flags or _is_accepted(flags):
         yield from flags
     else:
-        yield from (flag for flag in flags if _is_taken([flag]))
+        yield from (flag for flag in flags if _is_accepted([flag]))
 
 
-def _is_taken(flags: list[str]) -> bool:
+def _is_accepted(flags: list[str]) -> bool:
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, "-c", _PROBE], env=environment, capture_output=True, check=False).returncode == 0
 
@@ -103,16 +117,16 @@ def _name(flag: str) -> str:
     return flag.partition("=")[0].removeprefix("--")
 
 
-def _keep_programs(folder: Path) -> None:
+def _open_cache(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _prune(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Of the smallest too: a start has a dozen of them.
+    # JAX's default skips programs that compile in under a second. A start has a dozen of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _default_cache() -> Path:
-    """In the user's cache folder; programs for CPUs fit the kind of machine that compiled them."""
+    """A folder in the user's cache, one for each kind of CPU: a program compiled for one kind may use instructions that another lacks."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
@@ -122,7 +136,7 @@ def _default_cache() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Removes the oldest programs of a cache that has grown too large, and nothing that is none of JAX's."""
+    """Removes the oldest programs of a cache that has grown too large. Files that are not JAX's stay: the folder may be the user's."""
     programs = (path for path in folder.iterdir() if path.name.endswith(_ENDS) and path.is_file())
     files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in programs)
     total = sum(size for _, size, _ in files)

@@ -23,9 +23,9 @@ import optax  # noqa: E402
 
 import jgt  # noqa: E402
 from benchmarks.harness import ROOT, interleave, spread  # noqa: E402
-from train.loss import make_loss  # noqa: E402
-from train.models.build import build  # noqa: E402
 from train.models.config import ModelConfig  # noqa: E402
+from train.models.decoder import build  # noqa: E402
+from train.step.loss import make_loss  # noqa: E402
 
 KEPT = ", kept"
 """At the end of a schedule's name: no layer is recomputed, what its backward pass needs is kept."""

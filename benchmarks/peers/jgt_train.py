@@ -14,14 +14,14 @@ from typing import Any
 
 from step_clock import StepClock
 
-from train import imports
+from train.__main__ import garbage_collection_paused
 from train.__main__ import main as run
 from train.config import Run
 
-with imports.kept():
+with garbage_collection_paused():
     # As the command does it.
-    import train.loop
-    from train.records import Records
+    import train.run.loop
+    from train.records.records import Records
     from train.setup import Setup
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     """Trains, and ends at once after the last step: what follows it is no part of the measurement."""
     clock = StepClock()
     setups: list[Setup] = []
-    prepare, log = train.loop.prepare, Records.metrics
+    prepare, log = train.run.loop.prepare, Records.metrics
 
     def prepared(run: Run) -> Setup:
         setups.append(prepare(run))
@@ -45,7 +45,7 @@ def main() -> None:
             print(json.dumps(found | {"loss": values["loss"], "versions": versions}), flush=True)
             os._exit(0)
 
-    train.loop.prepare, Records.metrics = prepared, timed
+    train.run.loop.prepare, Records.metrics = prepared, timed
     sys.exit(run(sys.argv[1:]))
 
 

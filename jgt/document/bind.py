@@ -1,4 +1,13 @@
-"""Nodes → frozen dataclasses, every problem with its line."""
+"""Nodes to frozen dataclasses: the type hints of a dataclass are the schema of its section.
+
+A section of a YAML file is written down once, as a dataclass with types, defaults and bounds, beside the code that uses it:
+
+    steps: Annotated[int, Bound(low=1)] = 100
+
+`bind` reads those hints and fills the fields from a node. A key that is not a field, a value of another type and a number out
+of bounds each become a problem with the line of the value, and checking continues with the next field: nothing is ever read
+with `.get`, so that no typo is ignored. Values are not converted, with one exception: a whole number may be written for a float.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +15,26 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
-from jgt.document.node import Node, describe, joined, nearest, shown, suggestion
+from jgt.document.node import Node, describe, dotted_key, nearest, shown, suggestion
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Limits of a number, for `Annotated[int, Bound(low=1)]`."""
+    """The limits of a number, for `Annotated[int, Bound(low=1)]`. low and high are allowed values, above is not."""
 
     low: float | None = None
     high: float | None = None
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
+        """What is wrong with a value, or None."""
+        # Written as "not >=", a NaN fails every bound.
         if self.low is not None and not value >= self.low:
             return f"{value} is too small; it must be at least {self.low}"
         if self.above is not None and not value > self.above:
@@ -30,20 +44,22 @@ class Bound:
         return None
 
 
-def bind(node: Node, cls: type, problems: list[str]) -> Any:
-    """Fills a frozen dataclass from a mapping, appending to `problems`; None when a field could not be filled.
+def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
+    """Fills a frozen dataclass from a mapping. Appends to `problems`, and returns None if a field could not be filled.
 
-    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions with
-    None, `Annotated[number, Bound]`, and Node for a part that its owner reads. A class may have a method `problems()`
-    yielding (field, message) for what only several fields together can tell.
+    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions,
+    `Annotated[number, Bound]`, and Node for a part that its owner reads. A class may have a method `problems()` that yields
+    (field, message) for what only several fields together show to be wrong.
     """
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping of keys to values, not {describe(node.value)}"))
         return None
+    # include_extras keeps Annotated, and with it the bounds.
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    before = len(problems)
-    values: dict[str, Any] = {}
+    # Fields without init are set by their owner; they are not keys of a file.
+    fields = {f.name: f for f in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if f.init}
+    num_before = len(problems)
+    values: dict[str, object] = {}
     for name, child in node.value.items():
         if name not in fields:
             problems.append(child.problem(f"unknown key. {nearest(name, fields)}"))
@@ -52,65 +68,98 @@ def bind(node: Node, cls: type, problems: list[str]) -> Any:
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(node.problem(f"the key {name!r} is missing"))
-    if len(problems) > before:
+    if len(problems) > num_before:
         return None
     bound = cls(**values)
     for name, message in getattr(bound, "problems", tuple)():
-        problems.append(Node(None, node.find(name).where, joined(node.key, name)).problem(message))
+        # The field may have its default: its key is named all the same, with the line of the section.
+        problems.append(Node(None, node.find(name).where, dotted_key(node.key, name)).problem(message))
     return bound
 
 
-def _bind_value(node: Node, hint: Any, problems: list[str]) -> Any:
-    value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
+def _bind_value(node: Node, hint: object, problems: list[str]) -> object:
     if hint is Node:
         return node
-    if origin is typing.Annotated:
-        result = _bind_value(node, args[0], problems)
-        if isinstance(result, int | float):
-            for complaint in filter(None, (bound.complaint(result) for bound in args[1:])):
-                problems.append(node.problem(complaint))
-        return result
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        options = [a for a in args if a is not type(None)]
-        trials: list[tuple[Any, list[str]]] = []
-        for option in options:
-            found: list[str] = []
-            result = _bind_value(node, option, found)
-            if not found:
-                return result
-            trials.append((result, found))
-        result, found = trials[-1] if isinstance(value, dict | list) else trials[0]
-        problems.extend(found)
-        return result
-    if origin is Literal:
-        if value not in args or isinstance(value, bool) != isinstance(next(iter(args)), bool):
-            near = suggestion(value, map(str, args)) if isinstance(value, str) else ""
-            problems.append(node.problem(f"{shown(node.plain())} is not one of {', '.join(map(str, args))}.{near}"))
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            problems.append(node.problem(f"must be a list, not {describe(value)}"))
-            return None
-        return tuple(_bind_value(item, args[0], problems) for item in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            problems.append(node.problem(f"must be a mapping, not {describe(value)}"))
-            return None
-        return {name: _bind_value(item, args[1], problems) for name, item in value.items()}
+    if binder := _BINDERS.get(typing.get_origin(hint)):
+        return binder(node, typing.get_args(hint), problems)
     if dataclasses.is_dataclass(hint):
-        return bind(node, typing.cast(type, hint), problems)
+        return bind(node, typing.cast("type[object]", hint), problems)
+    return _bind_scalar(node, hint, problems)
+
+
+def _bind_scalar(node: Node, hint: object, problems: list[str]) -> object:
+    value = node.value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint in (bool, int, float, str):
-        if type(value) is not hint:
-            hinted = " (write true or false)" if hint is bool and value in ("yes", "no", "on", "off") else ""
-            problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {describe(value)}{hinted}"))
-        elif isinstance(value, float) and not math.isfinite(value):
-            problems.append(node.problem(f"must be a finite number, not {value}"))
-        return value
-    raise AssertionError(f"no binding for {hint}")
+    assert hint in _TYPE_NAMES, f"bind does not know the type {hint}"
+    if type(value) is not hint:
+        hinted = " (write true or false)" if hint is bool and value in ("yes", "no", "on", "off") else ""
+        problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {describe(value)}{hinted}"))
+    elif isinstance(value, float) and not math.isfinite(value):
+        problems.append(node.problem(f"must be a finite number, not {value}"))
+    return value
 
 
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_HintArguments = tuple[object, ...]
+"""The arguments of a generic type hint: (str, int) for dict[str, int]."""
+
+
+def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    value = _bind_value(node, arguments[0], problems)
+    if isinstance(value, int | float):
+        complaints = [bound.complaint(value) for bound in arguments[1:] if isinstance(bound, Bound)]
+        problems += [node.problem(complaint) for complaint in complaints if complaint]
+    return value
+
+
+def _bind_union(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    if node.value is None and type(None) in arguments:
+        return None
+    trials: list[tuple[object, list[str]]] = []
+    for option in arguments:
+        if option is not type(None):
+            trial_problems: list[str] = []
+            value = _bind_value(node, option, trial_problems)
+            if not trial_problems:
+                return value
+            trials.append((value, trial_problems))
+    # Report the option that the user most likely meant: unions name scalars first and collections last.
+    value, trial_problems = trials[-1] if isinstance(node.value, dict | list) else trials[0]
+    problems += trial_problems
+    return value
+
+
+def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    value = node.value
+    # In Python 1 == True; a choice of numbers must not take true.
+    if value not in arguments or isinstance(value, bool) != isinstance(arguments[0], bool):
+        near = suggestion(value, map(str, arguments)) if isinstance(value, str) else ""
+        problems.append(node.problem(f"{shown(node.plain())} is not one of {', '.join(map(str, arguments))}.{near}"))
+    return value
+
+
+def _bind_tuple(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    if not isinstance(node.value, list):
+        problems.append(node.problem(f"must be a list, not {describe(node.value)}"))
+        return None
+    return tuple(_bind_value(item, arguments[0], problems) for item in node.value)
+
+
+def _bind_dict(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    if not isinstance(node.value, dict):
+        problems.append(node.problem(f"must be a mapping, not {describe(node.value)}"))
+        return None
+    return {name: _bind_value(item, arguments[1], problems) for name, item in node.value.items()}
+
+
+_BINDERS: Mapping[object, Callable[[Node, _HintArguments, list[str]], object]] = {
+    typing.Annotated: _bind_annotated,
+    typing.Union: _bind_union,
+    types.UnionType: _bind_union,
+    Literal: _bind_literal,
+    tuple: _bind_tuple,
+    dict: _bind_dict,
+}
+"""By the origin of a generic type hint, as `typing.get_origin` returns it."""
+
+_TYPE_NAMES: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -1,58 +1,78 @@
-"""YAML files, and the files that they extend."""
+"""Regular files, read whole and with a limit.
+
+A path in a user's file may lead anywhere. Opening a named pipe blocks until someone writes to it, and /dev/zero never ends; on
+a cluster either looks like a hang. So a path is read only if it leads to a regular file, and never more of it than the caller
+expects. All functions take names that the operating system refuses (a NUL byte, 5,000 characters) as files that do not exist.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+from typing import cast
 
-from jgt.document.edit import merge
-from jgt.document.node import InputError, Node, collect, describe
-from jgt.document.reader import build
-from jgt.document.regular import is_file, read_text
+from jgt.document.node import InputError
 
-MAX_BYTES = 1_000_000
-MAX_FILES = 32
-
-
-def read(path: str | Path) -> Node:
-    """Reads a YAML file, following `extends:` (a path beside the file). Raises InputError with every problem."""
-    problems: list[str] = []
-    node = _read(Path(path), problems, seen=())
-    if problems:
-        raise InputError(problems)
-    return node
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
-def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
-    nothing = Node({}, str(path))
-    text = None
-    with collect(problems):
-        text = read_text(path, MAX_BYTES)
-    if text is None:
-        return nothing
-    resolved = path.resolve()
-    if resolved in seen:
-        circle = " -> ".join(p.name for p in (*seen, resolved))
-        problems.append(f"{path}: extends: the files extend each other in a circle: {circle}")
-        return nothing
-    if len(seen) == MAX_FILES:
-        problems.append(f"{path}: extends: more than {MAX_FILES} files extend each other")
-        return nothing
-    node = build(text, str(path), problems)
-    if not isinstance(node.value, dict):
-        if node.value is not None:
-            problems.append(f"{node.where}: the file must be a mapping of keys to values, not {describe(node.value)}")
-        return nothing
-    extends = node.value.pop("extends", None)
-    parent = None if extends is None else _parent(path, extends, problems)
-    return node if parent is None else merge(node, _read(parent, problems, (*seen, resolved)))
+def is_file(path: str | Path) -> bool:
+    """Whether a path leads to a regular file."""
+    return kind_problem(path) is None
 
 
-def _parent(path: Path, extends: Node, problems: list[str]) -> Path | None:
-    if not isinstance(extends.value, str):
-        problems.append(extends.problem(f"must be the path of a file, not {describe(extends.value)}"))
-        return None
-    parent = path.parent / extends.value
-    if not is_file(parent):
-        problems.append(extends.problem(f"no such file: {parent}"))
-        return None
-    return parent
+def is_folder(path: str | Path) -> bool:
+    """Whether a path leads to a folder."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def kind_problem(path: str | Path) -> str | None:
+    """Why a path cannot be read as a file: `No such file or directory`, `it is a named pipe, not a file`. None: it can."""
+    try:
+        kind = stat.S_IFMT(Path(path).stat().st_mode)
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+    return None if kind == stat.S_IFREG else f"it is {_KINDS.get(kind, 'something else')}, not a file"
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises InputError if it is not one, or larger."""
+    data, problem = None, kind_problem(path)
+    if problem is None:
+        problem = "it has nothing to read yet, like a pipe or a device"
+        try:
+            # Some files of /proc count as regular and block all the same. Opened without blocking, they read as None.
+            with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+                # One byte more than allowed shows that there is more.
+                data = cast("bytes | None", file.read(most + 1))
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if data is None:
+        raise InputError([f"{path}: cannot be read: {problem}"])
+    if len(data) > most:
+        raise InputError([f"{path}: the file is larger than {most:,} bytes, which is the limit for such a file"])
+    return data
+
+
+def read_text(path: str | Path, most: int) -> str:
+    """The text of a UTF-8 file of at most `most` bytes, without its byte order mark. Raises InputError."""
+    data = read_bytes(path, most)
+    try:
+        # The byte order mark is what some editors on Windows begin a file with.
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        problem = f"not UTF-8: byte {data[error.start]:#04x} at offset {error.start}. Save the file as UTF-8"
+        raise InputError([f"{path}:{line}: {problem}"]) from None

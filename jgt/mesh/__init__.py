@@ -1,1 +1,5 @@
-"""Meshes: axis names and sizes → devices. `sizes` is free of JAX; `jgt.make_mesh` is the public door to the rest."""
+"""Meshes: from axis names and sizes to devices.
+
+`sizes.py` checks the numbers without JAX, so that a wrong `mesh:` section is reported at once; `mesh.py` decides which device
+goes where. `jgt.make_mesh` and `jgt.abstract_mesh` are the public doors.
+"""

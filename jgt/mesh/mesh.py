@@ -1,4 +1,14 @@
-"""Axis names and sizes → a JAX mesh: devices ordered by topology, the inner axes inside one host."""
+"""From axis names and sizes to a JAX mesh: which device goes where.
+
+The order of the axes is a statement about speed. Sizes go from the outermost axis to the innermost, and inner axes (tensor,
+expert) exchange data in every layer, so they belong inside a host, where links are fastest; outer axes (data, stage) exchange
+little and may cross hosts. `jax.experimental.mesh_utils` arranges devices well inside one host or slice. Across hosts it wants
+the user to factor every axis into a part over hosts and a part inside. `split_over_hosts` finds that factorization: it fills a
+host from the innermost axis outwards, and what does not fit lies over hosts.
+
+The invariant: if an axis and all axes inside it fit into a host, no line of devices along it touches a second host. An inner
+axis that must cross hosts is allowed, with a warning that names it.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +17,64 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol, TypeAlias, cast
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jgt.mesh.sizes import resolve_sizes
 
 
-def make_mesh(
-    sizes: Mapping[str, int], *, devices: Sequence[Any] | None = None, axis_names: Sequence[str] | None = None, where: str = "mesh"
-) -> Mesh:
-    """A mesh over all devices (or those given, also of hardware that is only described), Auto axes.
+class Device(Protocol):
+    """What the placement needs to know of a `jax.Device`, real or described."""
 
-    `sizes` go from the outermost axis to the innermost; one may be -1. Outer axes are laid over hosts, inner ones stay
-    inside a host, where links are fast. axis_names: the order of the axes in the mesh, where it is not that of the
-    placement. Raises InputError when the product is not the number of devices. Warns, with the axis, when an axis other
-    than the outermost ones must cross hosts.
+    id: int
+    process_index: int
+    platform: str
+    client: object
+
+
+DeviceGrid: TypeAlias = "npt.NDArray[np.object_]"
+"""Devices as an array, a dim for each axis of the mesh."""
+
+
+def use_virtual_cpu(num_devices: int) -> None:
+    """Makes JAX see this many CPU devices and nothing else, for tests and first steps.
+
+    Must be called before anything asks JAX for devices. Raises RuntimeError if JAX has already started.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    resolved = resolve_sizes(sizes, len(devices), where)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def make_mesh(
+    sizes: Mapping[str, int],
+    *,
+    devices: Sequence[Device] | None = None,
+    axis_names: Sequence[str] | None = None,
+    where: str = "mesh",
+) -> Mesh:
+    """A mesh over all devices, or over `devices`, which may be descriptions of hardware elsewhere. Its axes are Auto.
+
+    sizes: from the outermost axis to the innermost; one may be -1. axis_names: the order of the axes in the mesh, if it differs
+    from the order of `sizes`, which decides the placement. where: what messages begin with. Raises InputError if the product of
+    the sizes is not the number of devices. Warns if an axis other than the outermost ones must cross hosts.
+    """
+    chosen = cast("Sequence[Device]", jax.devices() if devices is None else devices)
+    resolved = resolve_sizes(sizes, len(chosen), where)
     names = list(resolved)
     order = names if axis_names is None else list(axis_names)
-    placed = np.transpose(arrange(resolved, devices), [names.index(name) for name in order])
-    return Mesh(placed, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    grid = np.transpose(arrange(resolved, chosen), [names.index(name) for name in order])
+    return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order))
 
 
 def abstract_mesh(
     sizes: Mapping[str, int], *, num_devices: int | None = None, axis_names: Sequence[str] | None = None, where: str = "mesh"
 ) -> AbstractMesh:
-    """A mesh without devices, to check rules for hardware that is not here. A size of -1 needs `num_devices`.
+    """A mesh without devices, to check rules for hardware that this machine does not have. A size of -1 needs `num_devices`.
 
     Raises InputError like `make_mesh`.
     """
@@ -47,16 +83,19 @@ def abstract_mesh(
     return AbstractMesh(tuple(resolved[name] for name in order), order, axis_types=(AxisType.Auto,) * len(order))
 
 
-def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """Devices as an array of the mesh's shape: by topology inside a host, hosts along the outer axes."""
-    num_on = collections.Counter(map(host_of, devices))
+def arrange(sizes: Mapping[str, int], devices: Sequence[Device]) -> DeviceGrid:
+    """Devices in the mesh's shape: by topology inside a host, hosts along the outer axes."""
+    num_on_host = collections.Counter(map(host_of, devices))
     shape = tuple(sizes.values())
-    if len(num_on) == 1:
+    if len(num_on_host) == 1:
+        # On a TPU, whose links form a torus, this lets an axis of the mesh be a part of an axis of the torus.
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    per_host = min(num_on.values())
-    if per_host != max(num_on.values()):
+    per_host, largest = min(num_on_host.values()), max(num_on_host.values())
+    if per_host != largest:
         axes = ", ".join(axis for axis, size in sizes.items() if size > 1)
-        warnings.warn(f"mesh: the hosts have from {per_host} to {max(num_on.values())} devices, so the axes {axes} may cross hosts", stacklevel=3)
+        # Hosts of different sizes have no common shape inside: the devices are laid out host by host.
+        # stacklevel: the warning points to the caller of make_mesh.
+        warnings.warn(f"mesh: the hosts have from {per_host} to {largest} devices, so the axes {axes} may cross hosts", stacklevel=3)
         return np.array(sorted(devices, key=lambda d: (host_of(d), d.id)), dtype=object).reshape(shape)
     for axis in crossing_axes(sizes, per_host):
         warnings.warn(
@@ -68,44 +107,52 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
     blocks = [
         mesh_utils.create_device_mesh(inside, [d for d in devices if host_of(d) == host], allow_split_physical_axes=True)
-        for host in sorted(num_on)
+        for host in sorted(num_on_host)
     ]
     return _interleave(blocks, inside, over_hosts)
 
 
-def host_of(device: Any) -> int:
-    """The host, or the slice of fast links, that a device belongs to: several processes may share one.
+def host_of(device: Device) -> int:
+    """The number of the group of devices with fast links among them: a slice if the device has one, otherwise its process.
 
-    A device that is only described knows its process alone.
+    Several processes may share a host or a slice. A described device knows its process only.
     """
+    # Reading slice_index of a described device raises, even through getattr with a default.
     if device.platform == "cpu" or type(device.client).__name__ == "CompileOnlyPyClient":
         return device.process_index
     return getattr(device, "slice_index", device.process_index)
 
 
 def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
-    """How many parts of each axis lie on different hosts, filling a host of `per_host` devices from the innermost axis."""
-    left, over = per_host, []
+    """For each axis the number of parts that lie on different hosts, of `per_host` devices each.
+
+    With 8 devices a host, {data: 4, tensor: 4} gives (2, 1): tensor fits, and 2 of data's 4 share a host with it.
+    """
+    room = per_host
+    over: list[int] = []
     for size in reversed(list(sizes.values())):
-        inside = math.gcd(size, left)
-        left //= inside
+        inside = math.gcd(size, room)
+        room //= inside
         over.append(size // inside)
     return tuple(reversed(over))
 
 
 def crossing_axes(sizes: Mapping[str, int], per_host: int) -> list[str]:
-    """The axes that cross hosts although they are inner.
+    """The inner axes that cross hosts.
 
-    Outer is the first axis, and every leading one that lies wholly over hosts.
+    Outer is the first axis, and also every leading one with just one device of each line on a host; these are meant to cross.
     """
-    real = [(axis, size, n) for (axis, size), n in zip(sizes.items(), split_over_hosts(sizes, per_host), strict=True) if size > 1]
-    num_outer = len(list(itertools.takewhile(lambda entry: entry[1] == entry[2], real)))
-    return [axis for axis, _, n in real[max(num_outer, 1) :] if n > 1]
+    split = split_over_hosts(sizes, per_host)
+    # Axes of size 1 neither cross hosts nor separate outer axes from inner ones.
+    axes = [(axis, size, over) for (axis, size), over in zip(sizes.items(), split, strict=True) if size > 1]
+    num_outer = len(list(itertools.takewhile(lambda entry: entry[1] == entry[2], axes)))
+    return [axis for axis, _, over in axes[max(num_outer, 1) :] if over > 1]
 
 
-def _interleave(blocks: Sequence[np.ndarray], inside: tuple[int, ...], over: tuple[int, ...]) -> np.ndarray:
-    """Blocks of shape `inside`, one a host, laid in a grid of shape `over`."""
+def _interleave(blocks: Sequence[DeviceGrid], inside: tuple[int, ...], over: tuple[int, ...]) -> DeviceGrid:
+    """One block of shape `inside` for each host, laid out in a grid of shape `over`."""
     rank = len(inside)
     grid = np.array(blocks, dtype=object).reshape(*over, *inside)
-    order = [d for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for d in pair]
+    # [over 0, over 1, ..., inside 0, inside 1, ...] → [over 0, inside 0, over 1, inside 1, ...], then each pair is one dim.
+    order = [dim for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for dim in pair]
     return grid.transpose(order).reshape([o * i for o, i in zip(over, inside, strict=True)])

@@ -1,4 +1,7 @@
-"""Mesh sizes, checked without JAX."""
+"""The sizes of a mesh, checked without JAX: `{data: 2, fsdp: -1, tensor: 2}`.
+
+At most one size is -1: that axis gets the devices that the other sizes leave over.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +12,80 @@ from collections.abc import Mapping
 from jgt.document import InputError, Node, describe
 
 MAX_DEVICES = 1_000_000
-MAX_AXES = 32
+
+MAX_MESH_AXES = 32
+"""More axes than devices could use: 2 ** 20 devices have 20 axes of size 2."""
+
 _NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 
 
 def read_sizes(node: Node, problems: list[str]) -> dict[str, int]:
-    """The `mesh:` section: axis names to sizes, in order, at most one of them -1."""
+    """The `mesh:` section as axis names and sizes, outermost first. Appends to `problems` and leaves wrong axes out."""
     if not isinstance(node.value, dict) or not node.value:
-        problems.append(node.problem("a mesh is a mapping of axis names to sizes, outermost first, for example {data: 2, fsdp: -1, tensor: 2}"))
+        example = "outermost first, for example {data: 2, fsdp: -1, tensor: 2}"
+        problems.append(node.problem(f"a mesh is a mapping of axis names to sizes, {example}"))
         return {}
     sizes: dict[str, int] = {}
-    if len(node.value) > MAX_AXES:
-        problems.append(node.problem(f"has {len(node.value):,} axes; a mesh has at most {MAX_AXES}"))
+    if len(node.value) > MAX_MESH_AXES:
+        problems.append(node.problem(f"has {len(node.value):,} axes; a mesh has at most {MAX_MESH_AXES}"))
         return {}
     for axis, child in node.value.items():
+        size = child.value
         if not _NAME.fullmatch(axis):
             problems.append(child.problem("cannot name an axis. Use up to 64 letters, digits, _, - and ., beginning with a letter"))
-        elif type(child.value) is not int or (child.value < 1 and child.value != -1):
-            problems.append(child.problem(f"an axis size is a whole number of at least 1, or -1 for what is left, not {describe(child.value)}"))
-        elif child.value > MAX_DEVICES:
-            problems.append(child.problem(f"{describe(child.value)} is too large; a mesh has at most {MAX_DEVICES:,} devices"))
+        # bool is a subclass of int: `data: true` is not a size.
+        elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            allowed = "a whole number of at least 1, or -1 for the remaining devices"
+            problems.append(child.problem(f"an axis size is {allowed}, not {describe(size)}"))
+        elif size > MAX_DEVICES:
+            problems.append(child.problem(f"{describe(size)} is too large; a mesh has at most {MAX_DEVICES:,} devices"))
         else:
-            sizes[axis] = child.value
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        problems.append(node.problem(f"only one size may be -1; {' and '.join(free)} are"))
-    product = math.prod(size for size in sizes.values() if size != -1)
-    if product > MAX_DEVICES:
+            sizes[axis] = size
+    if problem := _free_problem(sizes):
+        problems.append(node.problem(problem))
+    if (product := _known_product(sizes)) > MAX_DEVICES:
         problems.append(node.problem(f"the sizes multiply to {product:,}; a mesh has at most {MAX_DEVICES:,} devices"))
     return sizes
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int | None, where: str = "mesh") -> dict[str, int]:
-    """Sizes with the -1 filled in. Raises InputError unless their product is the number of devices (None: unknown)."""
+    """Sizes with the -1 filled in. num_devices: None if it is unknown.
+
+    Raises InputError, whose message begins with `where`, unless the product of the sizes is the number of devices.
+    """
     problem = size_problem(sizes, num_devices)
     if problem:
         raise InputError([f"{where}: {problem}"])
     if num_devices is None:
         return dict(sizes)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    return {axis: num_devices // known if size == -1 else size for axis, size in sizes.items()}
+    remaining = num_devices // _known_product(sizes)
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
 def size_problem(sizes: Mapping[str, int], num_devices: int | None) -> str | None:
-    """What keeps these sizes from covering the devices exactly; None when nothing does."""
+    """Why these sizes do not use the devices exactly; None if they do."""
     for axis, size in sizes.items():
         if size < 1 and size != -1:
-            return f"the axis {axis} has the size {size}. A size is at least 1, or -1 for what is left"
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        return f"only one size may be -1; {' and '.join(free)} are"
-    known = math.prod(size for size in sizes.values() if size != -1)
-    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+            return f"the axis {axis} has the size {size}. A size is at least 1, or -1 for the remaining devices"
+    if problem := _free_problem(sizes):
+        return problem
+    has_free = -1 in sizes.values()
+    known = _known_product(sizes)
+    product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
     if num_devices is None:
-        return f"{shown}: the number of devices is needed to fill in -1" if free else None
-    if free and num_devices % known:
-        return f"{shown}: the other sizes multiply to {known}, which does not divide the {num_devices} devices. Make them divide {num_devices}"
-    if not free and known != num_devices:
-        return f"{shown} = {known} devices, but there are {num_devices}. Make the product {num_devices}, or one size -1"
+        return f"{product}: the number of devices is needed to fill in -1" if has_free else None
+    if has_free and num_devices % known:
+        indivisible = f"the other sizes multiply to {known}, which does not divide the {num_devices} devices"
+        return f"{product}: {indivisible}. Make them divide {num_devices}"
+    if not has_free and known != num_devices:
+        return f"{product} = {known} devices, but there are {num_devices}. Make the product {num_devices}, or one size -1"
     return None
+
+
+def _free_problem(sizes: Mapping[str, int]) -> str | None:
+    free = [axis for axis, size in sizes.items() if size == -1]
+    return f"only one size may be -1; {' and '.join(free)} are" if len(free) > 1 else None
+
+
+def _known_product(sizes: Mapping[str, int]) -> int:
+    return math.prod(size for size in sizes.values() if size != -1)

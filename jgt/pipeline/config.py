@@ -1,4 +1,4 @@
-"""The `pipeline:` section, and `jgt.Pipeline` from Python."""
+"""The `pipeline:` section of a run's file, which is `jgt.Pipeline` from Python."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
+_CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "idle": ("compute", "skip", None)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Runs the layer scan under `signal` over the stages of a mesh axis, microbatch by microbatch.
 
-    schedule: gpipe, 1f1b, interleaved, zigzag, zb, zb_interleaved, or the path of a CSV table. microbatches: parts of the
-    batch. virtual: chunks of layers on each stage, where the schedule leaves it open. remat: none keeps what the model's
-    own derivative keeps, layer recomputes each layer from its input, stage each chunk from its input. gather: weights that
-    are sharded over the batch's axes are made whole once a step, or layer by layer each time. idle: what a stage without a
-    microbatch does in a tick, compute for nothing or skip the layers; None: skip on CPU devices, where others need the cores,
-    if the layers of a stage are not split over further axes. per_microbatch: signals in which
-    what depends on several rows (routing with a capacity, batch statistics, balance losses) is meant of one microbatch on one
-    data shard; anywhere else it is an error, because the result would differ from the unpipelined one.
+    axis: the mesh axis of the stages. schedule: the name of a schedule (see `jgt/schedule/schedules.py`), or the path of
+    a CSV table. microbatches: the number of parts of the batch. virtual: the number of chunks of layers on each stage, for
+    schedules that leave it open. remat: none keeps what the model's own derivative keeps, layer recomputes each layer from
+    its input, stage each chunk from its input. gather: whether weights that are sharded over the batch's axes become whole
+    once a step, or layer by layer each time. idle: whether a stage without a microbatch computes and drops the results, or skips its
+    layers; None: skip on CPU devices, which share their cores, if the layers of a stage are not split over further axes.
+    per_microbatch: signals in which values that depend on several rows (routing with a capacity, batch statistics, balance
+    losses) are meant for one microbatch on one data shard. Anywhere else such a value is an error, because the result would
+    differ from the unpipelined one.
+
+    Raises ValueError for a value that a YAML file's reader would refuse.
     """
 
     signal: str
@@ -32,25 +37,25 @@ class Pipeline:
     gather: Literal["step", "layer"] = "step"
     idle: Literal["compute", "skip"] | None = None
     per_microbatch: tuple[str, ...] = ()
-    lines: Mapping[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """The file:line of each key, for messages; of the section under the key ""."""
+    lines: Mapping[str, str] = field(default_factory=dict[str, str], init=False, compare=False, repr=False)
+    """The file:line of each key, for messages; the section's own under the key ""."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what a YAML file's reader would have refused."""
-        for key, allowed in (("remat", ("none", "layer", "stage")), ("gather", ("step", "layer")), ("idle", ("compute", "skip", None))):
+        for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which is not one of {', '.join(map(str, allowed))}")
+        # A tuple of one signal without its comma is a text, whose characters would each be taken for a signal.
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
 
     def located(self, lines: Mapping[str, str]) -> Pipeline:
-        """The same, with the lines that its keys stand in."""
+        """The same options, with the file:line of each key."""
         new = replace(self)
         object.__setattr__(new, "lines", dict(lines))
         return new
 
     def where(self, key: str) -> str:
-        """What a message about a key begins with: its file and line, where it has one, and its name."""
+        """The beginning of a message about a key: file and line, if known, and the key's name."""
         line = self.lines.get(key) or self.lines.get("")
         return f"{line}: pipeline.{key}" if line else f"pipeline: {key}"
 

@@ -1,147 +1,139 @@
-"""What happens to one microbatch outside of the layers: its inputs, the embedding before them, the head and its loss after."""
+"""The two ends of the pipeline, for one microbatch: embedding and the values that enter the layers; head, loss and totals.
+
+The ends run outside of the stages' shard_map, on all stages together: to them the stage axis is an axis like any other, so
+a vocabulary may be sharded over it and no stage waits while another one computes logits. They are programs cut from the
+user's loss (`Split.embed`, `Split.head`). `embed` maps one microbatch to what travels, and `totals` maps what the last
+chunk returns to sums over the microbatch; `embed_back` and `head` are their derivatives.
+
+The batch has the rows of one data shard, reshaped to [microbatches, rows of one, ...], so that a tick can select its
+microbatch by an index that is traced. With a batch of 16 rows over 2 data shards and 4 microbatches, tokens [16, seq] are
+[8, seq] on a shard and [4, 2, seq] here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from jgt.jaxpr import Place, Program, Var
-from jgt.parts import Part
-from jgt.pipeline.floats import Floats, Values, raw, raw_shape, whole_like, wide_zeros
+from jgt.pipeline.arrays import Arrays, Floats, Integers, call, raw, raw_shape, row, vjp, whole_like, wide_zeros, zeros
 from jgt.pipeline.split import Split
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Place, Program, Var
 
 Rewrite = Callable[[Program, Place], Program]
-"""Puts constraints into a program that stands at a place, for where the call is made."""
+"""Adds sharding constraints to a program whose equations are at a place in the user's program."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """An argument that is no parameter: split into microbatches by rows, a random key of which each part gets its own, or whole."""
+InputKind = Literal["rows", "key", "whole"]
+"""An argument of the loss that is not a parameter.
 
-    kind: Literal["rows", "key", "whole"]
+rows: split into microbatches along its first dim. key: a random key, from which each part of the batch derives its own.
+whole: the same for all microbatches.
+"""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The inputs of one data shard, rows as [microbatches, rows of one, ...], and what is known of the whole batch.
+    """The inputs of one data shard, those with rows as [microbatches, rows of one, ...].
 
-    shard: which of `num_shards` parts of the batch this is.
+    statistics: sums over the whole batch that microbatches read. shard: which of `num_shards` parts of the batch this is.
     """
 
-    kinds: Sequence[Input]
-    values: Values
-    statistics: Values
-    shard: Any
-    num_shards: int
+    kinds: tuple[InputKind, ...] = field(metadata={"static": True})
+    values: Arrays
+    statistics: Arrays
+    shard: jax.Array
+    num_shards: int = field(metadata={"static": True})
 
-    @classmethod
-    def of(cls, kinds: Sequence[Input], values: Values, statistics: Values, shard: Any, num_shards: int, num_microbatches: int) -> Batch:
-        """From the shard's arrays."""
-        split = [x.reshape(num_microbatches, -1, *x.shape[1:]) if k.kind == "rows" else x for k, x in zip(kinds, values, strict=True)]
-        return cls(kinds=kinds, values=split, statistics=statistics, shard=shard, num_shards=num_shards)
+    def known(self, split: Split, microbatch: Integers) -> dict[Var, jax.Array]:
+        """The values of one microbatch's program that are known before it runs: its inputs, and statistics of the whole batch."""
 
-    @property
-    def arrays(self) -> tuple[Values, Values, Any]:
-        """All arrays, to carry them into a shard_map."""
-        return self.values, self.statistics, self.shard
-
-    def with_arrays(self, arrays: tuple[Values, Values, Any]) -> Batch:
-        """The same batch seen from inside."""
-        values, statistics, shard = arrays
-        return Batch(kinds=self.kinds, values=values, statistics=statistics, shard=shard, num_shards=self.num_shards)
-
-    def known(self, split: Split, microbatch: Any) -> dict[Var, Any]:
-        """What the micro program knows of one microbatch: its inputs, and statistics of the whole batch."""
-
-        def one(kind: str, x: Any) -> Any:
+        def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind == "rows":
-                return jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
+                return row(x, microbatch)
             return jax.random.fold_in(x, microbatch * self.num_shards + self.shard) if kind == "key" else x
 
-        values = [one(k.kind, x) for k, x in zip(self.kinds, self.values, strict=True)]
+        values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]
         return dict(zip([*split.inputs, *split.statistics], [*values, *self.statistics], strict=True))
 
 
 class Ends:
-    """Embedding and head of a split program on one data shard."""
+    """Embedding and head of a split program on one data shard.
 
-    def __init__(self, split: Split, rewrite: Rewrite, batch: Batch, common: Values):
+    common_floats, where a function has it: the values to use for the common values with gradients, to differentiate by them.
+    """
+
+    def __init__(self, split: Split, rewrite: Rewrite, batch: Batch, common: Arrays):
         self.split, self.rewrite, self.batch, self.common = split, rewrite, batch, common
         self._embed = split.embed.changed(lambda p: rewrite(p, Place()))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))
-        self.floats = Floats.among(common)
-        self.travel_shapes = [raw_shape(a.aval) for a in split.travel] + [raw_shape(v.aval) for v in split.ys]
+        self._floats = Floats.among(common)
+        self._total_floats = Floats.among([jx.struct_of(t.var) for t in split.totals])
+        self.travel_shapes = [raw_shape(jx.struct_of(a)) for a in [*split.travel, *split.ys]]
         self.travel_floats = Floats.among(self.travel_shapes)
-        self.total_floats = Floats.among([t.var.aval for t in split.totals])
 
-    def no_travel(self) -> Values:
+    def no_travel(self) -> Arrays:
         """Zeros of the shapes that travel."""
-        return [jnp.zeros(s.shape, s.dtype) for s in self.travel_shapes]
+        return zeros(self.travel_shapes)
 
-    def no_totals(self) -> Values:
-        """Zeros to add totals to."""
-        return [wide_zeros(t.var.aval) for t in self.split.totals]
+    def no_totals(self) -> Arrays:
+        """Zeros to which the totals of microbatches are added."""
+        return [wide_zeros(jx.struct_of(t.var)) for t in self.split.totals]
 
-    def embed(self, microbatch: Any, common: Values | None = None) -> Values:
-        """What enters the first chunk."""
-        moving = call(self._embed, self._known(microbatch, self.common if common is None else common))
-        return [*map(raw, moving), *self.no_travel()[len(moving) :]]
+    def embed(self, microbatch: Integers, common_floats: Arrays | None = None) -> Arrays:
+        """The values that enter the first chunk: the embedding's, then zeros for what the layers are yet to write (`ys`)."""
+        entering = call(self._embed, self._known(microbatch, common_floats))
+        return [*map(raw, entering), *self.no_travel()[len(entering) :]]
 
-    def embed_back(self, microbatch: Any, cotangents: Values) -> Values:
+    def embed_back(self, microbatch: Integers, cotangents: Arrays) -> Arrays:
         """The gradients of common values, from the cotangents of what entered the first chunk."""
 
-        def embed(floats: Values) -> Values:
-            return self.travel_floats.take(self.embed(microbatch, self._with(floats)))
+        def embed(floats: Arrays) -> tuple[Arrays, None]:
+            return self.travel_floats.select(self.embed(microbatch, floats)), None
 
-        _, derivative = jax.vjp(embed, self.floats.take(self.common))
+        _, derivative, _ = vjp(embed, self._floats.select(self.common))
         return derivative(cotangents)[0]
 
-    def totals(self, microbatch: Any, travel: Values, common: Values | None = None) -> Values:
-        """The totals of one microbatch, from what left the last chunk."""
-        split, num = self.split, len(self.split.travel)
-        known = self._known(microbatch, self.common if common is None else common)
-        carry = num - split.num_extras
-        names = [*split.scan.outvars[:carry], *split.travel[carry:], *split.ys]
-        known |= {var: whole_like(x, var.aval) for var, x in zip(names, travel, strict=True)}
+    def totals(self, microbatch: Integers, travel: Arrays, common_floats: Arrays | None = None) -> Arrays:
+        """The totals of one microbatch, from the outputs of the last chunk."""
+        split = self.split
+        # The head reads what the scan returns; values that the layers only pass along keep the names they entered with.
+        num_carry = len(split.travel) - split.num_extras
+        results = [*split.scan.outvars[:num_carry], *split.travel[num_carry:], *split.ys]
+        known = self._known(microbatch, common_floats)
+        known |= {v: whole_like(x, jx.struct_of(v)) for v, x in zip(results, travel, strict=True) if jx.is_var(v)}
         return call(self._head, known)
 
-    def head(self, microbatch: Any, travel: Values, seeds: Values) -> tuple[Values, Values, Values]:
-        """The totals of one microbatch, the cotangents of what left the last chunk, the gradients of common values.
+    def head(self, microbatch: Integers, travel: Arrays, seeds: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """The totals of one microbatch, the cotangents of the last chunk's outputs, and the gradients of common values.
 
         seeds: the derivative of the loss by each total that is a float.
         """
-        floats, others = self.travel_floats.take(travel), self.travel_floats.leave(travel)
+        floats, others = self.travel_floats.select(travel), self.travel_floats.others(travel)
 
-        def head(floats: Values, common: Values) -> tuple[Values, Values]:
-            found = self.totals(microbatch, self.travel_floats.merge(floats, others), self._with(common))
-            return self.total_floats.take(found), self.total_floats.leave(found)
+        def head(floats: Arrays, common: Arrays) -> tuple[Arrays, Arrays]:
+            totals = self.totals(microbatch, self.travel_floats.merge(floats, others), common)
+            return self._total_floats.select(totals), self._total_floats.others(totals)
 
-        found, derivative, counts = jax.vjp(head, floats, self.floats.take(self.common), has_aux=True)
-        cotangents, gradients = derivative([s.astype(f.dtype) for s, f in zip(seeds, found, strict=True)])
-        return self.total_floats.merge(found, counts), cotangents, gradients
+        totals, derivative, counts = vjp(head, floats, self._floats.select(self.common))
+        cotangents, gradients = derivative([s.astype(t.dtype) for s, t in zip(seeds, totals, strict=True)])
+        return self._total_floats.merge(totals, counts), cotangents, gradients
 
-    def finished(self, totals: Values, num_parts: int) -> Values:
-        """Totals of all parts as the whole batch has them: sums, or means of as many."""
-        done = [t / num_parts if one.is_mean else t for t, one in zip(totals, self.split.totals, strict=True)]
-        return [d.astype(one.var.aval.dtype) for d, one in zip(done, self.split.totals, strict=True)]
+    def finished(self, totals: Arrays, num_parts: int) -> Arrays:
+        """The totals of the whole batch, from their sums over `num_parts` parts of equal size: sums stay, means are divided."""
+        done = [t / num_parts if total.is_mean else t for t, total in zip(totals, self.split.totals, strict=True)]
+        return [d.astype(jx.dtype_of(total.var)) for d, total in zip(done, self.split.totals, strict=True)]
 
-    def seeds(self, seeds: Values, num_parts: int) -> Values:
-        """The derivative of the loss by the totals of one part, from that by the totals of all."""
-        return self.total_floats.take([s / num_parts if one.is_mean else s for s, one in zip(seeds, self.split.totals, strict=True)])
+    def seeds(self, seeds: Arrays, num_parts: int) -> Arrays:
+        """The derivative of the loss by one part's totals, from its derivative by the totals of the whole batch."""
+        by_part = [s / num_parts if total.is_mean else s for s, total in zip(seeds, self.split.totals, strict=True)]
+        return self._total_floats.select(by_part)
 
-    def _with(self, floats: Values) -> Values:
-        return self.floats.merge(floats, self.floats.leave(self.common))
-
-    def _known(self, microbatch: Any, common: Values) -> dict[Var, Any]:
+    def _known(self, microbatch: Integers, common_floats: Arrays | None) -> dict[Var, jax.Array]:
+        """The values that embedding and head read besides what travels."""
+        common = self.common if common_floats is None else self._floats.merge(common_floats, self._floats.others(self.common))
         return self.batch.known(self.split, microbatch) | dict(zip(self.split.common, common, strict=True))
-
-
-def call(part: Part, known: Mapping[Var, Any]) -> Values:
-    """A part's outputs in order, from known values by variable."""
-    return part([known[var] for var in part.inputs])
-
-

@@ -1,70 +1,98 @@
-"""One layer as programs: forward, backward and, apart, weight gradients, with what they hand to each other.
+"""One layer as programs: forward, backward and, on their own, weight gradients, with the values that they leave for each other.
 
-A layer reads its weights, values common to all layers, local values that come from the inputs alone, and what travels
-from layer to layer; it returns what travels on. Residuals of its derivative are saved only where they depend on what
-travels: what weights or inputs alone give is computed again.
+A pipeline cannot differentiate its loop with `jax.grad`: the backward pass of one microbatch runs between the forward
+passes of others, and its residuals wait in buffers that have a fixed number of slots. So the derivative of one layer is
+taken here, once, at the shapes of one microbatch, and cut into programs that the loop calls when the table says so:
+
+    forward           inputs                       →  travel, saved
+    backward          inputs, saved, cotangents    →  cotangents, gradients, stashed
+    weight_gradients  inputs, saved, stashed       →  gradients
+
+Two ideas keep the buffers small. A residual is saved only if it depends on what travels (the activation of this
+microbatch); residuals that follow from weights or inputs alone, such as a mask, are computed again. And where the table has
+items for weight gradients, the backward program contains only what the cotangent needs, so that the previous stage can go
+on; the rest runs later from the saved residuals and the few intermediate cotangents that are stashed (Qi et al.,
+Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt import jaxpr as jx
-from jgt import scopes
-from jgt.jaxpr import Program, Var
-from jgt.parts import Flat, Part, cut, flatten, marks
-from jgt.pipeline.floats import Floats, Values, raw, whole_like
+from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flattened, raw, row, vjp, whole_like
 from jgt.pipeline.split import Split
+from jgt.program import jaxpr as jx
+from jgt.program import scopes
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.parts import Flat, dependency_bits, extract_part, flatten
+
+_T = TypeVar("_T")
 
 
-class Body:
-    """The layer scan's body as a function of what a layer reads."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs(Generic[_T]):
+    """Everything that one layer reads, as arrays, shapes or variables.
 
-    def __init__(self, split: Split, body: Program, *, is_padded: bool):
-        self._split, self._body, self._is_padded = split, body, is_padded
-        self._num_consts, self._num_carry = jx.scan_sizes(split.scan)
-        live = split.scan.outvars[self._num_carry :]
-        self._ys = [live.index(var) for var in split.ys]
+    weights: one layer's, without the dim of layers. common: the same for all layers. local: computed from the microbatch's
+    inputs. index: the layer's number, int32, negative for padding. travel: the activation and whatever else enters with it.
+    """
 
-    def __call__(self, weights: Values, common: Values, local: Values, index: Any, travel: Values) -> Values:
-        """What travels on from layer `index` (negative: padding, which changes nothing)."""
-        split = self._split
-        num_moving = len(split.travel)
-        moving = [whole_like(x, a.aval) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
-        ys = travel[num_moving:]
-        whole = dict(zip([*split.in_layers, *split.local.outputs], [*common, *local], strict=True))
-        whole |= {var: value for var, value in zip(split.travel, moving, strict=True) if jx.is_var(var) and var not in whole}
-        own = dict(zip(split.weights, weights, strict=True))
-        layer = jnp.maximum(index, 0)
-        consts = [self._value(a, whole) for a in split.scan.invars[: self._num_consts]]
-        scanned = [
-            own[a] if a in own else jax.lax.dynamic_index_in_dim(self._value(a, whole), layer, keepdims=False)
-            for a in split.scan.invars[self._num_consts + self._num_carry :]
-        ]
-        with scopes.signals(split.place.signals):
-            results = jx.evaluate(self._body, [*consts, *moving[: self._num_carry], *scanned])
-        new_ys = [jax.lax.dynamic_update_index_in_dim(y, results[self._num_carry + i], layer, 0) for y, i in zip(ys, self._ys, strict=True)]
-        after = [*map(raw, results[: self._num_carry]), *travel[self._num_carry : num_moving], *new_ys]
-        return [jnp.where(index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self._is_padded else after
-
-    @staticmethod
-    def _value(atom: Any, whole: Mapping[Var, Any]) -> Any:
-        return whole[atom] if jx.is_var(atom) else atom.val
+    weights: list[_T]
+    common: list[_T]
+    local: list[_T]
+    index: _T
+    travel: list[_T]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """What one layer reads, as ShapeDtypeStructs: its own weights, common and local values, what travels."""
+class Body:
+    """The layer scan's body as a function of `LayerInputs`. is_padded: some of the layers are padding."""
 
-    weights: Values
-    common: Values
-    local: Values
-    travel: Values
+    split: Split
+    program: Program
+    is_padded: bool
+
+    def __call__(self, inputs: LayerInputs[jax.Array]) -> Arrays:
+        """The values that travel on to the next layer; a layer of padding returns those it was given."""
+        split, travel, num_moving = self.split, inputs.travel, len(self.split.travel)
+        num_consts, num_carry = jx.scan_sizes(split.scan)
+        moving = [whole_like(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
+        ys = travel[num_moving:]
+        known: dict[Atom, jax.Array] = dict(zip([*split.in_layers, *split.local.outputs], [*inputs.common, *inputs.local], strict=True))
+        known |= {atom: value for atom, value in zip(split.travel, moving, strict=True) if jx.is_var(atom) and atom not in known}
+        weights: Mapping[Atom, jax.Array] = dict(zip(split.weights, inputs.weights, strict=True))
+        # Padding computes layer 0 and drops the result: -1 is not the index of a row.
+        layer = jnp.maximum(inputs.index, 0)
+        consts = [_value(a, known) for a in split.scan.invars[:num_consts]]
+        # The scan reads row number `layer` of all that it scans over. Of the weights a stage has that row already.
+        scanned: Arrays = [
+            weights[a] if a in weights else row(_value(a, known), layer) for a in split.scan.invars[num_consts + num_carry :]
+        ]
+        with scopes.signals(split.place.signals):
+            results: Arrays = jx.evaluate(self.program, [*consts, *moving[:num_carry], *scanned])
+        stacked = dict(zip(split.scan.outvars, results, strict=True))
+        new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, stacked[var], layer, 0) for y, var in zip(ys, split.ys, strict=True)]
+        after = [*map(raw, results[:num_carry]), *travel[num_carry:num_moving], *new_ys]
+        return [jnp.where(inputs.index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self.is_padded else after
+
+
+def _value(atom: Atom, known: Mapping[Atom, jax.Array]) -> jax.Array:
+    return known[atom] if jx.is_var(atom) else atom.val
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Gradients(Generic[_T]):
+    """Gradients by their position among the weights, and among the common values, that are floats."""
+
+    weights: Mapping[int, _T]
+    common: Mapping[int, _T]
 
 
 class Layer:
@@ -73,156 +101,133 @@ class Layer:
     recompute: only what travels into the layer is saved. apart: weight gradients have a program of their own.
     """
 
-    def __init__(self, body: Callable[..., Values], shapes: Shapes, *, recompute: bool, apart: bool):
-        self._shapes = shapes
-        self._weights, self._common, self._travel = (Floats.among(v) for v in (shapes.weights, shapes.common, shapes.travel))
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        groups = [
-            self._weights.take(shapes.weights),
-            self._common.take(shapes.common),
-            self._travel.take(shapes.travel),
-            [*self._weights.leave(shapes.weights), *self._common.leave(shapes.common), *shapes.local, index],
-            self._travel.leave(shapes.travel),
-        ]
-        tree: Any = None
+    def __init__(
+        self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
+    ):
+        leaves, inputs_of = flattened(shapes)
+        weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
+        # Local values and the index come from the batch, by which nothing is differentiated, floats or not.
+        without = (False,) * (len(shapes.local) + 1)
+        floats = Floats((*weights.which, *common.which, *without, *travel.which))
 
-        def run(w: Values, c: Values, x: Values, still: Values, moving: Values) -> tuple[Values, Values]:
-            num_w = len(self._weights.which) - sum(self._weights.which)
-            num_c = len(self._common.which) - sum(self._common.which)
-            weights = self._weights.merge(w, still[:num_w])
-            common = self._common.merge(c, still[num_w : num_w + num_c])
-            after = body(weights, common, still[num_w + num_c : -1], still[-1], self._travel.merge(x, moving))
-            return self._travel.take(after), self._travel.leave(after)
+        def run(floating: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
+            after = body(inputs_of(floats.merge(floating, others)))
+            return travel.select(after), travel.others(after)
 
-        if recompute:
-            run = jax.checkpoint(run, prevent_cse=False)
+        run_layer = cast("Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]", jax.checkpoint(run, prevent_cse=False)) if recompute else run
 
-        def forward(w: Values, c: Values, x: Values, still: Values, moving: Values) -> tuple[Values, Values]:
-            nonlocal tree
-            ahead, derivative, others = jax.vjp(lambda w, c, x: run(w, c, x, still, moving), w, c, x, has_aux=True)
-            residuals, tree = jax.tree.flatten(derivative)
-            return self._travel.merge(ahead, others), residuals
+        def forward(floating: Arrays, others: Arrays) -> tuple[Arrays, Callable[[Arrays], tuple[Arrays]]]:
+            def differentiable(floating: Arrays) -> tuple[Arrays, Arrays]:
+                return run_layer(floating, others)
 
-        program = jx.trace(forward, *groups)[0]
+            ahead, derivative, rest = vjp(differentiable, floating)
+            return travel.merge(ahead, rest), derivative
+
+        # The derivative is a pytree whose leaves are its residuals: they become outputs of the program, and its tree,
+        # filled with residuals again, is the function that the backward program calls.
+        program, tree = jx.trace(forward, floats.select(leaves), floats.others(leaves))
+        derivative_tree = tree.children()[1]
         flat = flatten(program)
-        num = [len(g) for g in groups]
-        first = num[0] + num[1]
-        moving_vars = [*flat.invars[first : first + num[2]], *flat.invars[first + num[2] + num[3] :]]
-        bits = marks(flat, dict.fromkeys(moving_vars, 1))
+        num_floats = sum(floats.which)
+        self._arguments = floats.merge(flat.invars[:num_floats], flat.invars[num_floats:])
         ahead, residuals = flat.outvars[: len(shapes.travel)], flat.outvars[len(shapes.travel) :]
-        self.saved: tuple[Var, ...] = tuple(dict.fromkeys(a for a in residuals if jx.is_var(a) and bits.get(a, 0)))
-        self._arguments = flat.invars
-        self._ahead = cut(flat, ahead)
-        self._saving = cut(flat, [*ahead, *self.saved])
-        self._again = cut(flat, list(dict.fromkeys(a for a in residuals if jx.is_var(a) and a not in self.saved)))
+        by_travel = dependency_bits(flat, dict.fromkeys(self._arguments[len(leaves) - len(shapes.travel) :], 1))
+        self._saved = tuple(dict.fromkeys(a for a in residuals if jx.is_var(a) and by_travel.get(a, 0)))
+        # Three cuts of one traced program: outputs alone, outputs with residuals to save, and residuals that need no saving.
+        self._ahead = extract_part(flat, ahead)
+        self._saving = extract_part(flat, [*ahead, *self._saved])
+        self._again = extract_part(flat, list(dict.fromkeys(a for a in residuals if jx.is_var(a) and a not in self._saved)))
         self._residuals = residuals
 
-        def backward(residuals: Values, cotangents: Values) -> tuple[Values, Values, Values]:
-            return jax.tree.unflatten(tree, residuals)(cotangents)
+        def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
+            derivative: Callable[[Arrays], tuple[Arrays]] = jax.tree.unflatten(derivative_tree, residuals)
+            return derivative(cotangents)[0]
 
-        shapes_of = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in residuals]
-        self._back = _Backward(flatten(jx.trace(backward, shapes_of, groups[2])[0], _dissolves), num, apart=apart)
-
-    @property
-    def saved_shapes(self) -> Values:
-        """What forward saves for backward, of one layer."""
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.saved]
+        program = jx.trace(backward, [jx.struct_of(a) for a in residuals], travel.select(shapes.travel))[0]
+        self._back = _Backward(flatten(program, _dissolves), sum(weights.which), sum(common.which), sum(travel.which), apart=apart)
 
     @property
-    def stashed_shapes(self) -> Values:
-        """What backward stashes for the weight gradients, of one layer."""
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._back.stash]
+    def saved_shapes(self) -> Structs:
+        """The values of one layer that forward saves for backward."""
+        return [jx.struct_of(v) for v in self._saved]
 
-    def ahead(self, weights: Values, common: Values, local: Values, index: Any, travel: Values) -> Values:
-        """What travels on."""
-        return self._call(self._ahead, self._bound(weights, common, local, index, travel))
+    @property
+    def stashed_shapes(self) -> Structs:
+        """The values of one layer that backward stashes for the weight gradients."""
+        return [jx.struct_of(v) for v in self._back.stash]
 
-    def forward(self, weights: Values, common: Values, local: Values, index: Any, travel: Values) -> tuple[Values, Values]:
-        """What travels on, and what is saved."""
-        found = self._call(self._saving, self._bound(weights, common, local, index, travel))
-        return found[: len(travel)], found[len(travel) :]
+    def ahead(self, inputs: LayerInputs[jax.Array]) -> Arrays:
+        """The values that travel on."""
+        return call(self._ahead, self._known(inputs))
 
-    def backward(
-        self, weights: Values, common: Values, local: Values, index: Any, saved: Values, cotangents: Values
-    ) -> tuple[Values, Gradients, Values]:
-        """The cotangents of what travelled in, the gradients that are ready, and what is stashed for the others."""
-        return self._back.run(self._all_residuals(weights, common, local, index, saved), cotangents)
+    def forward(self, inputs: LayerInputs[jax.Array]) -> tuple[Arrays, Arrays]:
+        """The values that travel on, and those that are saved."""
+        outputs = call(self._saving, self._known(inputs))
+        return outputs[: len(inputs.travel)], outputs[len(inputs.travel) :]
 
-    def weight_gradients(self, weights: Values, common: Values, local: Values, index: Any, saved: Values, stashed: Values) -> Gradients:
-        """The gradients that backward left."""
-        return self._back.finish(self._all_residuals(weights, common, local, index, saved), stashed)
+    def backward(self, inputs: LayerInputs[jax.Array], saved: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients[jax.Array], Arrays]:
+        """The cotangents of what travelled in, the gradients that are ready, and the values stashed for the other gradients.
 
-    def _bound(self, weights: Values, common: Values, local: Values, index: Any, travel: Values | None) -> dict[Var, Any]:
-        still = [*self._weights.leave(weights), *self._common.leave(common), *local, index]
-        x, moving = ([], []) if travel is None else (self._travel.take(travel), self._travel.leave(travel))
-        num_x = sum(self._travel.which)
-        w, c = self._weights.take(weights), self._common.take(common)
-        num_before = len(w) + len(c)
-        names = [*self._arguments[:num_before], *self._arguments[num_before + num_x : num_before + num_x + len(still)]]
-        known = dict(zip(names, [*w, *c, *still], strict=True))
-        if travel is not None:
-            known |= dict(zip(self._arguments[num_before : num_before + num_x], x, strict=True))
-            known |= dict(zip(self._arguments[num_before + num_x + len(still) :], moving, strict=True))
-        return known
+        `inputs` may lack what travels, here and in `weight_gradients`: the saved values contain what is needed of it.
+        """
+        return self._back.run(self._all_residuals(inputs, saved), cotangents)
 
-    @staticmethod
-    def _call(part: Part, known: Mapping[Var, Any]) -> Values:
-        return part([known[v] for v in part.inputs])
+    def weight_gradients(self, inputs: LayerInputs[jax.Array], saved: Arrays, stashed: Arrays) -> Gradients[jax.Array]:
+        """The gradients that backward did not compute."""
+        return self._back.finish(self._all_residuals(inputs, saved), stashed)
 
-    def _all_residuals(self, weights: Values, common: Values, local: Values, index: Any, saved: Values) -> Values:
-        known = self._bound(weights, common, local, index, None)
-        again = dict(zip(self._again.outputs, self._call(self._again, known), strict=True)) | dict(zip(self.saved, saved, strict=True))
-        return [again[a] if jx.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in self._residuals]
+    def _known(self, inputs: LayerInputs[jax.Array]) -> dict[Var, jax.Array]:
+        # Not strict: what travels comes last, and may be missing.
+        return dict(zip(self._arguments, jax.tree.leaves(inputs), strict=False))
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """Gradients by position among the weights, and among the common values, that have any."""
-
-    weights: Mapping[int, Any]
-    common: Mapping[int, Any]
-
-
-def _dissolves(equation: Any) -> bool:
-    return jx.is_call(equation) or jx.is_remat(equation)
+    def _all_residuals(self, inputs: LayerInputs[jax.Array], saved: Arrays) -> Arrays:
+        again = dict(zip(self._again.outputs, call(self._again, self._known(inputs)), strict=True))
+        again |= dict(zip(self._saved, saved, strict=True))
+        return [again[a] if jx.is_var(a) else jnp.asarray(a.val, jx.dtype_of(a)) for a in self._residuals]
 
 
 class _Backward:
-    """The backward program, perhaps cut in two: what travels back first, weight gradients later."""
+    """The backward program; with `apart`, cut in two: first the cotangent that travels back, later the weight gradients.
 
-    def __init__(self, flat: Flat, num: Sequence[int], *, apart: bool):
-        num_w, num_c, num_x = num[:3]
-        self._num_residuals = len(flat.invars) - num_x
+    flat: (residuals, cotangents) → gradients of weights, gradients of common values, cotangents of what travelled in.
+    """
+
+    def __init__(self, flat: Flat, num_weights: int, num_common: int, num_travel: int, *, apart: bool):
+        self._num_travel = num_travel
+        self._residuals = flat.invars[: len(flat.invars) - num_travel]
         self._invars = flat.invars
-        dw, dc, dx = flat.outvars[:num_w], flat.outvars[num_w : num_w + num_c], flat.outvars[num_w + num_c :]
-        self._dx = cut(flat, dx)
-        wanted = {("w", i): a for i, a in enumerate(dw)} | {("c", i): a for i, a in enumerate(dc)}
-        made = dict.fromkeys(v for e in jx.body(self._dx.program).eqns for v in e.outvars)
-        self._now = {k: a for k, a in wanted.items() if not apart or not jx.is_var(a) or a in made}
-        self._later = {k: a for k, a in wanted.items() if k not in self._now}
-        self._finish = cut(flat, list(self._later.values()), list(made))
+        num_gradients = num_weights + num_common
+        gradients, cotangents = flat.outvars[:num_gradients], flat.outvars[num_gradients:]
+        # Every value that is computed on the way to the cotangent of what travelled in.
+        on_the_way = dict.fromkeys(v for e in jx.body(extract_part(flat, cotangents).program).eqns for v in e.outvars)
+
+        def among(is_wanted: Callable[[Atom], bool]) -> Gradients[Atom]:
+            return Gradients(
+                weights={i: a for i, a in enumerate(gradients[:num_weights]) if is_wanted(a)},
+                common={i: a for i, a in enumerate(gradients[num_weights:]) if is_wanted(a)},
+            )
+
+        def is_ready(atom: Atom) -> bool:
+            # A constant, or a value that the travelling cotangent needs as well: it costs nothing to have it now.
+            return not apart or not jx.is_var(atom) or atom in on_the_way
+
+        now, self._now = flattened(among(is_ready))
+        later, self._later = flattened(among(lambda atom: not is_ready(atom)))
+        self._finish = extract_part(flat, later, list(on_the_way))
         # Saved residuals outlive backward; whatever else the weight gradients read is stashed.
-        self.stash: tuple[Var, ...] = tuple(v for v in self._finish.inputs if v not in self._invars[: self._num_residuals])
-        self._run = cut(flat, [*dx, *self._now.values(), *self.stash])
-        self._num_x = num_x
+        self.stash = tuple(v for v in self._finish.inputs if v not in self._residuals)
+        self._run = extract_part(flat, [*cotangents, *now, *self.stash])
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Which residuals the weight gradients read."""
-        return tuple(i for i, v in enumerate(self._invars[: self._num_residuals]) if v in self._finish.inputs)
+    def run(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients[jax.Array], Arrays]:
+        outputs = call(self._run, dict(zip(self._invars, [*residuals, *cotangents], strict=True)))
+        end = len(outputs) - len(self.stash)
+        return outputs[: self._num_travel], self._now(outputs[self._num_travel : end]), outputs[end:]
 
-    def run(self, residuals: Values, cotangents: Values) -> tuple[Values, Gradients, Values]:
-        known = dict(zip(self._invars, [*residuals, *cotangents], strict=True))
-        found = self._run([known[v] for v in self._run.inputs])
-        end = self._num_x + len(self._now)
-        return found[: self._num_x], _gradients(self._now, found[self._num_x : end]), found[end:]
-
-    def finish(self, residuals: Values, stashed: Values) -> Gradients:
-        known = dict(zip(self._invars, residuals, strict=False)) | dict(zip(self.stash, stashed, strict=True))
-        return _gradients(self._later, self._finish([known[v] for v in self._finish.inputs]))
+    def finish(self, residuals: Arrays, stashed: Arrays) -> Gradients[jax.Array]:
+        known = dict(zip(self._residuals, residuals, strict=True)) | dict(zip(self.stash, stashed, strict=True))
+        return self._later(call(self._finish, known))
 
 
-def _gradients(keys: Mapping[tuple[str, int], Any], values: Values) -> Gradients:
-    found = dict(zip(keys, values, strict=True))
-    return Gradients(weights={i: v for (kind, i), v in found.items() if kind == "w"}, common={i: v for (kind, i), v in found.items() if kind == "c"})
+def _dissolves(equation: Equation) -> bool:
+    """Whether the backward program is cut inside of this equation: a checkpoint as a whole would be computed twice."""
+    return jx.is_call(equation) or jx.is_remat(equation)

@@ -1,4 +1,19 @@
-"""Where values stand in a pipeline: gathered over the batch's axes, laid over the stages, their gradients reduced again."""
+"""Where values are in a pipeline: gathered over the batch's axes, laid out over the stages, their gradients reduced again.
+
+A parameter may be sharded over the batch's axes (FSDP), over the stages, over others (tensor), or several at once; its
+`Dims` come from the rules. The batch's axes are manual inside the pipeline, where the partitioner cannot gather over them,
+so every value crosses two borders here. On the way in it becomes whole over the batch's axes: once a step, outside of the
+shard_map, where the partitioner gathers best, or layer by layer inside of it. On the way out its gradient is
+reduced: stacked along a new dim of data shards that the shard_map's output spec assembles, then reduce-scattered to the
+layout of the parameter. The invariant is that a gradient crosses the batch's axes once a step, not once a microbatch.
+
+A weight [layers, embed, ffn] with dims ((stage,), (fsdp,), (tensor,)) on fsdp=2, stage=2, tensor=2, local shapes:
+
+    stored                [layers/2, embed/2, ffn/2]
+    gathered, staged      [1, layers/2, embed, ffn/2]         whole over fsdp, split over stage and tensor
+    its gradient, parts   [1, layers/2, embed, ffn/2]         globally [fsdp, layers, embed, ffn], a sum over microbatches
+    reduced               [layers/2, embed/2, ffn/2]          reduce-scattered over fsdp
+"""
 
 from __future__ import annotations
 
@@ -6,198 +21,231 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jgt import jaxpr as jx
-from jgt import scopes
-from jgt.jaxpr import Var
-from jgt.pipeline.stages import Stages
+from jgt.program import jaxpr as jx
+from jgt.program import scopes
+from jgt.program.dims import Dims
+from jgt.program.jaxpr import Var
 
-Dims = tuple[tuple[str, ...], ...]
 FREE = PartitionSpec.UNCONSTRAINED
+
+Specs = Any
+"""A tree of PartitionSpecs, which may be a prefix of the tree of arrays that it is for."""
+
+Axes = tuple[str, ...]
+AxisCollective = Callable[[jax.Array, Axes, int], jax.Array]
+"""(x, axes, dim) → x gathered or scattered along the dim."""
+
+_Own = TypeVar("_Own")
+_Common = TypeVar("_Common")
+_T = TypeVar("_T")
+StageResults = TypeVar("StageResults", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A mesh with a stage axis and axes that split the batch; the other axes are the partitioner's.
 
-    dims: the axes of each dim of a value as it is stored; values that are not in it have no known layout. signals: the
-    region that each value is used in, for those who read the compiled program.
+    dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
+    that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
+    layer by layer, each time that a layer reads them, and not once a step.
     """
 
     mesh: Mesh | AbstractMesh
     axis: str
-    batch_axes: tuple[str, ...]
+    batch_axes: Axes
     dims: Mapping[Var, Dims]
     signals: Mapping[Var, tuple[str, ...]]
+    by_layer: bool
 
     @property
     def num_shards(self) -> int:
-        """Parts that the batch's axes make of the batch."""
+        """The number of data shards, into which the batch's axes split the batch."""
         return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
 
     @property
-    def outer_axes(self) -> tuple[str, ...]:
-        """Those that split the batch, for the shard_map around all stages.
+    def outer_axes(self) -> Axes:
+        """The manual axes of the outer shard_map: the batch's, and some of one device.
 
-        Axes of one device are manual, too, here or in the stages: where none is left to the partitioner, kernels that JAX cannot
-        split run as they are. XLA wants the axes of the outer shard_map before those of the inner one.
+        Axes of one device are manual, too, here or in the stages: if none is left to the partitioner, kernels that JAX
+        cannot split run unchanged. XLA wants the axes of the outer shard_map before those of the inner one.
         """
         sizes = dict(self.mesh.shape)
         last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
         return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
 
-    @property
-    def axes_inside(self) -> tuple[str, ...]:
-        """The axes over which the devices of a stage share the layers of a part of the batch."""
-        return tuple(axis for axis, size in dict(self.mesh.shape).items() if size > 1 and axis not in (self.axis, *self.batch_axes))
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the devices share the cores of a host."""
-        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
-
-    def manual(self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """shard_map over some axes; over none of them the function itself."""
+    def manual(self, fn: Callable[..., _T], axes: Sequence[str], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
+        """`fn` in a shard_map over some axes; without axes `fn` itself."""
         if not axes:
             return fn
         around = jx.mesh_around()
-        mesh = {"mesh": self.mesh} if around is None else {}
+        # Inside another shard_map, JAX takes the mesh from the context and rejects any other.
+        mesh = self.mesh if around is None else None
         # Gradients are taken inside, of local functions: no collective is ever differentiated, and programs that were
         # traced outside know nothing of varying axes.
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False, **mesh)
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+
+    # -- over the batch's axes ------------------------------------------------------------------------------------------
 
     def spec(self, var: Var) -> PartitionSpec:
-        """The batch axes of a stored value."""
+        """The batch's axes of a stored value."""
         return PartitionSpec(*[axes or None for axes in self._batch_dims(var)])
 
-    def pinned(self, var: Var, x: Any) -> Any:
-        """A value that is whole over the batch's axes, with its sharding over the others, where that is known."""
+    def pinned(self, var: Var, x: jax.Array) -> jax.Array:
+        """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
         dims = self._other_dims(var)
         return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
-    def gathered(self, var: Var, x: Any) -> Any:
+    def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
         dims = self._other_dims(var)
-        with self._named(var):
+        with self._signals_of(var):
             return x if dims is None else self._constrained(x, PartitionSpec(*dims))
 
-    def summed(self, x: Any) -> Any:
-        """The sum over all parts of the batch."""
-        return jax.lax.psum(x, self.batch_axes) if self.batch_axes else x
+    def summed(self, x: jax.Array) -> jax.Array:
+        """The sum over all data shards."""
+        return _psum(x, self.batch_axes)
 
-    def parts(self, var: Var, gradient: Any) -> Any:
-        """A gradient of one part of the batch, as it leaves the shard_map: stacked with the others', or their sum."""
+    def parts(self, var: Var, gradient: jax.Array) -> jax.Array:
+        """One data shard's gradient as the shard_map returns it: stacked with the other shards', or their sum."""
         return gradient[None] if self._is_stacked(var) else self.summed(gradient)
 
     def parts_spec(self, var: Var) -> PartitionSpec:
-        """The batch axes of what `parts` gives."""
+        """The batch's axes of the result of `parts`."""
         return PartitionSpec(self.batch_axes) if self._is_stacked(var) else PartitionSpec()
 
-    def reduced(self, var: Var, parts: Any) -> Any:
-        """The sum of all parts, laid out like the value: reduce-scattered over the axes that the value is stored over."""
+    def reduced(self, var: Var, parts: jax.Array) -> jax.Array:
+        """The sum of all parts, laid out like the value: reduce-scattered over the batch's axes that it is stored over."""
         if not self._is_stacked(var):
-            return parts.astype(var.aval.dtype)
+            return parts.astype(jx.dtype_of(var))
         stored = self._batch_dims(var)
         over = tuple(a for a in self.batch_axes if not any(a in axes for axes in stored))
 
-        def local(part: Any) -> Any:
-            gradient = _each(stored, part[0], lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
-            return jax.lax.psum(gradient, over) if over else gradient
+        def local(part: jax.Array) -> jax.Array:
+            gradient = _each_dim(stored, part[0], _scattered)
+            return _psum(gradient, over)
 
         # All axes are manual here: in a shard_map over some of them the partitioner gathers operands over the others first.
         whole = PartitionSpec(self.batch_axes, *(self._other_dims(var) or ()))
         # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
         made = [(*(others or ()), *axes) or None for others, axes in zip(self._other_dims(var) or (), stored, strict=True)]
-        with self._named(var), scopes.backward():
-            return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(var.aval.dtype)
+        with self._signals_of(var), scopes.backward():
+            return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(jx.dtype_of(var))
 
-    def rest_summed(self, var: Var, gradient: Any) -> Any:
-        """A gradient that is scattered already over the axes its value is stored over, summed over the others."""
+    def rest_summed(self, var: Var, gradient: jax.Array) -> jax.Array:
+        """A gradient that is scattered already over the axes its value is stored over, summed over the batch's other axes."""
         stored = {a for axes in self._batch_dims(var) for a in axes}
         over = tuple(a for a in self.batch_axes if a not in stored)
-        with self._named(var), scopes.backward():
-            return (jax.lax.psum(gradient, over) if over else gradient).astype(var.aval.dtype)
+        with self._signals_of(var), scopes.backward():
+            return _psum(gradient, over).astype(jx.dtype_of(var))
 
-    def gathered_layer(self, var: Var, x: Any) -> Any:
-        """One layer of a weight, on one stage, made whole over the batch's axes."""
-        with self._named(var):
-            return self._on_layer(var, x, lambda x, axes, dim: jax.lax.all_gather(x, axes, axis=dim, tiled=True))
+    def gathered_layer(self, weight: Var, x: jax.Array) -> jax.Array:
+        """One layer of a weight, on one stage, made whole over the batch's axes; with weights that are whole already, x itself."""
+        with self._signals_of(weight):
+            return self._on_layer(weight, x, _gathered)
 
-    def scattered_layer(self, var: Var, gradient: Any) -> Any:
-        """The gradient of one layer, on one stage, summed over the axes that the weight is stored over."""
-        with self._named(var), scopes.backward():
-            return self._on_layer(var, gradient, lambda x, axes, dim: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+    def scattered_layer(self, weight: Var, gradient: jax.Array) -> jax.Array:
+        """The inverse for a gradient: summed over the axes that the weight is stored over."""
+        with self._signals_of(weight), scopes.backward():
+            return self._on_layer(weight, gradient, _scattered)
 
-    def _on_layer(self, var: Var, x: Any, collective: Callable[[Any, Any, int], Any]) -> Any:
+    def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
         stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
-        if not any(stored):
+        if not self.by_layer or not any(stored):
             return x
         # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
         mixed = any(a and b for a, b in zip(stored, others, strict=True))
         axes = () if mixed else tuple(a for axes in others if axes for a in axes)
         spec = PartitionSpec(*others)
-        return self.manual(lambda x: _each(stored, x, collective), axes, spec, spec)(x)
+
+        def local(x: jax.Array) -> jax.Array:
+            return _each_dim(stored, x, collective)
+
+        return self.manual(local, axes, spec, spec)(x)
 
     def _is_stacked(self, var: Var) -> bool:
+        """Whether parts of a gradient leave the shard_map apart, to be reduce-scattered; a value of unknown layout is summed."""
         return bool(self.batch_axes) and var in self.dims
 
-    def staged(self, var: Var, x: Any, stages: Stages) -> Any:
-        """[layers, ...] → [stages, layers of a stage, ...]."""
-        return self.on_stages(var, stages.arrange(x))
+    # -- over the stages --------------------------------------------------------------------------------------------------
 
-    def unstaged(self, var: Var, x: Any, stages: Stages) -> Any:
-        """The inverse of staged."""
-        return self.pinned(var, stages.restore(self.on_stages(var, x)))
-
-    def on_stages(self, var: Var, x: Any) -> Any:
-        """A staged value with its sharding."""
+    def on_stages(self, var: Var, x: jax.Array) -> jax.Array:
+        """A value [stages, layers of a stage, ...], constrained to its sharding."""
         dims = self._other_dims(var)
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
         return self._constrained(x, PartitionSpec(self.axis, None, *rest))
 
-    def on_every_stage(self, fn: Callable[..., Any], staged: Any, common: Any, out: Sequence[bool]) -> Any:
-        """fn(staged, common) on every stage: `staged` has a leading stage dim, which fn does not see.
+    def on_every_stage(
+        self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]
+    ) -> StageResults:
+        """fn(own, common) on every stage; arrays of `own` have a leading dim of stages, which fn does not see.
 
-        out: for each result of fn whether it has a stage dim, or is the same on all stages.
+        has_stages: whether each result of fn gets that dim, or is the same on all stages.
         """
 
-        def local(staged: Any, common: Any) -> Any:
-            found = fn(jax.tree.map(lambda x: x.reshape(x.shape[1:]), staged), common)
-            return tuple(jax.tree.map(lambda x: x[None], f) if o else f for f, o in zip(found, out, strict=True))
+        def local(own: _Own, common: _Common) -> tuple[Any, ...]:
+            results = fn(jax.tree.map(_without_first_dim, own), common)
+            return tuple(jax.tree.map(_with_first_dim, x) if staged else x for x, staged in zip(results, has_stages, strict=True))
 
-        specs = tuple(PartitionSpec(self.axis) if o else PartitionSpec() for o in out)
+        specs = tuple(PartitionSpec(self.axis) if staged else PartitionSpec() for staged in has_stages)
         outer = self.outer_axes
         ones = [axis for axis, size in dict(self.mesh.shape).items() if size == 1 and axis not in (self.axis, *outer)]
-        return self.manual(local, (self.axis, *ones), (PartitionSpec(self.axis), PartitionSpec()), specs)(staged, common)
+        in_specs = (PartitionSpec(self.axis), PartitionSpec())
+        return cast(StageResults, self.manual(local, (self.axis, *ones), in_specs, specs)(own, common))
 
-    def shard_index(self) -> Any:
-        """Which part of the batch this is."""
+    def shard_index(self) -> jax.Array:
+        """Which part of the batch this data shard has."""
         return jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0)
 
-    def _named(self, var: Var) -> AbstractContextManager[None]:
+    def _signals_of(self, var: Var) -> AbstractContextManager[None]:
         return scopes.signals(self.signals.get(var, ()))
 
-    def _batch_dims(self, var: Var) -> list[tuple[str, ...]]:
+    def _batch_dims(self, var: Var) -> list[Axes]:
         return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]
 
-    def _other_dims(self, var: Var) -> list[Any] | None:
+    def _other_dims(self, var: Var) -> list[Axes | None] | None:
         if var not in self.dims:
             return None
         sizes = dict(self.mesh.shape)
         return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
 
-    def _constrained(self, x: Any, spec: PartitionSpec) -> Any:
+    def _constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
 
 
-def _each(dims: Sequence[tuple[str, ...]], x: Any, collective: Callable[[Any, Any, int], Any]) -> Any:
+def axes_inside(sizes: Mapping[str, int], axis: str, batch_axes: Sequence[str]) -> Axes:
+    """The axes of a mesh that split a stage's work on its rows: neither the stage axis nor the batch's axes."""
+    return tuple(a for a, size in sizes.items() if size > 1 and a not in (axis, *batch_axes))
+
+
+def _each_dim(dims: Sequence[Axes], x: jax.Array, collective: AxisCollective) -> jax.Array:
     """A collective along every dim that has axes."""
     for dim, axes in enumerate(dims):
         if axes:
             x = collective(x, axes, dim)
     return x
+
+
+def _psum(x: jax.Array, axes: Axes) -> jax.Array:
+    return cast(jax.Array, jax.lax.psum(x, axes)) if axes else x
+
+
+def _gathered(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return cast(jax.Array, jax.lax.all_gather(x, axes, axis=dim, tiled=True))
+
+
+def _scattered(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return cast(jax.Array, jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+
+
+def _without_first_dim(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[1:])
+
+
+def _with_first_dim(x: jax.Array) -> jax.Array:
+    return x[None]

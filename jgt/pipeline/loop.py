@@ -1,297 +1,218 @@
-"""The loop over a table's ticks on one data shard: slots of the layers on every stage, embedding and head between them.
+"""The loop over a table's ticks on one data shard: the stages' items, with embedding and head between them.
 
-All stages go through the same ticks, and nobody branches on where it is: a stage without an item computes garbage, which
-is dropped. What ticks leave for each other waits in buffers with a stage dim.
+One scan runs the whole table, and its body is one tick: embed the microbatch that enters, let every stage do its forward
+item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
+the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
+when devices disagree about collectives. A stage without an item therefore computes garbage, which is dropped: it is
+written to a slot that nobody reads and masked out of every sum. Embedding and head are skipped by all devices together in
+ticks that have no microbatch for them, where that is worth a branch.
+
+The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
+all backward passes after all forward passes, which is gpipe whatever the table says. So the loss must be linear in its
+totals; then `seeds`, its derivative by the totals of one microbatch, are known before the first tick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt import scopes
-from jgt.pipeline.ends import Batch, Ends, call
-from jgt.pipeline.floats import Values, float_variables, is_float, wide_zeros
-from jgt.pipeline.layer import Body, Layer, Shapes
-from jgt.pipeline.layout import Layout
-from jgt.pipeline.schedule import Kind
-from jgt.pipeline.slots import Chunk, Stage, Sums
-from jgt.pipeline.stages import Stages
-from jgt.pipeline.ticks import Segment, Ticks
+from jgt.pipeline.arrays import Arrays, Flags, Integers, float_variables, has_gradient, wide_zeros
+from jgt.pipeline.carry import Carry, Everywhere, OnStage, StageBuffers
+from jgt.pipeline.chunks import Chunks
+from jgt.pipeline.ends import Ends
+from jgt.pipeline.layer import Body, Layer, LayerInputs
+from jgt.pipeline.layout import Layout, StageResults
+from jgt.pipeline.stage import Changes, Stage, keep_cotangents
+from jgt.pipeline.ticks import EndItem, EndName, ItemName, Segment, Ticks, Work
+from jgt.program import jaxpr as jx
+from jgt.program import scopes
 
-State = dict[str, Any]
-"""What a tick leaves for the next. staged: buffers on every stage; totals; with gradients sums and common, too."""
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+
+OnEach = Callable[[OnStage[_Item], Everywhere], StageResults]
 
 
 class Loop:
-    """One table, one program, one data shard. weights: staged; seeds: of one microbatch, None without gradients."""
+    """One table, one program, one data shard.
 
-    def __init__(
-        self,
-        ends: Ends,
-        layout: Layout,
-        ticks: Ticks,
-        stages: Stages,
-        weights: Values,
-        seeds: Values | None,
-        *,
-        remat: str,
-        gather_layers: bool,
-        skips: bool,
-    ):
-        self._ends, self._layout, self._ticks, self._stages = ends, layout, ticks, stages
-        self._split = ends.split
-        self._seeds = seeds
-        self._staged = {"weights": weights, "ids": jnp.asarray(stages.ids)}
-        self._gather_layers = gather_layers
-        self._apart = ticks.table.weight is not None and seeds is not None
-        self._stage = self._make_stage(remat, skips=skips)
+    remat: what backward computes again. weights: [stages, layers of a stage, ...]. seeds: the derivative of the loss by the
+    totals of one microbatch, for those that are floats; None without gradients.
+    """
 
-    def run(self) -> State:
-        """The state after the last tick."""
-        state = self._start()
+    def __init__(self, ends: Ends, layout: Layout, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
+        self._ends, self._layout, self._ticks, self._chunks = ends, layout, ticks, chunks
+        self._split, self._seeds, self._weights = ends.split, seeds, weights
+        self._ids = jnp.asarray(chunks.ids)
+        self._stage = self._make_stage(remat)
+
+    def run(self) -> Carry:
+        """The carry after the last tick."""
+        carry = self._first_carry()
         for segment in self._ticks.segments:
-            rows = jax.tree.map(jnp.asarray, {"staged": segment.staged, "common": segment.common})
-            state, _ = jax.lax.scan(partial(self._tick, segment), state, rows)
-        return state
+            carry, _ = jax.lax.scan(partial(self._tick, segment), carry, jax.tree.map(_on_device, segment.work))
+        return carry
 
-    def _tick(self, segment: Segment, state: State, rows: Mapping[str, Any]) -> tuple[State, None]:
-        work, items = rows["common"], rows["staged"]
-        from_head: Values = []
-        if "F" in segment.kinds:
-            entering = self._maybe(segment, work, "embed", lambda m, _: self._ends.embed(m), self._ends.no_travel)
-            with self._counted(segment, "F"):
-                state, leaving = self._forward(segment, state, items["F"], entering)
-            state, from_head = self._head(segment, state, work, leaving)
-            if from_head and self._ticks.buffers.head_waits:
-                state, from_head = self._wait(state, items["F"]["from_head"], from_head), []
-        if "B" in segment.kinds:
-            with self._counted(segment, "B"), scopes.backward():
-                state, entered = self._backward(state, items["B"], from_head)
-            state = self._embed_back(segment, state, work, entered)
-        if "W" in segment.kinds:
-            with self._counted(segment, "W"), scopes.backward():
-                state = self._weight_gradients(state, items["W"])
-        return state, None
+    def _tick(self, segment: Segment, carry: Carry, work: Work) -> tuple[Carry, None]:
+        from_head: Arrays = []
+        if work.forward is not None:
+            entering = self._maybe(segment, "embed", work.embed, lambda m, _: self._ends.embed(m), self._ends.no_travel)
+            with self._counted(segment, "forward"):
+                forward = partial(self._stage.forward, shows=work.head is not None)
+                buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
+                carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering)
+            carry, from_head = self._head(segment, carry, work.head, leaving)
+            if from_head and work.forward.from_head is not None:
+                buffers = StageBuffers(inbox_back=carry.staged.inbox_back)
+                carry, from_head = self._on_stages(keep_cotangents, carry, work.forward.from_head, buffers, from_head)
+        if work.backward is not None:
+            with self._counted(segment, "backward"), scopes.backward():
+                buffers = replace(carry.staged, inbox=[])
+                carry, entered = self._on_stages(self._stage.backward, carry, work.backward, buffers, from_head)
+            carry = self._embed_back(segment, carry, work.embed_back, entered)
+        if work.weight is not None:
+            with self._counted(segment, "weight"), scopes.backward():
+                buffers = replace(carry.staged, inbox=[], inbox_back=[])
+                carry, _ = self._on_stages(self._stage.weight_gradients, carry, work.weight, buffers, [])
+        return carry, None
 
-    def _counted(self, segment: Segment, kind: Kind) -> AbstractContextManager[None]:
-        """Slots without an item, and layers that are padding, are work for nothing."""
-        return scopes.useful(segment.share(kind) * self._stages.share)
+    def _counted(self, segment: Segment, name: ItemName) -> AbstractContextManager[object]:
+        """Names the share of useful work, for readers of the compiled program: idle stages and padding layers add useless work."""
+        return scopes.useful(segment.share(name) * self._chunks.share)
 
-    def _maybe(self, segment: Segment, work: Mapping[str, Any], name: str, do: Callable[[Any, Any], Any], skip: Callable[[], Any]) -> Any:
+    def _maybe(
+        self, segment: Segment, name: EndName, item: EndItem | None, do: Callable[[Integers, Flags | bool], _T], skip: Callable[[], _T]
+    ) -> _T:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
 
         All devices take the branch together.
         """
-        if name not in segment.common:
+        if item is None:
             return skip()
-        on, microbatch = work[name]["on"], work[name]["microbatch"]
-        if name not in segment.rarely:
-            with scopes.useful(segment.share(name)):
-                return do(microbatch, True if name in segment.always else on)
+        share, on, microbatch = segment.share(name), item.on, item.microbatch
+        if name not in segment.branches:
+            with scopes.useful(share):
+                return do(microbatch, True if share == 1 else on)
 
-        def wanted() -> Any:
-            with scopes.taken(segment.share(name)):
+        def wanted() -> _T:
+            with scopes.branch_taken(share):
                 return do(microbatch, True)
 
-        return jax.lax.cond(on, wanted, skip)
+        return cast(_T, jax.lax.cond(on, wanted, skip))
 
     # -- embedding and head ---------------------------------------------------------------------------------------------
 
-    def _head(self, segment: Segment, state: State, work: Mapping[str, Any], leaving: Values) -> tuple[State, Values]:
+    def _head(self, segment: Segment, carry: Carry, item: EndItem | None, leaving: Arrays) -> tuple[Carry, Arrays]:
         """The totals, and gradients, of the microbatch that left the last chunk; the cotangents that go back into it."""
-        names = ("totals",) if self._seeds is None else ("totals", "common")
-        old = {name: state[name] for name in names}
+        seeds = self._seeds
 
-        def do(microbatch: Any, on: Any) -> tuple[State, Values]:
-            if self._seeds is None:
-                return {"totals": _added(old["totals"], self._ends.totals(microbatch, leaving), on)}, []
-            totals, cotangents, gradients = self._ends.head(microbatch, leaving, self._seeds)
-            return {"totals": _added(old["totals"], totals, on), "common": _added(old["common"], gradients, on)}, cotangents
+        def do(microbatch: Integers, on: Flags | bool) -> tuple[Arrays, Arrays, Arrays]:
+            if seeds is None:
+                return [], _added(carry.totals, self._ends.totals(microbatch, leaving), on), []
+            # Loss and its derivative in one go: the head of a microbatch runs once, and its logits never leave the tick.
+            totals, cotangents, gradients = self._ends.head(microbatch, leaving, seeds)
+            new_totals = _added(carry.totals, totals, on)
+            return _added(carry.common, gradients, on), new_totals, cotangents
 
-        def skip() -> tuple[State, Values]:
-            return old, [] if self._seeds is None else self._ends.travel_floats.take(self._ends.no_travel())
+        def skip() -> tuple[Arrays, Arrays, Arrays]:
+            cotangents = [] if seeds is None else self._ends.travel_floats.select(self._ends.no_travel())
+            return carry.common, carry.totals, cotangents
 
-        if "head" not in segment.common:
-            return state, []
-        new, cotangents = self._maybe(segment, work, "head", do, skip)
-        return state | new, cotangents
+        if item is None:
+            return carry, []
+        common, totals, cotangents = self._maybe(segment, "head", item, do, skip)
+        return replace(carry, common=common, totals=totals), cotangents
 
-    def _embed_back(self, segment: Segment, state: State, work: Mapping[str, Any], entered: Values) -> State:
-        old = state["common"]
-
-        def do(microbatch: Any, _: Any) -> Values:
+    def _embed_back(self, segment: Segment, carry: Carry, item: EndItem | None, entered: Arrays) -> Carry:
+        def do(microbatch: Integers, _: Flags | bool) -> Arrays:
             # The cotangents are zeros where nothing entered, and so are the gradients.
-            return _added(old, self._ends.embed_back(microbatch, entered), True)
+            return _added(carry.common, self._ends.embed_back(microbatch, entered), True)
 
-        return state | {"common": self._maybe(segment, work, "embed_back", do, lambda: old)}
+        return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common))
 
-    # -- the slots of the layers ------------------------------------------------------------------------------------------
+    # -- the items of the stages ------------------------------------------------------------------------------------------
 
-    def _forward(self, segment: Segment, state: State, item: Any, entering: Values) -> tuple[State, Values]:
-        """All stages' forward slots; what left the last chunk."""
-        sends = self._ticks.buffers.forward
+    def _on_stages(
+        self, work: OnEach[_Item, Changes], carry: Carry, item: _Item, buffers: StageBuffers, ends: Arrays
+    ) -> tuple[Carry, Arrays]:
+        """The carry with the buffers that `work` changed on every stage, and the values that it shows on all of them.
 
-        def slot(own: Any, everywhere: Any) -> tuple[State, Values]:
-            item, buffers, travel = own["item"], dict(own["buffers"]), everywhere["entering"]
-            chunk = self._chunk(own, everywhere)
-            if sends.inbox.num_slots:
-                travel = [jnp.where(item["first"], x, _read(box, item["read"])) for x, box in zip(travel, buffers["inbox"], strict=True)]
-            if self._seeds is None:
-                travel = self._stage.evaluate(item, chunk, travel)
-            else:
-                travel, buffers["saved"] = self._stage.forward(item, chunk, travel, buffers["saved"])
-            buffers["inbox"] = self._stage.sent(item, sends.pairs, travel, buffers["inbox"])
-            return buffers, self._stage.shown(item["last"], travel) if "head" in segment.common else []
+        buffers: those that `work` reads. ends: what enters from the embedding, or cotangents from the head.
+        """
+        results = self._on_every_stage(work, item, buffers, ends, (True, False))
+        # XLA dissolves a loop over one layer, fuses what one item writes into what the next one reads, and copies whole
+        # buffers for it. A loop over more layers keeps the items apart without help.
+        changed, shown = jax.lax.optimization_barrier(results) if self._chunks.layers_per_chunk == 1 else results
+        return replace(carry, staged=carry.staged.updated(changed)), shown
 
-        names = ("inbox",) if self._seeds is None else ("inbox", "saved")
-        return self._slot(slot, state, item, names, {"entering": entering}, shows=True)
-
-    def _backward(self, state: State, item: Any, from_head: Values) -> tuple[State, Values]:
-        """All stages' backward slots; the cotangents of what entered the first chunk."""
-        sends = self._ticks.buffers.backward
-
-        def slot(own: Any, everywhere: Any) -> tuple[State, Values]:
-            item, buffers, cotangents = own["item"], dict(own["buffers"]), everywhere["from_head"]
-            chunk = self._chunk(own, everywhere)
-            if sends.inbox.num_slots:
-                waiting = [_read(box, item["read"]) for box in buffers["inbox_back"]]
-                cotangents = [jnp.where(item["last"], x, w) for x, w in zip(cotangents, waiting, strict=True)] if cotangents else waiting
-            cotangents, buffers["stashed"], buffers["sums"] = self._stage.backward(
-                item, chunk, cotangents, buffers.pop("saved"), buffers["stashed"], buffers["sums"]
-            )
-            buffers["inbox_back"] = self._stage.sent(item, sends.pairs, cotangents, buffers["inbox_back"])
-            return buffers, self._stage.shown(item["first"], cotangents)
-
-        names = ("inbox_back", "saved", "stashed", "sums")
-        return self._slot(slot, state, item, names, {"from_head": from_head}, shows=True)
-
-    def _weight_gradients(self, state: State, item: Any) -> State:
-        def slot(own: Any, everywhere: Any) -> tuple[State, Values]:
-            buffers = own["buffers"]
-            chunk = self._chunk(own, everywhere)
-            sums = self._stage.weight_gradients(own["item"], chunk, buffers["saved"], buffers["stashed"], buffers["sums"])
-            return {"sums": sums}, []
-
-        return self._slot(slot, state, item, ("saved", "stashed", "sums"), {})[0]
-
-    def _wait(self, state: State, slots: Any, from_head: Values) -> State:
-        """The head's cotangents put into the inbox of the last chunk's stage, for a later tick."""
-
-        def slot(own: Any, everywhere: Any) -> tuple[State, Values]:
-            boxes = zip(own["buffers"]["inbox_back"], everywhere["from_head"], strict=True)
-            return {"inbox_back": [jax.lax.dynamic_update_index_in_dim(box, x, own["item"], 0) for box, x in boxes]}, []
-
-        return self._slot(slot, state, slots, ("inbox_back",), {"from_head": from_head})[0]
-
-    def _slot(
-        self, fn: Callable[..., Any], state: State, item: Any, names: tuple[str, ...], more: Mapping[str, Any], *, shows: bool = False
-    ) -> tuple[State, Values]:
-        """fn(own, everywhere) → (the buffers of these names that change, what all stages see), on every stage."""
-        own = self._staged | {"item": item, "buffers": {name: state["staged"][name] for name in names}}
-        found = self._on_every_stage(fn, own, self._everywhere() | dict(more), (True, not shows))
-        # XLA dissolves a loop over one layer, fuses what one slot writes into what the next one reads, and copies whole
-        # buffers for it. A loop over more layers keeps the slots apart by itself.
-        changed, shown = jax.lax.optimization_barrier(found) if self._stages.per_chunk == 1 else found
-        return state | {"staged": state["staged"] | changed}, shown
-
-    def _on_every_stage(self, fn: Callable[..., Any], own: Any, everywhere: Any, out: tuple[bool, ...]) -> Any:
-        return self._layout.on_every_stage(fn, own, everywhere, out)
-
-    def _everywhere(self) -> dict[str, Any]:
+    def _on_every_stage(
+        self, fn: OnEach[_Item, StageResults], item: _Item, buffers: StageBuffers, ends: Arrays, has_stages: tuple[bool, ...]
+    ) -> StageResults:
         common = dict(zip(self._split.common, self._ends.common, strict=True))
-        return {"batch": self._ends.batch.arrays, "common": [common[v] for v in self._split.in_layers]}
-
-    def _chunk(self, own: Mapping[str, Any], everywhere: Mapping[str, Any]) -> Chunk:
-        batch: Batch = self._ends.batch.with_arrays(everywhere["batch"])
-        local = call(self._stage.local, batch.known(self._split, own["item"]["microbatch"]))
-        return Chunk(weights=own["weights"], ids=own["ids"], common=everywhere["common"], local=local)
+        own = OnStage(buffers=buffers, ids=self._ids, item=item, weights=self._weights)
+        everywhere = Everywhere(batch=self._ends.batch, common=[common[v] for v in self._split.in_layers], ends=ends)
+        return self._layout.on_every_stage(fn, own, everywhere, has_stages)
 
     # -- before the first tick ----------------------------------------------------------------------------------------------
 
-    def _make_stage(self, remat: str, *, skips: bool) -> Stage:
-        """The programs of a layer, traced where they will run."""
-        made: list[Stage] = []
-        split, layout = self._split, self._layout
+    def _make_stage(self, remat: str) -> Stage:
+        """The programs of a layer, traced inside the shard_map in which they run: constraints depend on the mesh around them."""
+        split, layout, rewrite = self._split, self._layout, self._ends.rewrite
 
-        def gather(weights: Values) -> Values:
-            return [layout.gathered_layer(v, x) for v, x in zip(split.weights, weights, strict=True)] if self._gather_layers else weights
-
-        with_gradients = float_variables(split.weights)
-
-        def scatter(index: int, gradient: Any) -> Any:
-            return layout.scattered_layer(with_gradients[index], gradient) if self._gather_layers else gradient
-
-        def make(own: Any, everywhere: Any) -> tuple[()]:
-            local = split.local.changed(lambda p: self._ends.rewrite(p, split.place))
-            body = Body(split, self._ends.rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._stages.is_padded)
-            shapes = Shapes(
-                weights=jax.eval_shape(lambda stacked: gather([x[0] for x in stacked]), own["weights"]),
-                common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere["common"]],
-                local=[jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in local.outputs],
+        def make(own: OnStage[None], everywhere: Everywhere) -> tuple[Stage]:
+            local = split.local.changed(lambda p: rewrite(p, split.place))
+            body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
+            shapes = LayerInputs(
+                weights=jax.eval_shape(lambda: [layout.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
+                common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere.common],
+                local=[jx.struct_of(a) for a in local.outputs],
+                index=jax.ShapeDtypeStruct((), jnp.int32),
                 travel=self._ends.travel_shapes,
             )
             stage = Stage(
-                layer=Layer(body, shapes, recompute=remat == "layer", apart=self._apart),
+                split=split,
+                layout=layout,
+                chunks=self._chunks,
+                ticks=self._ticks,
+                layer=Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart),
                 local=local,
-                axis=layout.axis,
-                num_stages=self._stages.num_stages,
-                per_chunk=self._stages.per_chunk,
-                gather=gather,
-                scatter=scatter,
                 keep_input=remat == "stage",
-                apart=self._apart,
-                skips=skips,
+                trains=self._seeds is not None,
             )
-            made.append(stage)
-            return ()
+            return (stage,)
 
-        self._on_every_stage(make, self._staged, self._everywhere(), ())
-        return made[0]
+        return self._on_every_stage(make, None, StageBuffers(), [], (False,))[0]
 
-    def _start(self) -> State:
-        """Zeros for all that the ticks carry."""
-        ends, stage, buffers, per_chunk = self._ends, self._stage, self._ticks.buffers, self._stages.per_chunk
-        layer = stage.layer
+    def _first_carry(self) -> Carry:
+        """Zeros for everything that ticks carry."""
+        ends, layout = self._ends, self._layout
 
-        def zeros(shapes: Values, *lead: int) -> Values:
-            return [jnp.zeros((*lead, *s.shape), s.dtype) for s in shapes]
+        def make(own: OnStage[None], everywhere: Everywhere) -> tuple[StageBuffers]:
+            return (self._stage.empty_buffers(ends.travel_shapes, own.weights, everywhere.common),)
 
-        def make(own: Any, everywhere: Any) -> tuple[State]:
-            inbox = {"inbox": zeros(ends.travel_shapes, buffers.forward.inbox.num_slots)}
-            if self._seeds is None:
-                return (inbox,)
-            kept = zeros(ends.travel_shapes, buffers.saved.num_slots) if stage.keep_input else zeros(layer.saved_shapes, buffers.saved.num_slots, per_chunk)
-            return (
-                inbox
-                | {
-                    "inbox_back": zeros(ends.travel_floats.take(ends.travel_shapes), buffers.backward.inbox.num_slots),
-                    "saved": kept,
-                    "stashed": zeros(stage.stashed_shapes, buffers.stashed.num_slots, per_chunk),
-                    "sums": Sums(*([wide_zeros(x) for x in values if is_float(x)] for values in (own["weights"], everywhere["common"]))),
-                },
-            )
-
-        (staged,) = self._on_every_stage(make, self._staged, self._everywhere(), (True,))
-        state: State = {"staged": staged, "totals": ends.no_totals()}
-        if self._seeds is not None:
-            kept = zip(self._split.common, ends.common, strict=True)
-            state["common"] = [self._layout.pinned(v, wide_zeros(c)) for v, c in kept if is_float(c)]
-            floats = float_variables(self._split.weights)
-            staged["sums"] = Sums([self._layout.on_stages(v, s) for v, s in zip(floats, staged["sums"].weights, strict=True)], staged["sums"].common)
-        return state
+        (staged,) = self._on_every_stage(make, None, StageBuffers(), [], (True,))
+        totals = ends.no_totals()
+        if self._seeds is None:
+            return Carry(common=[], staged=staged, totals=totals)
+        common = [layout.pinned(v, wide_zeros(c)) for v, c in zip(self._split.common, ends.common, strict=True) if has_gradient(c)]
+        floats = float_variables(self._split.weights)
+        # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
+        weights = [layout.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
+        return Carry(common=common, staged=replace(staged, sums=replace(staged.sums, weights=weights)), totals=totals)
 
 
-def _read(buffer: Any, slot: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+def _on_device(x: Integers | Flags) -> jax.Array:
+    return jnp.asarray(x)
 
 
-def _added(sums: Values, values: Values, on: Any) -> Values:
+def _added(sums: Arrays, values: Arrays, on: Flags | bool) -> Arrays:
     """The sums with values added, where they count."""
     added = [s + v.astype(s.dtype) for s, v in zip(sums, values, strict=True)]
     return added if on is True else [jnp.where(on, a, s) for a, s in zip(added, sums, strict=True)]

@@ -1,23 +1,34 @@
-"""A loss cut in parts around its layer scan: what runs once, for each microbatch before, in and after the layers, and at the end.
+"""A loss cut into parts around its layer scan: what runs once, what runs for each microbatch, and what runs at the end.
 
-Two traces of the function take part. The `whole` program has the full batch: it says what is a sum over the batch, and
-its beginning and end run outside of the pipeline. The `micro` program has the rows of one microbatch on one data shard:
-its embedding, layers and head run inside, tick by tick.
+The user writes one function of the whole batch. The pipeline needs several: the beginning that prepares parameters, the
+embedding, the layers and the head of one microbatch, and the end that makes results of totals. They are cut from traces of
+the user's function, and nothing about the function is assumed except that it has one layer scan under the signal.
+
+Two traces are used. The `whole` program has the full batch: it shows which of its numbers are sums over the batch, and its
+beginning and end run outside of the pipeline. The `micro` program has the rows of one microbatch on one data shard: its
+embedding, layers and head run inside, tick by tick. Equation by equation the two are the same program, which
+`jgt.batch.align` establishes, so a number found in the one has its variable in the other. For a decoder:
+
+    loss = sum(nats · weights) / sum(weights)
+    shared      params → weights, common       casts to bf16
+    before      inputs → statistics            nothing here; the count of tokens, if the model divides rows by it
+    embed       one microbatch → travel        the embedding
+    (the scan)  travel → travel                the layers, chunk by chunk
+    head        travel → totals                logits, loss, both sums
+    after       totals → results               the quotient of the sums
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jgt import jaxpr as jx
-from jgt.jaxpr import Equation, Place, Program, Var
-from jgt.parts import Flat, Part, cut, flatten, marks
-from jgt.pipeline.align import AlignmentError, alignment
-from jgt.pipeline.growth import Growth
-from jgt.pipeline.layer_scan import SplitError, dissolves, layer_scan
-from jgt.pipeline.whole import DATA, LAYERS, PARAMS, Whole, argument_marks, growth_of, num_rows
+from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument_marks, dissolves, layer_scan
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
+from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,93 +41,120 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The parts, wired by variables of the micro program; `before` and `after` are of the whole program.
+    """The parts and the variables that connect them, all of the micro program except for `before` and `after`.
 
-    shared: parameters → `weights` (scanned over by the layers) and `common` (used elsewhere in the pipeline; those that every
-    layer reads are `in_layers`).
-    before: inputs of the whole batch → `statistics`. embed: → `travel`, what goes from chunk to chunk besides `ys`.
-    local: what layers read of inputs alone. head: travel, ys → `totals`. after: totals → the function's results.
+    Every list of arrays in this package has the order of one of these tuples.
     """
 
     scan: Equation
     place: Place
     num_layers: int
     arguments: tuple[Var, ...]
+    """Parameters, then inputs."""
     full_arguments: tuple[Var, ...]
+    """The same of the whole program."""
     inputs: tuple[Var, ...]
+
     shared: Part
+    """Parameters → `weights` and `common`, each value once."""
     weights: tuple[Var, ...]
+    """Values of parameters alone that the layers are scanned over."""
     common: tuple[Var, ...]
+    """Values of parameters alone that are read elsewhere in the pipeline."""
     in_layers: tuple[Var, ...]
+    """Those of `common` that every layer reads."""
+
     before: Part
+    """Inputs of the whole batch → `statistics`."""
     statistics: tuple[Var, ...]
+
     embed: Part
-    travel: tuple[Any, ...]
-    ys: tuple[Var, ...]
-    local: Part
-    head: Part
-    totals: tuple[Total, ...]
-    after: Part
-    after_totals: tuple[Var, ...]
+    """One microbatch → `travel`."""
+    travel: tuple[Atom, ...]
+    """The scan's carry, then extras: values of one microbatch and the parameters that layers or head read but no layer changes."""
     num_extras: int
-    """How many of the travelling values the layers only pass on; they stand at the end."""
+    ys: tuple[Var, ...]
+    """The scan's stacked outputs that the head reads; they travel after `travel`, and each layer writes its row."""
+    local: Part
+    """One microbatch's inputs → what layers read of inputs alone."""
+
+    head: Part
+    """`travel` and `ys` → `totals`."""
+    totals: tuple[Total, ...]
+
+    after: Part
+    """`after_totals` (and arguments) → the function's results."""
+    after_totals: tuple[Var, ...]
+    """The variables of `totals` in the whole program."""
     like: Mapping[Var, int]
     """For a weight or common value that is a parameter, or one cast or scaled, the parameter's index."""
 
 
-def split(
-    micro: Program, whole: Program, larger: Program, *, ratio: float, signal: str, num_params: int, keys: Sequence[int] = (), trusted: tuple[str, ...] = ()
+def split_loss(
+    micro: Program, whole: Program, larger: Program, pipeline: Pipeline, *, ratio: float, num_params: int, keys: Sequence[int]
 ) -> Split:
     """Cuts a function of parameters and inputs; `larger` is traced at `ratio` times the rows of `whole`.
 
-    keys: the arguments that are random keys, of which each part of the batch gets its own. trusted: signals under which
-    values of one microbatch stand for those of the batch. Raises SplitError.
+    keys: the indices of arguments that are random keys, from which each part of the batch derives its own. Raises SplitError.
     """
-    flat, full, twin = (flatten(program, dissolves(signal)) for program in (micro, whole, larger))
-    layers = layer_scan(flat, signal)
-    growth = growth_of(full, twin, ratio, num_params, trusted)
+    flat, full, twin = (flatten(program, dissolves(pipeline.signal)) for program in (micro, whole, larger))
+    layers = layer_scan(flat, pipeline.signal)
+    try:
+        growth = growth_of(full, twin, ratio=ratio, num_params=num_params, trusted=pipeline.per_microbatch)
+    except AlignmentError as error:
+        raise SplitError(
+            f"the program changes with the batch size: {error}. Write it so that only its shapes depend on the batch"
+        ) from None
     align = _alignment(full, flat, growth)
     whole_layers = next(i for i, j in align.items() if j == layers)
     return _Splitter(flat, Whole(full, growth, whole_layers, num_params), align, layers, num_params).split(keys)
 
 
 def _alignment(full: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:
-    """The micro program's equation for each of the whole one's. A microbatch of one row may leave some out."""
+    """The index of the micro program's equation for each of the whole program's; with one row, JAX may leave some out."""
     try:
-        return alignment(full.eqns, micro.eqns, num_rows(full, micro) or (1, 1), growth)
+        return align_microbatch(full, micro, growth)
     except AlignmentError as error:
         raise SplitError(
-            f"{error}. Write it so that only its shapes depend on the batch, or use fewer microbatches, so that each has more than one row on each device"
+            f"{error}. Write it so that only its shapes depend on the batch, "
+            "or use fewer microbatches, so that each has more than one row on each device"
         ) from None
 
 
 class _Splitter:
+    """Cuts the micro program along what each value depends on: PARAMS, DATA (the inputs), LAYERS, or several of them."""
+
     def __init__(self, flat: Flat, whole: Whole, align: Mapping[int, int], layers: int, num_params: int):
         self.flat, self.whole, self.align = flat, whole, align
         self.scan = flat.eqns[layers]
         self.params, self.inputs = flat.invars[:num_params], flat.invars[num_params:]
-        self.marks = marks(flat, argument_marks(flat, num_params), {layers: LAYERS})
+        self.marks = dependency_bits(flat, argument_marks(flat, num_params), {layers: LAYERS})
 
     def split(self, keys: Sequence[int]) -> Split:
         whole = self.whole
         frontier = whole.frontier()
         whole.check_draws(frontier, keys)
+        # Doubling the batch leaves a mean as it was (degree 0) and doubles a sum (degree 1).
         totals = tuple(Total(var=self._micro(var), is_mean=whole.growth.of(var).degree == 0) for var in frontier)
         fed = whole.statistics(frontier)
         statistics = tuple(map(self._micro, fed))
+        # A scan reads constants (the same for all layers), its carry, and arrays of which each layer gets a row.
         num_consts, num_carry = jx.scan_sizes(self.scan)
         operands, results = list(self.scan.invars), list(self.scan.outvars)
         carry = operands[num_consts : num_consts + num_carry]
         constants, scanned = operands[:num_consts], operands[num_consts + num_carry :]
         read_by_head = self._crossing([t.var for t in totals], {*results, *statistics})
-        extras = _unique(a for a in [*constants, *scanned, *read_by_head] if self._of(a) == PARAMS | DATA)
+        # A value of parameters and one microbatch (a projected memory, say) can be computed once, by the embedding, and
+        # must then travel with the microbatch to the stages that read it.
+        extras = _unique(a for a in _variables([*constants, *scanned, *read_by_head]) if self._of(a) == PARAMS | DATA)
         travel = (*carry, *extras)
         read_by_embed = self._crossing(travel, set(statistics), travelling=False)
-        weights = _unique(a for a in scanned if self._of(a) == PARAMS)
-        common = _unique(a for a in [*constants, *read_by_head, *read_by_embed] if self._of(a) == PARAMS)
+        weights = _unique(a for a in _variables(scanned) if self._of(a) == PARAMS)
+        common = _unique(a for a in _variables([*constants, *read_by_head, *read_by_embed]) if self._of(a) == PARAMS)
         shared = _unique([*weights, *common])
-        given = (*shared, *statistics)
-        before, after = cut(whole.flat, fed), cut(whole.flat, whole.flat.outvars, frontier)
+        known = (*shared, *statistics)
+        # These two are cut from the whole program: they need no microbatches, and run once.
+        before, after = extract_part(whole.flat, fed), extract_part(whole.flat, whole.flat.outvars, frontier)
         whole.check_parts(before, after)
         return Split(
             scan=self.scan,
@@ -125,17 +163,17 @@ class _Splitter:
             arguments=self.flat.invars,
             full_arguments=whole.flat.invars,
             inputs=tuple(self.inputs),
-            shared=cut(self.flat, shared),
+            shared=extract_part(self.flat, shared),
             weights=weights,
             common=common,
-            in_layers=_unique(a for a in constants if self._of(a) == PARAMS),
+            in_layers=_unique(a for a in _variables(constants) if self._of(a) == PARAMS),
             before=before,
             statistics=statistics,
-            embed=cut(self.flat, travel, given),
+            embed=extract_part(self.flat, travel, known),
             travel=travel,
             ys=tuple(v for v in results[num_carry:] if v in read_by_head),
-            local=cut(self.flat, _unique(a for a in [*constants, *scanned] if jx.is_var(a) and self._of(a) in (0, DATA)), statistics),
-            head=cut(self.flat, [t.var for t in totals], (*results, *extras, *given)),
+            local=extract_part(self.flat, _unique(a for a in _variables([*constants, *scanned]) if self._of(a) in (0, DATA)), statistics),
+            head=extract_part(self.flat, [t.var for t in totals], (*results, *extras, *known)),
             totals=totals,
             after=after,
             after_totals=frontier,
@@ -143,20 +181,23 @@ class _Splitter:
             like={var: index for var in shared if (index := self._origin(var)) is not None},
         )
 
-    def _crossing(self, outputs: Sequence[Any], ends: set[Var], *, travelling: bool = True) -> list[Var]:
-        """What the equations that compute `outputs` read from elsewhere: `ends`, what parameters alone give, what travels."""
+    def _crossing(self, outputs: Sequence[Atom], ends: set[Var], *, travelling: bool = True) -> list[Var]:
+        """The values that the equations computing `outputs` read from elsewhere.
+
+        Those are `ends`, values of parameters alone and, if `travelling`, values of one microbatch and parameters.
+        """
 
         def elsewhere(var: Var) -> bool:
             return var in ends or self._of(var) == PARAMS or (travelling and self._of(var) == PARAMS | DATA)
 
-        needed: dict[Var, None] = {a: None for a in outputs if jx.is_var(a)}
+        needed: dict[Var, None] = dict.fromkeys(_variables(outputs))
         for equation in reversed(self.flat.eqns):
             if any(v in needed and not elsewhere(v) for v in equation.outvars):
-                needed.update((a, None) for a in equation.invars if jx.is_var(a))
+                needed.update((a, None) for a in _variables(equation.invars))
         return [var for var in needed if elsewhere(var)]
 
-    def _of(self, atom: Any) -> int:
-        return self.marks.get(atom, 0) if jx.is_var(atom) else 0
+    def _of(self, var: Var) -> int:
+        return self.marks.get(var, 0)
 
     def _micro(self, var: Var) -> Var:
         """The micro program's variable for one of the whole program."""
@@ -164,24 +205,29 @@ class _Splitter:
         equation = self.whole.flat.eqns[index]
         twin = self.flat.eqns[self.align[index]] if index in self.align else None
         position = list(equation.outvars).index(var)
-        if twin is None or twin.outvars[position].aval.shape != var.aval.shape:
+        if twin is None or jx.shape_of(twin.outvars[position]) != jx.shape_of(var):
             raise SplitError(
-                f"{jx.source_of(equation)}: the program for one microbatch differs from that of the whole batch. "
+                f"{jx.source_of(equation)}: the program for one microbatch differs from the program for the whole batch. "
                 "Use fewer microbatches, so that each has more than one row on each device"
             )
         return twin.outvars[position]
 
     def _origin(self, var: Var) -> int | None:
-        """The parameter that a value is, perhaps cast or scaled."""
+        """The index of the parameter that a value is, perhaps cast or scaled."""
         makers = {v: e for e in self.flat.eqns for v in e.outvars}
         while var in makers:
-            same = [a for a in makers[var].invars if jx.is_var(a) and a.aval.shape == var.aval.shape]
-            others = [a for a in makers[var].invars if jx.is_var(a) and a.aval.shape not in (var.aval.shape, ())]
+            same = [a for a in _variables(makers[var].invars) if jx.shape_of(a) == jx.shape_of(var)]
+            others = [a for a in _variables(makers[var].invars) if jx.shape_of(a) not in (jx.shape_of(var), ())]
+            # A cast or a scaling has one operand of this shape, scalars besides, and no program inside.
             if len(same) != 1 or others or list(jx.subprograms(makers[var])):
                 return None
             var = same[0]
         return self.params.index(var) if var in self.params else None
 
 
-def _unique(atoms: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(atoms))
+def _variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [a for a in atoms if jx.is_var(a)]
+
+
+def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:
+    return tuple(dict.fromkeys(variables))

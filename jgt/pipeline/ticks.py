@@ -1,125 +1,237 @@
-"""A table as arrays that a loop over ticks reads: for each stage what it works on, for all of them what head and embedding do."""
+"""A table as arrays, which a loop over its ticks reads as `lax.scan` reads its inputs.
+
+A schedule with many ticks must not unroll into many copies of the layers, so the table goes into the program as data: for
+each tick and stage the microbatch, the chunk and the buffer slots of its items, and for each tick the microbatch that the
+embedding and the head work on. A scan has one body, but warm-up ticks have no backward items and drain ticks no forward
+items. The table is therefore cut into segments of consecutive ticks with the same kinds of items, and each segment is a
+scan of its own. 1f1b on 2 stages with 3 microbatches, F for forward items and B for backward items, has three segments:
+
+    tick         0      1      2      3      4
+    stage 0      F0     F1     F2 B0  B1     B2
+    stage 1      -      F0 B0  F1 B1  F2 B2  -          F: tick 0     F and B: ticks 1 to 3     B: tick 4
+
+The values in the table are the same on every device, but each stage reads its own column.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
+import jax
 import numpy as np
+from numpy.typing import NDArray
 
-from jgt.pipeline.buffers import Buffers, Grid, plan
-from jgt.pipeline.schedule import KINDS, Item, Kind, Row, Table
+from jgt.pipeline.arrays import Flags, Integers
+from jgt.schedule.buffers import Buffer, Buffers, Sends, allocate_buffers
+from jgt.schedule.table import KINDS, Item, Kind, Row, Table
 
-Arrays = dict[str, Any]
+EndName = Literal["embed", "embed_back", "head"]
+ENDS: tuple[EndName, ...] = ("embed", "embed_back", "head")
+ItemName = Literal["backward", "forward", "weight"]
+
+_T = TypeVar("_T")
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def _register(cls: type[_T]) -> type[_T]:
+    """Registers a dataclass with its fields in alphabetical order, whichever class they come from.
+
+    They are operands of the compiled loops in this order: another order would change the text of every compiled pipeline.
+    """
+    names = sorted(field.name for field in fields(cast(Any, cls)))
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class EndItem:
+    """One microbatch in the embedding or the head. on: False where a tick has none."""
+
+    microbatch: Integers
+    on: Flags
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class StageItem:
+    """One microbatch in one of a stage's chunks. on: False where the stage is idle.
+
+    chunk: the position among the stage's chunks. saved: the buffer slot of the residuals.
+    """
+
+    chunk: Integers
+    microbatch: Integers
+    on: Flags
+    saved: Integers
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class WeightItem(StageItem):
+    """Weight gradients, computed in a later tick than their backward item, which left its part in the slot `stashed`."""
+
+    stashed: Integers
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class SendingItem(StageItem):
+    """An item that reads what another stage sent, and sends something itself.
+
+    first, last: whether the chunk is the model's first or last. read: the inbox slot of its input. into[shift]: the inbox
+    slot for what arrives from the stage that is `shift` stages before.
+    """
+
+    first: Flags
+    into: dict[int, Integers]
+    last: Flags
+    read: Integers
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class ForwardItem(SendingItem):
+    """from_head: the slot of the backward inbox for the head's cotangent, in tables where that waits for a later tick."""
+
+    from_head: Integers | None
+
+
+@_register
+@dataclass(frozen=True, kw_only=True)
+class BackwardItem(SendingItem):
+    """stashed: the slot for what the weight gradients read besides residuals."""
+
+    stashed: Integers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Everything that a tick does; None for what none of a segment's ticks does.
+
+    Arrays are [ticks] for embedding and head and [ticks, stages] for the items of stages. A tick of the scan sees them
+    without the first dim, and a stage sees scalars.
+    """
+
+    embed: EndItem | None
+    embed_back: EndItem | None
+    head: EndItem | None
+    backward: BackwardItem | None
+    forward: ForwardItem | None
+    weight: WeightItem | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """Consecutive ticks with the same kinds of items.
 
-    staged[kind]: arrays [ticks, stages]; common[name]: arrays [ticks], for name in embed, head, embed_back. always: the names
-    whose work is wanted in every tick; rarely: those that it is better to skip than to do in vain.
+    branches: the ends that a branch skips in ticks without a microbatch for them; the others compute and drop the results.
     """
 
-    kinds: tuple[Kind, ...]
-    staged: Mapping[Kind, Arrays]
-    common: Mapping[str, Arrays]
-    always: frozenset[str]
-    rarely: frozenset[str]
+    work: Work
+    branches: frozenset[EndName]
 
-    def share(self, name: str) -> Fraction:
-        """How much of the work of a kind or name is wanted: items over slots, stages included."""
-        arrays = next(a for n, a in [*self.staged.items(), *self.common.items()] if n == name)
-        on = arrays["on"]
+    def share(self, name: EndName | ItemName) -> Fraction:
+        """The share of this work that is wanted: items over ticks, and over stages where each stage has items."""
+        on = np.asarray(getattr(self.work, name).on)
         return Fraction(int(np.sum(on)), on.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticks:
-    """A table ready to run."""
+    """A table ready to run.
 
-    table: Table
+    apart: weight gradients have items of their own. skips: idle stages skip their layers.
+    """
+
     buffers: Buffers
     segments: tuple[Segment, ...]
+    apart: bool
+    skips: bool
 
 
-def arrays_of(table: Table, *, skips: bool = False) -> Ticks:
-    """The arrays of a verified table. skips: work that is done in vain is worth a branch, however rare it is."""
-    buffers = plan(table)
-    staged: dict[Kind, Arrays] = {kind: _staged(table, buffers, kind) for kind in KINDS}
-    last = table.num_chunks - 1
-    common = {
-        "embed": _common(table.forward, 0),
-        "head": _common(table.forward, last),
-        "embed_back": _common(table.backward, 0),
-    }
-    active: list[tuple[Kind, ...]] = [tuple(kind for kind in KINDS if any(table.rows(kind)[tick])) for tick in range(table.num_ticks)]
-    segments, start = [], 0
-    for kinds, group in itertools.groupby(active):
-        end = start + len(list(group))
-        if kinds:
-            segments.append(_segment(kinds, slice(start, end), staged, common, skips=skips or table.virtual > 1))
-        start = end
-    return Ticks(table=table, buffers=buffers, segments=tuple(segments))
+def arrays_of(table: Table, *, skips: bool) -> Ticks:
+    """The arrays of a verified table. skips: idle stages skip their layers, and then even rare useless work is worth a branch."""
+    buffers = allocate_buffers(table)
+    whole = _work(table, buffers)
+
+    def kinds_in(tick: int) -> tuple[Kind, ...]:
+        return tuple(kind for kind in KINDS if any(table.rows(kind)[tick]))
+
+    groups = [(kinds, [*ticks]) for kinds, ticks in itertools.groupby(range(table.num_ticks), kinds_in)]
+    # Ticks in which no stage has an item, which a table of the user may contain, do nothing.
+    segments = tuple(_segment(whole, ticks, skips=skips or table.virtual > 1) for kinds, ticks in groups if kinds)
+    return Ticks(buffers=buffers, segments=segments, apart=table.weight is not None, skips=skips)
 
 
-def _segment(
-    kinds: tuple[Kind, ...], ticks: slice, staged: Mapping[Kind, Arrays], common: Mapping[str, Arrays], *, skips: bool
-) -> Segment:
-    share = {name: float(np.mean(arrays["on"][ticks])) for name, arrays in common.items()}
+def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
+    def during(x: NDArray[np.generic]) -> NDArray[np.generic]:
+        return x[ticks]
+
+    work: Work = jax.tree.map(during, whole)
+    on = {name: np.asarray(item.on) for name, item in vars(work).items()}
     return Segment(
-        kinds=kinds,
-        staged={kind: _cut(staged[kind], ticks) for kind in kinds},
-        common={name: _cut(arrays, ticks) for name, arrays in common.items() if share[name]},
-        always=frozenset(name for name, part in share.items() if part == 1),
-        # With one chunk a stage, only the ticks at both ends have none of it: not worth a branch.
-        rarely=frozenset(name for name, part in share.items() if 0 < part < 1 and skips),
+        work=replace(work, **{name: None for name, wanted in on.items() if not wanted.any()}),
+        # With one chunk on each stage, only the ticks at both ends have none of it: that is not worth a branch.
+        branches=frozenset(name for name in ENDS if skips and on[name].any() and not on[name].all()),
     )
 
 
-def _cut(arrays: Arrays, ticks: slice) -> Arrays:
-    return {name: {k: v[ticks] for k, v in a.items()} if isinstance(a, dict) else a[ticks] for name, a in arrays.items()}
+def _work(table: Table, buffers: Buffers) -> Work:
+    """The work of all ticks."""
+    forward, backward, weight = map(table.rows, KINDS)
+    last = table.num_chunks - 1
+    only_last = tuple(tuple(item if item and item.chunk == last else None for item in row) for row in forward)
+    return Work(
+        embed=_end(forward, 0),
+        embed_back=_end(backward, 0),
+        head=_end(forward, last),
+        forward=ForwardItem(
+            **_sending(table, forward, buffers.saved, buffers.forward),
+            from_head=_slots(buffers.backward.inbox.at(only_last)) if buffers.head_waits else None,
+        ),
+        backward=BackwardItem(**_sending(table, backward, buffers.saved, buffers.backward), stashed=_slots(buffers.stashed.at(backward))),
+        weight=WeightItem(**_staged(table, weight, buffers.saved), stashed=_slots(buffers.stashed.at(weight))),
+    )
 
 
-def _staged(table: Table, buffers: Buffers, kind: Kind) -> Arrays:
-    rows = table.rows(kind)
-    arrays: Arrays = {
-        "on": _grid(rows, lambda item: True, False),
-        "microbatch": _grid(rows, lambda item: item.microbatch, 0),
-        "chunk": _grid(rows, lambda item: table.local_chunk(item.chunk), 0),
-        "saved": np.asarray(buffers.saved.at(rows), np.int32),
+def _sending(table: Table, rows: tuple[Row, ...], saved: Buffer, sends: Sends) -> dict[str, Any]:
+    """The fields of a SendingItem."""
+    return _staged(table, rows, saved) | {
+        "first": _grid(rows, lambda item: item.chunk == 0, np.bool_),
+        "into": {shift: _slots(grid) for shift, grid in sends.into.items()},
+        "last": _grid(rows, lambda item: item.chunk == table.num_chunks - 1, np.bool_),
+        "read": _slots(sends.inbox.at(rows)),
     }
-    if kind != "W":
-        sends = buffers.forward if kind == "F" else buffers.backward
-        arrays["first"] = _grid(rows, lambda item: item.chunk == 0, False)
-        arrays["last"] = _grid(rows, lambda item: item.chunk == table.num_chunks - 1, False)
-        arrays["read"] = np.asarray(sends.inbox.at(rows), np.int32)
-        arrays["into"] = {str(shift): np.asarray(grid, np.int32) for shift, grid in sends.into.items()}
-    if kind == "F" and buffers.head_waits:
-        arrays["from_head"] = _from_head(table, buffers)
-    if kind != "F":
-        arrays["stashed"] = np.asarray(buffers.stashed.at(rows), np.int32)
-    return arrays
 
 
-def _from_head(table: Table, buffers: Buffers) -> np.ndarray:
-    """The slot of the backward inbox for the cotangent that the head makes in a tick."""
-    ends: list[list[Item | None]] = [[item if item and item.chunk == table.num_chunks - 1 else None for item in row] for row in table.forward]
-    grid: Grid = buffers.backward.inbox.at(tuple(map(tuple, ends)))
+def _staged(table: Table, rows: tuple[Row, ...], saved: Buffer) -> dict[str, Any]:
+    """The fields of a StageItem."""
+    return {
+        "chunk": _grid(rows, lambda item: table.local_chunk(item.chunk), np.int32),
+        "microbatch": _grid(rows, lambda item: item.microbatch, np.int32),
+        "on": _grid(rows, lambda item: True, np.bool_),
+        "saved": _slots(saved.at(rows)),
+    }
+
+
+def _end(rows: Sequence[Row], chunk: int) -> EndItem:
+    """The microbatch of the item at a chunk, tick by tick."""
+    items = [next((item for item in row if item and item.chunk == chunk), None) for row in rows]
+    return EndItem(
+        microbatch=np.asarray([item.microbatch if item else 0 for item in items], np.int32),
+        on=np.asarray([item is not None for item in items], np.bool_),
+    )
+
+
+def _slots(grid: Sequence[Sequence[int]]) -> Integers:
     return np.asarray(grid, np.int32)
 
 
-def _grid(rows: Sequence[Row], value: Any, nothing: Any) -> np.ndarray:
-    kind = bool if isinstance(nothing, bool) else np.int32
-    return np.asarray([[nothing if item is None else value(item) for item in row] for row in rows], kind)
-
-
-def _common(rows: Sequence[Row], chunk: int) -> Arrays:
-    found = [next((item for item in row if item and item.chunk == chunk), None) for row in rows]
-    return {
-        "on": np.asarray([item is not None for item in found]),
-        "microbatch": np.asarray([0 if item is None else item.microbatch for item in found], np.int32),
-    }
+def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar]) -> NDArray[_Scalar]:
+    """A value of each item, 0 or False where there is none."""
+    return np.asarray([[0 if item is None else value(item) for item in row] for row in rows], dtype)

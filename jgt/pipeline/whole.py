@@ -1,39 +1,88 @@
-"""What the program of the whole batch says: what its microbatches have to bring out, and what they must know before.
+"""What the program of the whole batch shows: where its layers are, and what its microbatches must read and bring out.
 
-Both are numbers without rows. What the results need and only the pipeline can compute is its frontier; sums of inputs that
-rows are multiplied with are statistics.
+A pipeline sees one microbatch at a time, so whatever depends on the whole batch has to cross its border as numbers without
+rows. Two sets of such numbers follow from the program alone. The *frontier* is what the results need and only the pipeline
+can compute, for example the sum of token losses: each must be a sum or mean over the batch, so that the microbatches'
+values can be added up. The *statistics* are sums of inputs that rows are combined with again, for example the number of
+tokens in `losses / num_tokens`: they are computed beforehand and handed to every microbatch.
+
+Whether a number is a sum, a mean or neither is the question that `jgt.batch` answers (`Growth`), by comparing the program
+with the same program at another batch size. What has no answer is refused here, with the line of the user's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from jgt import jaxpr as jx
-from jgt.jaxpr import Place, Program, Var
-from jgt.parts import Flat, Part, marks
-from jgt.pipeline.extent import Extent
-from jgt.pipeline.growth import Growth
-from jgt.pipeline.layer_scan import SplitError
-from jgt.pipeline.rows import Rows, shape_of
+from jgt.batch import Extent, Growth
+from jgt.program import jaxpr as jx
+from jgt.program.dataflow import random_draws
+from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.parts import Flat, Part, dependency_bits
+
+
+class SplitError(Exception):
+    """A pipeline cannot run the program. The message says why, without the file and line of the `pipeline:` section."""
+
+
+def dissolves(signal: str) -> Callable[[Equation], bool]:
+    """Which equations `flatten` replaces by their content, so that the layer scan is among the program's own equations."""
+
+    def dissolve(equation: Equation) -> bool:
+        # A checkpoint around the layers would recompute the whole pipeline: the pipeline has its own.
+        return jx.is_call(equation) or (jx.is_remat(equation) and any(_scans(p, signal, equation) for p in jx.subprograms(equation)))
+
+    return dissolve
+
+
+def _scans(program: Program, signal: str, within: Equation) -> bool:
+    around = jx.place_of(within, Place())
+    for equation in jx.body(program).eqns:
+        if jx.is_scan(equation) and jx.place_of(equation, around).path == signal:
+            return True
+        if any(_scans(p, signal, equation) for p in jx.subprograms(equation) if jx.is_call(equation)):
+            return True
+    return False
+
+
+def layer_scan(flat: Flat, signal: str) -> int:
+    """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one that runs forward."""
+    scans = [(i, jx.place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if jx.is_scan(e)]
+    found = [i for i, path in scans if path == signal]
+    if len(found) == 1:
+        if flat.eqns[found[0]].params["reverse"]:
+            raise SplitError(f"the layer scan under {signal!r} runs in reverse. Scan the layers forward")
+        return found[0]
+    if len(found) > 1:
+        raise SplitError(f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own")
+    seen = sorted({jx.place_of(e, Place()).path for e in flat.eqns} - {""})
+    if any(path == signal or path.startswith(f"{signal}/") for path in seen):
+        raise SplitError(
+            f"the signal {signal!r} contains no layer scan. Stack the layers' parameters and run them with jax.lax.scan, "
+            "nnx.scan or nn.scan directly under this signal"
+        )
+    others = ", ".join(repr(path) for _, path in scans) or "none"
+    raise SplitError(f"no signal of the program is {signal!r}. Layer scans are under: {others}")
+
 
 PARAMS, DATA, LAYERS = 1, 2, 4
-"""What a value depends on, as bits."""
+"""What a value depends on, as bits: parameters, inputs of the batch, the layer scan."""
 
 
 def argument_marks(flat: Flat, num_params: int) -> dict[Var, int]:
-    """The bits of a program's arguments."""
+    """The bits of a program's arguments: parameters first, then inputs."""
     return dict.fromkeys(flat.invars[:num_params], PARAMS) | dict.fromkeys(flat.invars[num_params:], DATA)
 
 
 class Whole:
-    """A program of parameters and inputs, its layer scan the equation number `layers`, and how its values grow."""
+    """A program of parameters and inputs, with how its values grow with the batch; equation number `layers` is its layer scan."""
 
     def __init__(self, flat: Flat, growth: Growth, layers: int, num_params: int):
         self.flat, self.growth = flat, growth
         self.maker = {var: index for index, e in enumerate(flat.eqns) for var in e.outvars}
-        """The equation that makes each variable."""
+        """The index of the equation that makes each variable."""
         self._scan = flat.eqns[layers]
-        self._marks = marks(flat, argument_marks(flat, num_params), {layers: LAYERS})
+        self._marks = dependency_bits(flat, argument_marks(flat, num_params), {layers: LAYERS})
 
     def frontier(self) -> tuple[Var, ...]:
         """The values without rows that the results need and that only the pipeline can compute, in the whole program."""
@@ -43,17 +92,19 @@ class Whole:
         for index, atom in enumerate(self.flat.outvars):
             if self.growth.of(atom).rows:
                 raise SplitError(
-                    f"result {index} of the function has a row for each sequence of the batch. A pipelined function returns sums and means over the batch"
+                    f"result {index} of the function has a row for each sequence of the batch. "
+                    "A pipelined function returns sums and means over the batch"
                 )
         while pending:
             var = pending.pop()
             bits = self._marks.get(var, 0)
+            # Without parameters it is a value of inputs, and without inputs or layers one of parameters: both are computed outside.
             if not (bits & PARAMS and bits & (DATA | LAYERS)):
                 continue
             equation = self.flat.eqns[self.maker[var]]
             extent = self.growth.of(var)
-            leaves = equation is self._scan or any(self.growth.of(a).rows for a in equation.invars)
-            if leaves:
+            # Here rows end: the equation reads values with rows, or is the scan, and its result has none.
+            if equation is self._scan or any(self.growth.of(a).rows for a in equation.invars):
                 self._check(var, extent)
                 found[var] = None
                 continue
@@ -70,54 +121,60 @@ class Whole:
         if not problem and extent.degree not in (0, 1):
             problem = f"it grows like the batch to the power of {extent.degree}"
         if not problem and not extent.exact:
-            problem = "it is a product, quotient or function of sums over the batch, taken inside of a region or of the layers"
+            problem = "it is a product, quotient or function of sums over the batch, taken inside a region or the layers"
         if problem:
             where = jx.source_of(self.flat.eqns[self.maker[var]])
             place = f" at {where}" if where and not problem.startswith(where) else ""
             raise SplitError(
-                f"a result depends on a value{place} that its microbatches cannot be added up to: {problem}. "
-                "If it is meant of one microbatch, name its signal under pipeline.per_microbatch"
+                f"a result depends on a value{place} that cannot be added up from microbatches: {problem}. "
+                "If it is meant for one microbatch, name its signal under pipeline.per_microbatch"
             )
 
     def statistics(self, frontier: Sequence[Var]) -> tuple[Var, ...]:
-        """What must be known of the whole batch before its microbatches run: sums of inputs that rows are multiplied with."""
+        """Sums of inputs over the whole batch that rows are combined with: they must be known before microbatches run."""
         reached = self._reached(frontier)
+        # A feed is a place where a number of the whole batch meets rows. It matters only if some result depends on it.
         found: dict[Var, None] = {}
         for feed in self.growth.feeds:
             if not any(var in reached for var in feed.equation.outvars):
                 continue
             if feed.var not in self.maker or self._marks.get(feed.var, 0) & (PARAMS | LAYERS):
                 raise SplitError(
-                    f"{feed.source}: a value that is computed from the whole batch and the parameters is used for each row of it again (batch statistics), or chooses what to do with it. "
-                    "A microbatch does not have the whole batch; if it is meant of one microbatch, name its signal under pipeline.per_microbatch"
+                    f"{feed.source}: a value that is computed from the whole batch and the parameters is used for each of its rows again "
+                    "(batch statistics), or decides what is done with them. "
+                    "A microbatch does not have the whole batch; if the value is meant for one microbatch, "
+                    "name its signal under pipeline.per_microbatch"
                 )
             found[feed.var] = None
         return tuple(found)
 
     def check_draws(self, frontier: Sequence[Var], keys: Sequence[int]) -> None:
-        """Random numbers with rows must come from an argument, or each microbatch would draw the same."""
+        """Raises SplitError if rows of random numbers are drawn from a constant key: each microbatch would draw the same."""
         reached = self._reached(frontier)
-        from_keys = marks(self.flat, {self.flat.invars[index]: 1 for index in keys})
+        # Draws that depend on a key among the arguments are fine: each microbatch folds its number into that key.
+        from_keys = dependency_bits(self.flat, {self.flat.invars[index]: 1 for index in keys})
         for equation in self.flat.eqns:
             if not any(v in reached and not from_keys.get(v, 0) for v in equation.outvars):
                 continue
-            if any(self.growth.of(var).rows for var in jx.draws(equation)):
+            if any(self.growth.of(var).rows for var in random_draws(equation)):
                 raise SplitError(
-                    f"{jx.source_of(equation)}: random numbers with a row for each sequence are drawn from a key that is no argument of the function: "
-                    "every microbatch would draw the same. Pass the key as an argument, besides the parameters"
+                    f"{jx.source_of(equation)}: random numbers with a row for each sequence are drawn "
+                    "from a key that is not an argument of the function: every microbatch would draw the same. "
+                    "Pass the key as an argument, besides the parameters"
                 )
 
     def check_parts(self, *parts: Part) -> None:
-        """Nothing that is drawn by rows may be needed of the whole batch: microbatches draw their own."""
+        """Raises SplitError if parts outside of the pipeline draw rows of random numbers: microbatches would draw others."""
         for part in parts:
             for equation in jx.body(part.program).eqns:
-                if any(self.growth.of(var).rows for var in jx.draws(equation)):
+                if any(self.growth.of(var).rows for var in random_draws(equation)):
                     raise SplitError(
-                        f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed besides what the microbatches draw, "
-                        "which differs. Draw them outside and pass them as an input"
+                        f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed "
+                        "besides those that the microbatches draw, which differ. Draw them outside and pass them as an input"
                     )
 
     def _reached(self, outputs: Sequence[Var]) -> set[Var]:
+        """All variables that the outputs are computed from, also those inside of scans and branches."""
         needed = set(outputs)
         for equation in reversed(self.flat.eqns):
             if any(v in needed for v in equation.outvars):
@@ -125,27 +182,6 @@ class Whole:
                 for program in jx.subprograms(equation):
                     needed.update(_all_variables(program))
         return needed
-
-
-def growth_of(full: Flat, twin: Flat, ratio: float, num_params: int, trusted: tuple[str, ...]) -> Growth:
-    """How the values of `full` grow with the batch; `twin` has `ratio` times its rows. Raises SplitError."""
-    inputs = list(zip(full.invars, twin.invars, strict=True))[num_params:]
-    rows = num_rows(full, twin) or (1, round(ratio))
-    growth = Growth(rows, trusted)
-    for var, other in inputs:
-        growth.extents[var] = Extent(Rows(0) if shape_of(var) != shape_of(other) else None)
-    try:
-        growth.closed_over(full.consts, twin.consts)
-        growth.follow(full.eqns, twin.eqns, Place())
-    except ValueError as error:
-        raise SplitError(f"the program is another one at another batch size: {error}. Write it so that only its shapes depend on the batch") from None
-    return growth
-
-
-def num_rows(full: Flat, other: Flat) -> tuple[int, int] | None:
-    """The rows of the batch of two programs, as far as they have inputs with rows."""
-    sizes = ((shape_of(a), shape_of(b)) for a, b in zip(full.invars, other.invars, strict=True))
-    return next(((a[0], b[0]) for a, b in sizes if a != b), None)
 
 
 def _all_variables(program: Program) -> Iterator[Var]:

@@ -1,9 +1,17 @@
-"""What a profiler trace holds of the devices: which instruction of which program each of them ran, and when it was asked to.
+"""The events of a profiler trace: which instruction of which program each device ran, and when the host asked for it.
 
-The forms are those of XLA's profilers. A GPU has a plane of its own with a line for each stream, and a kernel names its innermost
-instruction (xla/backends/profiler/gpu/cupti_collector.cc). The parts of a program on CPU devices stand on the host's lines, that of
-the thread that began each of them; another thread may end it, in an event `end: NAME` that is linked to the first by a number
-(xla/backends/cpu/runtime/thunk_executor.cc).
+A trace (`.xplane.pb`) has planes, planes have lines, and lines have events with a name, times and stats. XLA writes device work in two
+forms, and these are the parts that are read (https://github.com/openxla/xla, files in brackets):
+
+    GPU   plane `/device:GPU:0`, a line `Stream #7(...)` for each CUDA stream, an event for each kernel, with the stats
+          hlo_module=jit_step, hlo_op=all-reduce.2 (its innermost instruction), and one that says what kind of work it is
+          (backends/profiler/gpu/cupti_collector.cc)
+    CPU   plane `/host:CPU`, a line for each host thread, an event for each instruction, with the same two stats, device_ordinal=0
+          and a number `_p`. If another thread ends the instruction, there is an event `end: all-reduce.2` with the same number as `_c`
+          (backends/cpu/runtime/thunk_executor.cc)
+
+Events of a CPU's loops and calls contain the events of what they run; on a GPU they do not exist. The host's plane also has an event for
+each call of a step, from the `jax.profiler.StepTraceAnnotation` around it, which ends when the host has dispatched the step.
 """
 
 from __future__ import annotations
@@ -13,23 +21,50 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData  # pyright: ignore[reportUnknownVariableType] - jaxlib ships no types for it
+
+Stat = str | int | float
+
+
+class RawEvent(Protocol):
+    """An event as jaxlib's reader returns it; its stats are (name, value)."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+    stats: Iterable[tuple[str, Stat]]
+
+
+class Line(Protocol):
+    """The events of a stream or a thread."""
+
+    name: str
+    events: Iterable[RawEvent]
+
+
+class Plane(Protocol):
+    """The lines of a device or of the host."""
+
+    name: str
+    lines: Iterable[Line]
+
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _STREAM = "Stream #"
 _WORK = {"hlo_op", "kernel_details", "memcpy_details", "memset_details", "cuda_graph_exec_id"}
-"""What a stream's events have one of, if they are work; others tell of memory."""
+"""Every event that is work has at least one of these stats. Other events, such as allocations, take no device time."""
 _END = "end: "
+"""How the name of an event begins that ends an instruction on another thread than the one that began it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A device, by its number in this process, at work; from start_ns to end_ns by the trace's clock.
+    """Work of a device, given by its number in this process, from start_ns to end_ns on the trace's clock.
 
-    program, instruction: their names, empty where the trace does not tell (copies that no program asked for, parts of command
-    buffers). may_contain: what a loop or a call runs has events of its own inside of it.
+    program, instruction: their names; empty if the trace lacks them (copies outside any program, parts of CUDA graphs). may_contain:
+    whether a loop or a call contains the events of what it runs.
     """
 
     device: int
@@ -42,21 +77,21 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The events of the devices, and by step when the host was done with asking for it (nanoseconds)."""
+    """The events of all devices, and for each step's number the time (in nanoseconds) at which the host had dispatched it."""
 
     events: tuple[Event, ...]
     dispatched: Mapping[int, float]
 
 
 def read_trace(path: Path, annotation: str) -> Trace:
-    """From a trace's file (`.xplane.pb`). annotation: the name of the StepTraceAnnotation around the call of each step."""
-    return trace_of(ProfileData.from_file(str(path)).planes, annotation)
+    """Reads a trace's file (`.xplane.pb`). annotation: the name of the StepTraceAnnotation around the call of each step."""
+    return trace_of(ProfileData.from_file(str(path)).planes, annotation)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def trace_of(planes: Iterable[Any], annotation: str) -> Trace:
-    """From the planes of a trace; the events are those of GPUs where there are any, else those of CPU devices."""
+def trace_of(planes: Iterable[Plane], annotation: str) -> Trace:
+    """Reads the planes of a trace. The events are those of its GPUs or, if there are none, of its CPU devices."""
     with warnings.catch_warnings():
-        # The types of jaxlib's reader lack a name that Python wants of them, and a warning that is an error ends the process.
+        # Python warns that jaxlib's types lack a __module__. If warnings are errors, that would end the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(planes)
         host = [event for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events]
@@ -65,7 +100,7 @@ def trace_of(planes: Iterable[Any], annotation: str) -> Trace:
         return Trace(events=tuple(_events(planes, host)), dispatched=dispatched)
 
 
-def _events(planes: Sequence[Any], host: Sequence[Any]) -> Iterator[Event]:
+def _events(planes: Sequence[Plane], host: Sequence[RawEvent]) -> Iterator[Event]:
     gpus = [(int(found[1]), plane) for plane in planes if (found := _GPU.fullmatch(plane.name))]
     for device, plane in gpus:
         yield from _on_gpu(device, plane)
@@ -73,7 +108,8 @@ def _events(planes: Sequence[Any], host: Sequence[Any]) -> Iterator[Event]:
         yield from _on_cpu(host)
 
 
-def _on_gpu(device: int, plane: Any) -> Iterator[Event]:
+def _on_gpu(device: int, plane: Plane) -> Iterator[Event]:
+    # Lines other than streams, such as `XLA Ops`, show the same work a second time.
     for line in plane.lines:
         for event in line.events if line.name.startswith(_STREAM) else ():
             stats = dict(event.stats)
@@ -81,19 +117,21 @@ def _on_gpu(device: int, plane: Any) -> Iterator[Event]:
                 yield _event(device, stats, event.start_ns, event.start_ns + event.duration_ns)
 
 
-def _on_cpu(events: Iterable[Any]) -> Iterator[Event]:
-    begun: list[tuple[float, float, dict[str, Any]]] = []
-    ends: dict[Any, float] = {}
+def _on_cpu(events: Iterable[RawEvent]) -> Iterator[Event]:
+    begun: list[tuple[float, float, dict[str, Stat]]] = []
+    ends: dict[Stat | None, float] = {}
     for event in events:
         stats, end = dict(event.stats), event.start_ns + event.duration_ns
         if event.name.startswith(_END):
             ends[stats.get("_c")] = end
+        # Host threads have many other events: of Python, of the runtime, of compilation.
         elif "hlo_op" in stats:
             begun.append((event.start_ns, end, stats))
+    # Only now: the thread with an end may come earlier in the trace than the one with the beginning.
     for start, end, stats in begun:
         yield _event(int(stats.get("device_ordinal", 0)), stats, start, max(end, ends.get(stats.get("_p"), end)), may_contain=True)
 
 
-def _event(device: int, stats: dict[str, Any], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
+def _event(device: int, stats: Mapping[str, Stat], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
     program, instruction = (str(stats.get(name, "")) for name in ("hlo_module", "hlo_op"))
     return Event(device=device, program=program, instruction=instruction, start_ns=start_ns, end_ns=end_ns, may_contain=may_contain)

@@ -1,17 +1,32 @@
-"""Rules: signal pattern → what happens. Pure Python: no JAX, no mesh."""
+"""Rules say what happens at which signal. They are plain data: this room imports neither JAX nor a mesh.
 
+A rules file maps signals to specs. For example
+
+    axes:    {batch: [data, fsdp]}
+    signals:
+      mlp:
+        params: {up/kernel: [null, tensor]}     # parameters used under the signal mlp
+        out:    [batch, null]                   # floating values that leave it
+
+reads as `Rules(signals=(SignalRule(pattern="mlp", params=(SpecRule(pattern="up/kernel", spec=(None, "tensor")),), ...),), ...)`.
+`load` reads it and reports every mistake with its line, `matching` answers which rule decides, and `coverage` reports rules that
+decide nothing. `jgt.sharding` asks these questions while it rewrites a program.
+"""
+
+from jgt.rules.coverage import AnyMatch, Seen, unreached
 from jgt.rules.load import load_rules, make_rules, rules_from_node
-from jgt.rules.match import matches, matches_end, prefixes
-from jgt.rules.reach import Matcher
-from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
-from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfits, show, show_dims
+from jgt.rules.matching import Match, match_input, match_optimizer, match_out, match_param, match_save, match_tensor
+from jgt.rules.rules import Action, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfit_problems, misfits, show
 
 __all__ = [
     "Action",
-    "Matcher",
+    "AnyMatch",
+    "Match",
     "Misfit",
     "Rules",
     "SaveRule",
+    "Seen",
     "SignalRule",
     "Spec",
     "SpecRule",
@@ -19,11 +34,18 @@ __all__ = [
     "fits_rank",
     "load_rules",
     "make_rules",
+    "match_input",
+    "match_optimizer",
+    "match_out",
+    "match_param",
+    "match_save",
+    "match_tensor",
     "matches",
     "matches_end",
+    "misfit_problems",
     "misfits",
     "prefixes",
     "rules_from_node",
     "show",
-    "show_dims",
+    "unreached",
 ]

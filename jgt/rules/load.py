@@ -1,4 +1,11 @@
-"""Rules from YAML or from Python objects, every problem reported at once."""
+"""Rules from YAML or from Python objects.
+
+A rules file is read entry by entry, and every mistake is noted with its line while reading continues: unknown keys,
+specs that are not lists, axes that appear twice. At the end either the rules are complete or one InputError has all problems.
+Whether the axes exist, the dims divide and the patterns match is checked later, when a mesh and a program are known.
+
+Names under `axes:` are abbreviations for several mesh axes. They are replaced while reading, so nothing after this file knows them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ _SIGNAL = ("params", "optimizer", "tensors", "out", "backward", "save")
 _BACKWARD = ("out", "tensors")
 _ACTIONS = ("keep", "recompute", "offload")
 MAX_AXES = 32
-"""What a mesh has at most: groups are put in for their names, and could make much of little."""
+"""The most axes that a mesh can have. A group is written out wherever its name appears, so its length is limited."""
 
 
 def load_rules(path: str | Path) -> Rules:
@@ -26,7 +33,7 @@ def load_rules(path: str | Path) -> Rules:
 
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:
-    """The same rules built in code: the mapping that the YAML file would hold. Raises InputError."""
+    """The same rules built in code, from the mapping that the YAML file would contain. Raises InputError with every problem."""
     return rules_from_node(document.from_python(tree, "rules"))
 
 
@@ -53,7 +60,10 @@ class _Reader:
             self.groups[name] = self._group(node)
         default = parts.get("default")
         if default is not None and default.value not in (None, "replicate"):
-            self._problem(default, f"{describe(default.value)} is not allowed; write `replicate`, or leave it out so that an unmatched parameter is an error")
+            self._problem(
+                default,
+                f"{describe(default.value)} is not allowed; write `replicate`, or leave it out so that an unmatched parameter is an error",
+            )
         return Rules(
             signals=tuple(self._signal(name, node) for name, node in self._children(parts.get("signals")).items()),
             params=self._specs(parts.get("params")),
@@ -102,14 +112,19 @@ class _Reader:
 
     def _spec(self, node: Node) -> Spec:
         if not isinstance(node.value, list):
-            self._problem(node, f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}")
+            self._problem(
+                node,
+                f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}",
+            )
             return (...,)
         entries = tuple(self._entry(child) for child in node.value)
         if entries.count(...) > 1:
-            self._problem(node, "`...` may stand once in a spec")
+            self._problem(node, "`...` may appear only once in a spec")
         axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ())]
         for axis in _doubled(axes):
-            self._problem(node, f"the axis {axis!r} stands twice in one spec; an axis can shard one dim of a tensor. Remove one of them")
+            self._problem(
+                node, f"the axis {axis!r} appears twice in one spec, but an axis can shard only one dim of a tensor. Remove one of them"
+            )
         return entries or (...,)
 
     def _entry(self, node: Node) -> Entry:
@@ -134,15 +149,15 @@ class _Reader:
 
     def _group(self, node: Node) -> tuple[str, ...]:
         children = node.value if isinstance(node.value, list) else [node]
-        names = [child.value for child in children]
-        if not all(isinstance(name, str) for name in names):
+        names = [child.value for child in children if isinstance(child.value, str)]
+        if len(names) < len(children):
             self._problem(node, "an axes group is a list of mesh axes, for example batch: [data, fsdp]")
             return ()
         if len(names) > MAX_AXES:
             self._problem(node, f"has {len(names):,} axes; a mesh has at most {MAX_AXES}")
             return ()
         for axis in _doubled(names):
-            self._problem(node, f"the axis {axis!r} stands twice in one group. Remove one of them")
+            self._problem(node, f"the axis {axis!r} appears twice in one group. Remove one of them")
         return tuple(names)
 
     def _section(self, node: Node, known: tuple[str, ...]) -> dict[str, Node]:

@@ -1,21 +1,76 @@
-"""Rules: what happens at which signal. Frozen and hashable, because they are part of what is traced."""
+"""Rules as data: which pattern, which spec, which line; and the globs that patterns are.
+
+`Rules` mirrors the YAML. It has a `SignalRule` for each entry under `signals:`, and each of these has a `SpecRule` for
+each line under `params:`, `tensors:` and so on. Everything is frozen and hashable: a traced program depends on its rules
+as it does on shapes, so they can be part of a cache's key.
+
+Patterns are globs over paths such as layers/attn (signals) or layers/attn/out/kernel (parameters). `*` matches within
+one level, `**` any number of levels, `?` one character, and `{a,b}` either text.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jgt.document import nearest
-from jgt.rules.match import matches, prefixes
 from jgt.rules.spec import SpecRule, axes_in
+
+_TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|.")
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob matches a whole path. An empty path is the top of the program; only `**` matches it."""
+    # The set of all levels that the pattern may have reached, advanced part by part. A regular expression would try them one after
+    # another, which takes exponential time for patterns such as {,a}{,a}{,a}...
+    levels = path.split("/") if path else []
+    places = {0}
+    for part in pattern.split("/"):
+        if part == "**":
+            places = set(range(min(places), len(levels) + 1))
+        else:
+            places = {n + 1 for n in places if n < len(levels) and _level_matches(part, levels[n])}
+        if not places:
+            return False
+    return len(levels) in places
+
+
+def _level_matches(part: str, level: str) -> bool:
+    places = {0}
+    for token in _TOKEN.findall(part):
+        if token == "*":
+            places = set(range(min(places), len(level) + 1))
+        elif token == "?":
+            places = {n + 1 for n in places if n < len(level)}
+        else:
+            texts = token[1:-1].split(",") if token[0] == "{" and token[-1] == "}" else [token]
+            places = {n + len(text) for n in places for text in texts if level.startswith(text, n)}
+        if not places:
+            return False
+    return len(level) in places
+
+
+def matches_end(pattern: str, path: str) -> bool:
+    """Whether a glob matches the last levels of a path: `out/kernel` matches `layers/attn/out/kernel`."""
+    return matches(f"**/{pattern}", path)
+
+
+def prefixes(path: str) -> list[str]:
+    """A signal path and all paths around it, innermost first. For a/b these are a/b, a, and the empty path of the whole program."""
+    levels = path.split("/") if path else []
+    return ["/".join(levels[:n]) for n in range(len(levels), -1, -1)]
+
 
 Action = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRule:
-    """What the backward pass finds of a named tensor: kept on the device, recomputed, or offloaded to the host."""
+    """What becomes of a named tensor until the backward pass: it is kept on the device, recomputed, or offloaded to the host."""
 
     name: str
     action: Action
@@ -26,8 +81,9 @@ class SaveRule:
 class SignalRule:
     """What happens at the signals that `pattern` matches.
 
-    params and optimizer speak of parameters used below the signal, tensors and save of tensors named below it, out of
-    the floating values that leave it; backward_out and backward_tensors of the cotangents where they differ.
+    params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
+    tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
+    the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ.
     """
 
     pattern: str
@@ -54,8 +110,8 @@ class SignalRule:
 class Rules:
     """The rules of one program, in order of precedence.
 
-    params and optimizer here hold whatever the signal (a tied parameter needs that); inputs speak of the arguments
-    that are not parameters; default is what an unmatched parameter gets (None: an error).
+    params, optimizer: specs of parameters under any signal; a tied parameter, which is used under several, needs such a rule.
+    inputs: specs of the arguments that are not parameters. default: what a parameter without a rule gets; None makes it an error.
     """
 
     signals: tuple[SignalRule, ...] = ()
@@ -72,7 +128,7 @@ class Rules:
             yield from rule.spec_rules()
 
     def where_of(self, signal: str) -> str:
-        """The file:line of the first rule for a signal, or else for the nearest one around it; empty where there is none."""
+        """The file:line of the first rule for a signal, or for the nearest signal around it that has one; empty if there is none."""
         for path in prefixes(signal):
             for rule in self.signals:
                 if path and matches(rule.pattern, path):
@@ -80,7 +136,7 @@ class Rules:
         return ""
 
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
-        """Problems with axes that a mesh of these axes does not have."""
+        """A problem for each axis in a spec that a mesh with these axes does not have."""
         known = tuple(axes)
         for rule in self.spec_rules():
             for axis in dict.fromkeys(axes_in(rule.spec)):

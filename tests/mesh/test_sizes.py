@@ -26,10 +26,13 @@ def test_sizes_are_read_in_order():
     [
         ("[1]", "f.yaml:1: file: a mesh is a mapping of axis names to sizes"),
         ("{}", "f.yaml:1: file: a mesh is a mapping of axis names to sizes"),
-        ("a: 1\nb: 0", "f.yaml:2: b: an axis size is a whole number of at least 1, or -1 for what is left, not the whole number 0"),
+        (
+            "a: 1\nb: 0",
+            "f.yaml:2: b: an axis size is a whole number of at least 1, or -1 for the remaining devices, not the whole number 0",
+        ),
         ("a: -2", "f.yaml:1: a: an axis size is"),
-        ("a: 2.0", "f.yaml:1: a: an axis size is a whole number of at least 1, or -1 for what is left, not the number 2.0"),
-        ("a: true", "f.yaml:1: a: an axis size is a whole number of at least 1, or -1 for what is left, not true"),
+        ("a: 2.0", "f.yaml:1: a: an axis size is a whole number of at least 1, or -1 for the remaining devices, not the number 2.0"),
+        ("a: true", "f.yaml:1: a: an axis size is a whole number of at least 1, or -1 for the remaining devices, not true"),
         ("{a: -1, b: -1}", "f.yaml:1: file: only one size may be -1; a and b are"),
     ],
 )
@@ -60,7 +63,7 @@ def test_without_a_number_of_devices_sizes_stay():
         ({"a": -1, "b": 16}, 8, "mesh: a=-1 x b=16: the other sizes multiply to 16"),
         ({"a": -1, "b": -1}, 8, "mesh: only one size may be -1; a and b are"),
         ({"a": -1}, None, "mesh: a=-1: the number of devices is needed to fill in -1"),
-        ({"a": 0, "b": -1}, 8, "mesh: the axis a has the size 0. A size is at least 1, or -1 for what is left"),
+        ({"a": 0, "b": -1}, 8, "mesh: the axis a has the size 0. A size is at least 1, or -1 for the remaining devices"),
         ({"a": -2, "b": -4}, 8, "mesh: the axis a has the size -2."),
     ],
 )

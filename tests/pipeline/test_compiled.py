@@ -7,12 +7,13 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import axes_of, collectives, conditionals, reached, sources
+from hlo import axes_of, collectives, conditionals, reached, sizes_of, sources
 from models import RULES, decoder_loss, mesh_of, pipeline_of
 
 import jgt
-from jgt.pipeline.schedule import VIRTUAL
-from jgt.plan.hlo import KINDS, Module
+from jgt.hlo.instruction import COLLECTIVES
+from jgt.hlo.text import Module
+from jgt.schedule.schedules import SCHEDULES
 
 # Large enough for tables of indices and the tokens themselves to be nothing beside activations. A dim of the vocabulary is known by its factor 101.
 SEQ, EMBED, FFN, PRIME, LAYERS = 64, 128, 256, 101, 8
@@ -51,7 +52,7 @@ def compiled(*args, **kwargs):
 @cache
 def module(*args, **kwargs):
     """What was compiled, read."""
-    return Module.of(compiled(*args, **kwargs).as_text())
+    return Module.parse(compiled(*args, **kwargs).as_text())
 
 
 def sharded(gather):
@@ -62,7 +63,7 @@ def sharded(gather):
 # -- nothing unrolls ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", VIRTUAL)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_program_is_as_long_for_more_microbatches_and_for_more_layers(schedule):
     # With one layer in a chunk there is a barrier more: two stages have more than one of 8 layers.
     sizes = (("data", 2), ("stage", 2))
@@ -92,7 +93,7 @@ def test_gpipe_saves_every_microbatch():
 def test_nothing_is_as_large_as_the_logits_of_a_batch(schedule):
     """Of the rows of one data shard; the whole batch has twice as many."""
     logits = 64 * SEQ * VOCAB // STAGES["stage"]
-    largest = max(itertools.chain.from_iterable(i.sizes for i in module(schedule, 64).instructions()))
+    largest = max(itertools.chain.from_iterable(sizes_of(i) for i in module(schedule, 64).instructions()))
     assert LAYERS // STAGES["stage"] * EMBED * FFN <= largest < logits
 
 
@@ -108,7 +109,7 @@ def test_a_stage_has_its_part_of_the_vocabulary_and_one_microbatch_of_logits(sch
 
 def talk(module, sizes, *, in_loops):
     """(kind, axes, elements of each array) of every collective."""
-    return [(i.kind, axes_of(i, sizes), i.sizes) for i in collectives(module, in_loops=in_loops)]
+    return [(i.kind, axes_of(i, sizes), sizes_of(i)) for i in collectives(module, in_loops=in_loops)]
 
 
 def axes_in_loops(module, sizes):
@@ -167,7 +168,7 @@ def test_a_device_never_holds_weights_or_gradients_of_another_stage():
 
 # -- branches ----------------------------------------------------------------------------------------------------
 
-ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *KINDS}
+ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *COLLECTIVES}
 """What a value may not come from to be the same on all devices."""
 
 
@@ -193,4 +194,4 @@ def test_a_branch_that_a_stage_takes_alone_talks_to_nobody(schedule):
     assert len(alone) >= len(KINDS_OF[schedule])
     called = reached(program, [name for conditional in alone for name in conditional.called])
     assert any(i.op == "dot" for i in program.instructions(within=called))
-    assert not [i for i in program.instructions(within=called) if i.kind in KINDS]
+    assert not [i for i in program.instructions(within=called) if i.kind in COLLECTIVES]

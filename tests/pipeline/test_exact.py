@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
 
-from jgt.pipeline.schedule import VIRTUAL
+from jgt.schedule.schedules import SCHEDULES
 
 MESHES = [
     {"stage": stage, "tensor": tensor, "data": data}
@@ -36,7 +36,7 @@ def decoder():
 
 def grid():
     """Every schedule on every mesh; by default the most stages alone, and stages with both other axes."""
-    for schedule in VIRTUAL:
+    for schedule in SCHEDULES:
         for sizes in MESHES:
             is_corner = min(sizes.values()) == 2 or sizes == {"stage": 4, "tensor": 1, "data": 1}
             yield pytest.param(schedule, sizes, id=f"{schedule}-{name_of(sizes)}", marks=() if is_corner else pytest.mark.slow)
@@ -151,10 +151,10 @@ def test_tables_of_one_s_own(decoder, tmp_path, name):
 @st.composite
 def pipelines(draw):
     """A number of layers, axes and options that fit together."""
-    schedule = draw(st.sampled_from(sorted(VIRTUAL)))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     stage = draw(st.sampled_from([1, 2, 4]))
-    virtual = draw(st.integers(1, 3)) if VIRTUAL[schedule] is None else None
-    num_layers = draw(st.integers(stage * (VIRTUAL[schedule] or virtual), 12))
+    virtual = draw(st.integers(1, 3)) if SCHEDULES[schedule].virtual is None else None
+    num_layers = draw(st.integers(stage * (SCHEDULES[schedule].virtual or virtual), 12))
     data = draw(st.sampled_from([1, 2]))
     sizes = {"stage": stage, "data": data, "tensor": draw(st.sampled_from([1, 2] if stage * data <= 4 else [1]))}
     microbatches = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if 12 // data % n == 0]))

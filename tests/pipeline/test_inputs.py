@@ -27,7 +27,7 @@ from models import (
 )
 
 import jgt
-from jgt.pipeline.schedule import VIRTUAL
+from jgt.schedule.schedules import SCHEDULES
 from jgt.signal import context
 
 SIZES = {"stage": 2, "tensor": 2, "data": 2}
@@ -54,7 +54,11 @@ def packed_batch():
     starts = np.random.default_rng(2).integers(1, SEQ, (len(batch["tokens"]), 1))
     segments = (np.arange(SEQ) >= starts).astype(np.int32)
     prefix = np.random.default_rng(3).integers(0, SEQ, (len(starts), 3), np.int32)
-    return batch | {"segments": segments, "positions": np.arange(SEQ, dtype=np.int32) - segments * starts.astype(np.int32), "prefix": prefix}
+    return batch | {
+        "segments": segments,
+        "positions": np.arange(SEQ, dtype=np.int32) - segments * starts.astype(np.int32),
+        "prefix": prefix,
+    }
 
 
 def attention_params(num_layers):
@@ -159,7 +163,7 @@ def rounded():
     return case(in_bf16)
 
 
-@pytest.mark.parametrize("schedule", VIRTUAL)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bf16_on_every_schedule(rounded, schedule):
     """bf16 has 8 bits: sums in another order differ by some 2^-8 a term, of which a gradient has a few that partly cancel."""
     value, gradients = rounded.derivatives(rounded.pipelined(mesh_of(**SIZES), schedule=schedule))
@@ -189,7 +193,9 @@ def scanned_keys(params, batch, key):
 def folded_keys(params, batch, key):
     x = embed(params, batch)
     with context("layers"):
-        x, _ = jax.lax.scan(lambda x, s: (dropped(mlp(x, s[0]), jax.random.fold_in(key, s[1])), None), x, (params["layers"], jnp.arange(LAYERS)))
+        x, _ = jax.lax.scan(
+            lambda x, s: (dropped(mlp(x, s[0]), jax.random.fold_in(key, s[1])), None), x, (params["layers"], jnp.arange(LAYERS))
+        )
     return mean_loss(params, x, batch)
 
 
@@ -245,14 +251,20 @@ def test_every_part_draws_from_a_key_of_its_own(loss, key, options):
     assert_close(gradients, expected_gradients, 1e-5)
 
 
-@pytest.mark.parametrize(("loss", "key"), [(scanned_keys, jax.random.key), (carried_keys, jax.random.PRNGKey), (keys_everywhere, jax.random.key)], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("loss", "key"),
+    [(scanned_keys, jax.random.key), (carried_keys, jax.random.PRNGKey), (keys_everywhere, jax.random.key)],
+    ids=lambda x: x.__name__,
+)
 def test_a_key_that_is_no_argument_is_refused(loss, key):
     closed = case(lambda params, batch: loss(params, batch, key(3)))
-    with pytest.raises(jgt.InputError, match="a key that is no argument of the function"):
+    with pytest.raises(jgt.InputError, match="a key that is not an argument of the function"):
         jax.eval_shape(closed.pipelined(mesh_of(**SIZES)), closed.params, *closed.inputs)
 
 
 def test_evaluation_draws_as_training_does():
     dropout = case(scanned_keys, None, make_batch(), jax.random.key(3))
     pipelined = dropout.pipelined(mesh_of(stage=2, data=2))
-    assert_values(compiled(pipelined)(dropout.params, *dropout.inputs), compiled(by_parts(scanned_keys, 4, 2))(dropout.params, *dropout.inputs))
+    assert_values(
+        compiled(pipelined)(dropout.params, *dropout.inputs), compiled(by_parts(scanned_keys, 4, 2))(dropout.params, *dropout.inputs)
+    )

@@ -41,9 +41,9 @@ from transformers import Block, cross_entropy
 
 import jgt
 from jgt.signal import context, tensor
-from train.loss import make_loss
-from train.models.build import build
 from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.step.loss import make_loss
 
 SIZES = {"stage": 2, "tensor": 2, "data": 2}
 ROOT = Path(__file__).parents[2]
@@ -183,7 +183,8 @@ def test_models_and_rules_that_ship(kind, chunks):
     batch |= {"weights": np.random.default_rng(1).uniform(0, 1 / 128, (16, 8)).astype(np.float32)}
     rules = jgt.load_rules(ROOT / "configs" / "rules" / "pipeline.yaml")
     found, wanted = (
-        jax.device_get(compiled(jax.value_and_grad(fn))(params, batch)) for fn in (jgt.shard(loss, rules, mesh_of(**SIZES), pipeline=pipeline_of()), loss)
+        jax.device_get(compiled(jax.value_and_grad(fn))(params, batch))
+        for fn in (jgt.shard(loss, rules, mesh_of(**SIZES), pipeline=pipeline_of()), loss)
     )
     assert_values(found[0], wanted[0])
     assert_close(found[1], wanted[1], 1e-5)
@@ -195,7 +196,9 @@ def test_models_and_rules_that_ship(kind, chunks):
 def places_of(num_layers, rules=RULES, loss=decoder_loss, **options):
     """The spec of every parameter on 2 stages."""
     shapes = jax.eval_shape(lambda: (make_params(num_layers), make_batch()))
-    placement = jgt.place(loss, jgt.make_rules(rules), jgt.abstract_mesh({"fsdp": 2, "data": 1} | SIZES), *shapes, pipeline=pipeline_of(**options))
+    placement = jgt.place(
+        loss, jgt.make_rules(rules), jgt.abstract_mesh({"fsdp": 2, "data": 1} | SIZES), *shapes, pipeline=pipeline_of(**options)
+    )
     return {p.path: p.spec for p in placement.parameters}
 
 
@@ -231,7 +234,12 @@ def test_initial_parameters_are_the_same_on_every_mesh():
 
 BOTH_AXES = RULES | {
     "signals": RULES["signals"]
-    | {"layers/mlp": {"params": {"up": [None, ["tensor", "fsdp"]], "down": [["fsdp", "tensor"], None]}, "tensors": {"hidden": ["batch", None, "tensor"]}}}
+    | {
+        "layers/mlp": {
+            "params": {"up": [None, ["tensor", "fsdp"]], "down": [["fsdp", "tensor"], None]},
+            "tensors": {"hidden": ["batch", None, "tensor"]},
+        }
+    }
 }
 
 

@@ -45,17 +45,29 @@ def rules_with(**signals):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"signal": "layer"}, "pipeline: signal: no signal of the program is 'layer'. Layer scans stand under: 'layers'"),
-        ({"signal": "head"}, "pipeline: signal: the signal 'head' holds no layer scan"),
+        ({"signal": "layer"}, "pipeline: signal: no signal of the program is 'layer'. Layer scans are under: 'layers'"),
+        ({"signal": "head"}, "pipeline: signal: the signal 'head' contains no layer scan"),
         ({"axis": "stages"}, "pipeline: axis: the mesh has no axis 'stages'. Did you mean 'stage'?"),
-        ({"microbatches": 3}, "3 microbatches do not divide the batch of 16, of which each of 2 data shards has 8. These divide it: 1, 2, 4, 8"),
+        (
+            {"microbatches": 3},
+            "3 microbatches do not divide the batch of 16 (8 on each of 2 data shards). These divide it: 1, 2, 4, 8",
+        ),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"schedule": "interleave"}, "there is no schedule 'interleave'. Did you mean 'interleaved'?"),
-        ({"idle": "skip"}, "pipeline: idle: stages can only skip layers that none of their devices shares with another, and the mesh splits them over tensor"),
+        (
+            {"idle": "skip"},
+            "pipeline: idle: stages can skip layers only if each device computes its layers alone, but the mesh splits them over tensor",
+        ),
         ({"num_layers": 1}, "'layers' has 1 layer, too few for 2 stages. Make stage or virtual smaller"),
         ({"rules": RULES | {"inputs": {"**": ["stage", "..."]}}}, "the inputs are sharded over stage"),
-        ({"rules": RULES | {"inputs": {"tokens": [None, "batch"], "**": ["batch", "..."]}}}, "the batch must be the first dim in a pipeline"),
-        ({"rules": rules_with(**{"layers/mlp": {"params": {"up": [None, "stage"]}}})}, "up: the parameter layers/up lies in the pipeline of 'layers'"),
+        (
+            {"rules": RULES | {"inputs": {"tokens": [None, "batch"], "**": ["batch", "..."]}}},
+            "the batch must be the first dim in a pipeline",
+        ),
+        (
+            {"rules": rules_with(**{"layers/mlp": {"params": {"up": [None, "stage"]}}})},
+            "up: the parameter layers/up lies in the pipeline of 'layers'",
+        ),
         ({"rules": rules_with(**{"layers/mlp": {"tensors": {"hidden": ["batch", None, "stage"]}}})}, "which has the axis stage for itself"),
         ({"rules": rules_with(**{"layers/mlp": {"save": {"hidden": "offload"}}})}, "offload is not possible inside a pipeline"),
     ],
@@ -66,7 +78,15 @@ def test_sections_and_rules(options, message):
         ask(**options)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"remat": "full"}, "none, layer, stage"), ({"gather": "never"}, "step, layer"), ({"idle": "sleep"}, "compute, skip, None"), ({"per_microbatch": "moe"}, r"\('moe',\)")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "full"}, "none, layer, stage"),
+        ({"gather": "never"}, "step, layer"),
+        ({"idle": "sleep"}, "compute, skip, None"),
+        ({"per_microbatch": "moe"}, r"\('moe',\)"),
+    ],
+)
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(ValueError, match=message):
         pipeline_of(**options)
@@ -103,8 +123,8 @@ def without_layers(params, batch):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (two_scans, "the signal 'layers' holds 2 scans"),
-        (in_reverse, "goes in reverse"),
+        (two_scans, "the signal 'layers' contains 2 scans"),
+        (in_reverse, "runs in reverse"),
         (without_layers, "no result of the function depends on its layers"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -143,7 +163,7 @@ def test_a_gradient_is_that_of_the_first_result():
 
 def test_a_gradient_is_by_the_parameters():
     by_weights = make_batch()
-    with pytest.raises(ValueError, match="by its first argument, the parameters, only"):
+    with pytest.raises(ValueError, match="only by its first argument, the parameters"):
         ask(
             derivative=lambda fn: lambda params, batch: jax.grad(lambda w: fn(params, batch | {"weights": w}))(batch["weights"]),
             inputs=(by_weights,),
@@ -152,7 +172,7 @@ def test_a_gradient_is_by_the_parameters():
 
 def test_a_batch_that_is_none():
     constant = case(lambda params, scale: scale * decoder_loss(params, make_batch()), None, jnp.float32(2))
-    with pytest.raises(jgt.InputError, match="no input of the function has a batch to split"):
+    with pytest.raises(jgt.InputError, match="the function has no batch to split"):
         jax.eval_shape(constant.pipelined(mesh_of(**SIZES)), constant.params, *constant.inputs)
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgt.rules import expand, misfits, show, show_dims
+from jgt.program.dims import show_dims
+from jgt.rules import expand, misfits, show
 from jgt.rules.spec import Misfit, axes_in, fits_rank, min_rank
 
 entries = st.lists(st.none() | st.sampled_from(["a", "b", ("a", "b")]), max_size=4)

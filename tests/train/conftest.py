@@ -12,8 +12,8 @@ from runs import Nursery
 
 from jgt import document
 from train.config import Run, load
-from train.console import Screen
-from train.loop import train
+from train.records.console import Screen
+from train.run.loop import train
 
 TINY = {
     "run": {"name": "tiny"},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.agree import agree
+from train.processes.processes import agree_on_input
 
 
 @pytest.fixture
@@ -23,29 +23,29 @@ def others(monkeypatch):
 
 
 def test_alone_only_its_own_problems_count():
-    agree([], {"a": 1})
+    agree_on_input([], {"a": 1})
     with pytest.raises(InputError, match="mine"):
-        agree(["mine"], {})
+        agree_on_input(["mine"], {})
 
 
 def test_alike_and_well_is_fine(others):
     others(lambda mine: mine, lambda mine: mine)
-    agree([], {"a": 1})
+    agree_on_input([], {"a": 1})
 
 
 def test_own_problems_are_told_in_full(others):
     others(lambda mine: mine * 0)
     with pytest.raises(InputError, match="mine"):
-        agree(["mine"], {})
+        agree_on_input(["mine"], {})
 
 
 def test_a_problem_elsewhere_stops_this_process_too(others):
     others(lambda mine: mine, lambda mine: mine + np.array([3, 0], np.uint32))
-    with pytest.raises(InputError, match="process 0: stopped, because of what process 2 reports"):
-        agree([], {})
+    with pytest.raises(InputError, match="process 0: stopped because of the problems that process 2 reports"):
+        agree_on_input([], {})
 
 
 def test_another_config_or_other_data_is_refused(others):
     others(lambda mine: mine ^ np.array([0, 1], np.uint32))
-    with pytest.raises(InputError, match="differs from that of process 1"):
-        agree([], {})
+    with pytest.raises(InputError, match="differs from process 1's"):
+        agree_on_input([], {})

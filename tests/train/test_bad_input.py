@@ -133,7 +133,7 @@ def test_the_problems_of_a_config_come_at_once(write, refused):
         f"{path}:7: data.path: no such file or folder: nowhere.txt",
         f"{path}:8: optimizer.lr: 0.0 is too small; it must be greater than 0",
         f"{path}:9: train.remat: 'bloc' is not one of none, attention, block. Did you mean 'block'?",
-        f"{folder}/rules.yaml:3: signals.embed.out: the axis 'tensro' stands twice in one spec",
+        f"{folder}/rules.yaml:3: signals.embed.out: the axis 'tensro' appears twice in one spec",
         f"{folder}/rules.yaml:4: signals.layers.outs: unknown key. Did you mean 'out'?",
         f"{path}:4: mesh: data=3 = 3 devices, but there are 16. Make the product 16, or one size -1",
     )
@@ -154,10 +154,13 @@ def test_rules_against_the_mesh(write, refused):
     [
         ("rules: {default: replicate}", ":1: rules: rules need a mesh: section with the axes that they name"),
         ("mesh: {data: 2}\nrules: ruled.yaml", "ruled.yaml. Did you mean 'rules.yaml'?"),
-        ("mesh: {data: 2}\nrules: 3", ":2: rules: rules are the path of a file or a mapping, not the whole number 3"),
+        ("mesh: {data: 2}\nrules: 3", ":2: rules: rules must be the path of a file or a mapping, not the whole number 3"),
         ("mesh: {data: -1, fsdp: -1}", ":1: mesh: only one size may be -1; data and fsdp are"),
-        ("mesh: {data: 0}", ":1: mesh.data: an axis size is a whole number of at least 1, or -1 for what is left"),
-        ("train: {batch: 10, accumulate: 4}", ":1: train.accumulate: batch 10 is not divisible by accumulate 4. These divide it: 1, 2, 5, 10"),
+        ("mesh: {data: 0}", ":1: mesh.data: an axis size is a whole number of at least 1, or -1 for the remaining devices"),
+        (
+            "train: {batch: 10, accumulate: 4}",
+            ":1: train.accumulate: batch 10 is not divisible by accumulate 4. These divide it: 1, 2, 5, 10",
+        ),
         ("model: {embed: 10, heads: 4}", ":1: model.heads: embed 10 is not divisible by heads 4"),
         ("model: {heads: 4, kv_heads: 3}", ":1: model.kv_heads: heads 4 is not divisible by kv_heads 3. Use a divisor of 4"),
         ("model: {embed: 12, heads: 4}", ":1: model.head_dim: RoPE rotates pairs, but heads have the odd size 3"),
@@ -277,7 +280,9 @@ def test_a_split_without_a_window(tiny_file, refused, tmp_path):
     )
     (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=1000000")
     assert "data: the train split of" in problem
-    assert "has 0 tokens, but one window of seq 32 needs 33. Give more data, lower data.eval_tokens (1000000), or lower seq" in problem
+    assert (
+        "has 0 tokens, but one window of seq 32 needs 33. Give more data, lower data.eval_tokens (1000000), or lower model.seq" in problem
+    )
 
 
 def test_a_name_to_keep_is_a_tensor_of_the_model(write, refused):

@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
-from train.checkpoint import Checkpoints, Identity, SaveError, find_in, restore, restore_params
+from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError, restore, restore_params
+from train.checkpoint.saved import find_checkpoint
 from train.sections import CheckpointConfig
-from train.step import State
+from train.step.step import State
 
 
 def state_on(spec):
@@ -150,7 +151,10 @@ def test_another_type_is_converted_on_request_alone(checkpoints):
     found, _ = checkpoints.find()
     shapes, shardings = shapes_of(saved)
     narrow = shapes._replace(params={"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16")})
-    with pytest.raises(InputError, match=r"params/kernel: is float32\[8, 16\] in the checkpoint, but bfloat16\[8, 16\] in this run. checkpoint.cast=true converts it"):
+    with pytest.raises(
+        InputError,
+        match=r"params/kernel: is float32\[8, 16\] in the checkpoint, but bfloat16\[8, 16\] in this run. checkpoint.cast=true converts it",
+    ):
         restore(found, narrow, shardings)
     np.testing.assert_array_equal(restore(found, narrow, shardings, cast=True).params["kernel"], saved.params["kernel"].astype("bfloat16"))
     count = shapes._replace(opt_state=shapes.opt_state | {"count": jax.ShapeDtypeStruct((), "float32")})
@@ -162,7 +166,7 @@ def test_parameters_come_alone(checkpoints, tmp_path):
     saved = state_on(PartitionSpec())
     checkpoints.save(saved, 1, samples=1)
     checkpoints.wait()
-    found, _ = find_in(tmp_path)
+    found, _ = find_checkpoint(tmp_path)
     shapes, shardings = shapes_of(saved)
     restored = restore_params(found, shapes.params, shardings.params)
     jax.tree.map(np.testing.assert_array_equal, restored, saved.params)
@@ -184,11 +188,11 @@ def test_a_foreign_checkpoint_is_read_and_not_touched(checkpoints, tmp_path):
     shutil.copytree(tmp_path / "2", run / "checkpoints" / "2")
     (run / "checkpoints" / "2" / "manifest.json").unlink()
     for path in (run, run / "checkpoints"):
-        found, (report,) = find_in(path)
+        found, (report,) = find_checkpoint(path)
         assert found.folder == run / "checkpoints" / "1"
         assert report == f"the checkpoint {run}/checkpoints/2 is damaged (it has no manifest.json: it was never finished); it is not used"
-    assert find_in(run / "checkpoints" / "1")[0].folder == run / "checkpoints" / "1"
-    assert find_in(tmp_path / "nowhere") == (None, [])
+    assert find_checkpoint(run / "checkpoints" / "1")[0].folder == run / "checkpoints" / "1"
+    assert find_checkpoint(tmp_path / "nowhere") == (None, [])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2"]
 
 
@@ -196,7 +200,7 @@ def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_p
     checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
     checkpoints.wait()
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda _: usage._replace(free=100))
+    monkeypatch.setattr("train.checkpoint.checkpoint.shutil.disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(SaveError, match=r"1\.\d KB are needed in .*, but 100 B are free"):
         checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
     monkeypatch.undo()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.clock import InFlight, StepClock
+from train.records.clock import InFlight, StepClock
 
 
 @pytest.fixture

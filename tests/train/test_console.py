@@ -1,7 +1,6 @@
 """What a person sees."""
 
-
-from train.console import Screen
+from train.records.console import Screen
 
 
 def test_a_step_is_a_line_without_what_is_not_known(capsys):

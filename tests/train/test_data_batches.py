@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jgt.document import InputError
 from train.data import DataConfig, MixturePart, open_data
-from train.data.stream import Segment, Stream
-from train.data.windows import Windows, num_windows
+from train.data.stream import Segment, Stream, Windows, num_windows
 
 SEQ = 5
 NUM_TOKENS = 1003

@@ -7,7 +7,7 @@ import pytest
 
 from jgt.document import bind, parse
 from train.data.config import DataConfig, MixturePart, path_problems
-from train.data.files import resolve, standard_library
+from train.data.files import find_files, standard_library
 
 
 def bound(text):
@@ -34,13 +34,13 @@ def test_the_default_is_the_standard_library():
         ("eval_tokens: -1", "run.yaml:1: eval_tokens: -1 is too small"),
         ("source: mixture", "run.yaml:1: mixture: the source mixture needs at least one part"),
         ("mixture:\n- {weight: 1}", "run.yaml:1: mixture: has 1 parts, but source is stdlib"),
-        ("source: mixture\npath: x\nmixture:\n- {weight: 1}", "run.yaml:2: path: a mixture has this key in its parts"),
+        ("source: mixture\npath: x\nmixture:\n- {weight: 1}", "run.yaml:2: path: a mixture takes this key in each of its parts"),
         ("source: mixture\nmixture:\n- {weight: 0}", "run.yaml:3: mixture[0].weight: 0.0 is too small"),
         ("source: mixture\nmixture:\n- {source: stdlib}", "run.yaml:3: mixture[0]: the key 'weight' is missing"),
         ("source: mixture\nmixture:\n- {weight: 1, source: mixture}", "mixture[0].source: 'mixture' is not one of"),
         ("source: mixture\nmixture:\n- {weight: 1, source: tokens}", "mixture[0].path: the source tokens needs a path"),
         ("source: mixture\nmixture: [{weight: 1}, {weight: 1, tokenizer: t.json}]", "the parts use different tokenizers: bytes, t.json"),
-        ("source: mixture\nmixture: [{weight: 1}, {weight: 1e-9}]", "are more than a factor 1e+06 apart"),
+        ("source: mixture\nmixture: [{weight: 1}, {weight: 1e-9}]", "differ by more than a factor of 1e+06"),
     ],
 )
 def test_wrong_keys_are_named_with_their_line(text, expected):
@@ -67,7 +67,7 @@ def test_path_problems(tmp_path):
     only("path", "is not a token file", source="tokens", path=str(tmp_path / "notes.txt"))
     only("tokenizer", "no such file", source="text", path=str(tmp_path / "notes.txt"), tokenizer="absent.json")
     only("eval_path", "no such file", source="text", path=str(tmp_path / "notes.txt"), eval_path="absent")
-    only("eval_path", "is trained on too", source="text", path=str(tmp_path), eval_path=str(tmp_path / "*.txt"))
+    only("eval_path", "is training data too", source="text", path=str(tmp_path), eval_path=str(tmp_path / "*.txt"))
     part = MixturePart(weight=1.0, source="text", path="absent")
     only("mixture[1].path", "no such file", source="mixture", mixture=(MixturePart(weight=1.0), part))
     assert found(source="text", path=str(tmp_path)) == []
@@ -79,7 +79,7 @@ def test_a_path_is_a_file_a_folder_or_a_glob(tmp_path):
         (tmp_path / name).write_text(name)
 
     def names(path):
-        found = resolve(str(tmp_path / path))
+        found = find_files(str(tmp_path / path))
         return [file.relative_to(tmp_path).as_posix() for file in found.paths]
 
     assert names("b.txt") == ["b.txt"]
@@ -94,7 +94,7 @@ def test_the_digest_follows_names_and_sizes_but_not_the_place(tmp_path):
     for place in ("one", "two"):
         (tmp_path / place / "sub").mkdir(parents=True)
         (tmp_path / place / "sub/a.txt").write_text("text")
-    first, second = (resolve(str(tmp_path / place)) for place in ("one", "two"))
+    first, second = (find_files(str(tmp_path / place)) for place in ("one", "two"))
     assert first.digest() == second.digest()
     (tmp_path / "two/sub/a.txt").write_text("longer text")
     assert first.digest() != second.digest()

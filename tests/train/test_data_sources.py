@@ -88,7 +88,7 @@ def test_text_files_follow_each_other_in_order(opened, tmp_path):
 
 
 def test_a_large_text_file_is_mapped(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.text._MAP_BYTES", 4)
+    monkeypatch.setattr("train.data.tokens._MAP_BYTES", 4)
     (tmp_path / "a.txt").write_bytes(b"abcdefghi")
     assert bytes(tokens_of(opened(source="text", path=str(tmp_path / "a.txt")), 2)) == b"abcdefghi"
 
@@ -125,24 +125,24 @@ def test_token_files_that_cannot_be_right(refused, tmp_path):
         refused(*expected, source="tokens", path=str(tmp_path / name))
 
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    damaged("odd.bin", "odd.bin: has 3 bytes, which is no multiple of the 2 bytes of uint16")
+    damaged("odd.bin", "odd.bin: has 3 bytes, which is not a multiple of the 2 bytes of uint16")
     (tmp_path / "empty.bin").touch()
     damaged("empty.bin", "empty.bin: the file is empty")
     (tmp_path / "empty.npy").touch()
     damaged("empty.npy", "empty.npy: the file is empty")
     np.save(tmp_path / "floats.npy", np.zeros(9))
-    damaged("floats.npy", "floats.npy: holds float64 [9]")
+    damaged("floats.npy", "floats.npy: contains float64 [9]")
     np.save(tmp_path / "square.npy", np.zeros((3, 3), np.int32))
-    damaged("square.npy", "square.npy: holds int32 [3, 3]")
+    damaged("square.npy", "square.npy: contains int32 [3, 3]")
     np.save(tmp_path / "none.npy", np.zeros(0, np.int32))
-    damaged("none.npy", "none.npy: the file is empty: it holds no token")
+    damaged("none.npy", "none.npy: the file is empty: it contains no tokens")
     np.save(tmp_path / "pickle.npy", np.array([Trap()], object), allow_pickle=True)
-    damaged("pickle.npy", "pickle.npy: holds Python objects [1]")
+    damaged("pickle.npy", "pickle.npy: contains Python objects [1]")
     (tmp_path / "text.npy").write_text("no header")
     damaged("text.npy", "text.npy: not a readable .npy file")
     np.save(tmp_path / "cut.npy", np.arange(100))
     os.truncate(tmp_path / "cut.npy", 200)
-    damaged("cut.npy", "cut.npy: its header speaks of 100 ids of 8 bytes, but 72 bytes follow")
+    damaged("cut.npy", "cut.npy: its header promises 100 ids of 8 bytes, but 72 bytes follow")
     damaged("e*.*", "empty.bin: the file is empty", "empty.npy: the file is empty")
     assert not (tmp_path / "sprung").exists()
 
@@ -191,7 +191,7 @@ def test_jsonl(opened, tmp_path, name):
 def test_the_field_of_jsonl(opened, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "no", "body": "abcdefgh"})
     assert bytes(tokens_of(opened(source="jsonl", path=path, field="body"), 2)) == b"abcdefgh\0"
-    with pytest.raises(InputError, match=r"the train split of .* has 3 tokens, .* needs 5\. Give more data, or lower seq"):
+    with pytest.raises(InputError, match=r"the train split of .* has 3 tokens, .* needs 5\. Give more data, or lower model.seq"):
         opened(source="jsonl", path=path)
 
 
@@ -213,7 +213,7 @@ def test_every_bad_line_is_listed(refused, tmp_path):
         "a.jsonl:4: has no field 'text'. It has: 'body', 'title'",
         "a.jsonl:5: the field 'text' must be text, not the whole number 3",
         "a.jsonl:6: not UTF-8: byte 0xff at offset 10",
-        "a.jsonl:7: the field 'text' holds half of a surrogate pair",
+        "a.jsonl:7: the field 'text' contains half of a surrogate pair",
         "a.jsonl:8: ",
         source="jsonl",
         path=path,
@@ -285,7 +285,7 @@ def test_tokenizer_json(opened, tmp_path):
 
 
 def test_text_through_a_tokenizer(opened, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.text._BLOCK_BYTES", 10)
+    monkeypatch.setattr("train.data.documents._BLOCK_BYTES", 10)
     tokenizer = tokenizer_json(tmp_path / "t.json")
     (tmp_path / "a.txt").write_text("one two\nthree one\n" * 20)
     (tmp_path / "b.txt").write_text("three\n")
@@ -303,7 +303,7 @@ def test_what_can_be_wrong_with_a_tokenizer(opened, refused, tmp_path, monkeypat
     refused("n.json: no end-of-text token", source="jsonl", path=path, tokenizer=nameless)
     (tmp_path / "bad.json").write_text("{}")
     refused("bad.json: not a tokenizer.json", source="jsonl", path=path, tokenizer=str(tmp_path / "bad.json"))
-    monkeypatch.setattr(sys.modules["train.data.tokenizer_json"], "tokenizers", None)
+    monkeypatch.setattr(sys.modules["train.data.tokenizer"], "tokenizers", None)
     refused("pip install 'jgt[tokenizers]'", source="jsonl", path=path, tokenizer=nameless)
 
 

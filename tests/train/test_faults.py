@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints
-from train.faults import Faults, InjectedError
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.steps import FOLDER
+from train.run.faults import Faults, InjectedError
 from train.sections import CheckpointConfig, Fault
-from train.step import State
-from train.steps import FOLDER
+from train.step.step import State
 
 BATCH = {"inputs": jnp.arange(12).reshape(4, 3), "weights": jnp.ones((4, 3))}
 
@@ -42,8 +42,8 @@ def calls(monkeypatch):
         found.append(call)
         raise HappenedError
 
-    monkeypatch.setattr("train.faults.os", SimpleNamespace(kill=happen, getpid=lambda: 77))
-    monkeypatch.setattr("train.faults.time", SimpleNamespace(sleep=lambda seconds: happen("sleep")))
+    monkeypatch.setattr("train.run.faults.os", SimpleNamespace(kill=happen, getpid=lambda: 77))
+    monkeypatch.setattr("train.run.faults.time", SimpleNamespace(sleep=lambda seconds: happen("sleep")))
     return found
 
 
@@ -51,11 +51,11 @@ def calls(monkeypatch):
 def test_a_process_is_killed_or_hangs_once(start, calls, kind, call):
     fault = Fault(at_step=3, kind=kind)
     first = start(fault)
-    assert first.before(2, BATCH) is BATCH
+    assert first.inject(2, BATCH) is BATCH
     with pytest.raises(HappenedError):
-        first.before(3, BATCH)
+        first.inject(3, BATCH)
     again = start(fault)
-    assert again.before(3, BATCH) is BATCH
+    assert again.inject(3, BATCH) is BATCH
     assert calls == [call]
     assert start.noted == [(kind, 3)]
 
@@ -63,28 +63,28 @@ def test_a_process_is_killed_or_hangs_once(start, calls, kind, call):
 def test_an_error_is_raised_once(start):
     fault = Fault(at_step=1, kind="raise")
     with pytest.raises(InjectedError, match=r"^debug\.faults: raise at step 1$"):
-        start(fault).before(1, BATCH)
-    start(fault).before(1, BATCH)
+        start(fault).inject(1, BATCH)
+    start(fault).inject(1, BATCH)
 
 
 def test_the_same_fault_twice_happens_twice(start):
     twice = [Fault(at_step=1, kind="raise")] * 2
     for _ in range(2):
         with pytest.raises(InjectedError):
-            start(*twice).before(1, BATCH)
-    assert start(*twice).before(1, BATCH) is BATCH
+            start(*twice).inject(1, BATCH)
+    assert start(*twice).inject(1, BATCH) is BATCH
 
 
 def test_only_the_named_process_fails(start):
     fault = Fault(at_step=1, kind="raise", process=2)
     for process in (0, 1):
-        assert start(fault, process=process).before(1, BATCH) is BATCH
+        assert start(fault, process=process).inject(1, BATCH) is BATCH
     with pytest.raises(InjectedError):
-        start(fault, process=2).before(1, BATCH)
+        start(fault, process=2).inject(1, BATCH)
 
 
 def test_a_step_that_a_start_passes_over_is_left_alone(start):
-    assert start(Fault(at_step=3, kind="raise")).before(4, BATCH) is BATCH
+    assert start(Fault(at_step=3, kind="raise")).inject(4, BATCH) is BATCH
     assert start.noted == []
 
 
@@ -93,19 +93,19 @@ def test_weights_that_are_not_a_number(start):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     batch = jax.device_put(BATCH, sharding)
-    assert faults.before(1, batch) is batch
-    poisoned = faults.before(2, batch)
+    assert faults.inject(1, batch) is batch
+    poisoned = faults.inject(2, batch)
     assert np.isnan(poisoned["weights"]).all() and poisoned["weights"].sharding == sharding
     assert poisoned["inputs"] is batch["inputs"]
     assert np.isfinite(batch["weights"]).all()
-    assert faults.before(2, batch) is batch
+    assert faults.inject(2, batch) is batch
 
 
 def test_a_full_disk_fails_the_first_save_from_its_step_on(start, tmp_path):
     faults = start(Fault(at_step=3, kind="disk_full"))
-    faults.before(2, BATCH)
+    faults.inject(2, BATCH)
     assert faults.free(tmp_path) > 0
-    faults.before(5, BATCH)
+    faults.inject(5, BATCH)
     assert faults.free(tmp_path) == 0
     assert faults.free(tmp_path) > 0
     assert start.noted == [("disk_full", 3)]
@@ -121,7 +121,7 @@ def test_one_bit_of_the_newest_checkpoint_is_flipped_which_is_not_used(start, tm
         return {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / FOLDER).rglob("*") if path.is_file()}
 
     before = content()
-    start(Fault(at_step=5, kind="corrupt")).before(5, BATCH)
+    start(Fault(at_step=5, kind="corrupt")).inject(5, BATCH)
     after = content()
     (changed,) = [path for path in before if before[path] != after[path]]
     assert changed.is_relative_to(f"{FOLDER}/4")
@@ -134,5 +134,5 @@ def test_one_bit_of_the_newest_checkpoint_is_flipped_which_is_not_used(start, tm
 
 
 def test_without_a_checkpoint_there_is_nothing_to_damage(start, tmp_path):
-    assert start(Fault(at_step=1, kind="corrupt")).before(1, BATCH) is BATCH
+    assert start(Fault(at_step=1, kind="corrupt")).inject(1, BATCH) is BATCH
     assert not (tmp_path / FOLDER).exists()

@@ -4,7 +4,7 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.folder import InUseError, Resume, check_data, check_folder, held, make_way, read_resume, write_folder
+from train.run.folder import InUseError, Resume, check_data, check_folder, lock_folder, move_earlier_run, read_resume, write_folder
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -61,10 +61,10 @@ def test_the_same_path_with_other_contents(tiny, started, tiny_file, tmp_path):
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path):
-    second = held(tmp_path / "run", seconds=0.3)
-    with held(tmp_path / "run"), pytest.raises(InUseError, match=r"another run is at work in .*run\. Wait for its end"):
+    second = lock_folder(tmp_path / "run", seconds=0.3)
+    with lock_folder(tmp_path / "run"), pytest.raises(InUseError, match=r"another run is using .*run\. Wait until it ends"):
         second.__enter__()
-    with held(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         pass
 
 
@@ -81,7 +81,9 @@ def test_a_change_may_be_allowed_by_key_or_by_section(tiny, started, allow):
 
 
 def test_what_is_not_allowed_is_still_refused(tiny, started):
-    found = problems(check_folder, tiny("model.layers=3", "model.tied=true", "run.seed=5"), Resume(allow=("model.tied", "run.seed", "model.lay")))
+    found = problems(
+        check_folder, tiny("model.layers=3", "model.tied=true", "run.seed=5"), Resume(allow=("model.tied", "run.seed", "model.lay"))
+    )
     assert [problem.split(": ")[2] for problem in found] == ["model.layers"]
 
 
@@ -94,7 +96,8 @@ def test_other_data_may_be_allowed(tiny, started):
 def test_keys_that_cannot_be_allowed(key):
     (problem,) = problems(read_resume, "auto", ["model.layers", key])
     assert problem == (
-        f"command line: --allow-change: {key}: may change anyway, or is no key. These and what is below them can be allowed: model, data, run.seed"
+        f"command line: --allow-change: {key}: is not a key that needs to be allowed. "
+        "It takes these keys and the keys below them: model, data, run.seed"
     )
 
 
@@ -111,7 +114,10 @@ def test_all_that_is_wrong_with_it_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
     first, second = problems(read_resume, str(tmp_path / "file"), ["optimizer"])
     assert first.startswith("command line: --allow-change: optimizer: ")
-    assert second == f"command line: --resume: {tmp_path / 'file'}: is no folder. Write auto, never, a run directory or one of its checkpoints"
+    assert (
+        second
+        == f"command line: --resume: {tmp_path / 'file'}: is not a folder. Write auto, never, a run directory or one of its checkpoints"
+    )
 
 
 def test_a_run_that_begins_again_is_compared_with_nothing(tiny, started):
@@ -130,7 +136,7 @@ def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started
     run = tmp_path / "run"
     for name in ("data", "logs", "checkpoints"):
         (run / name).mkdir()
-    assert make_way(run) == tmp_path / "run.1"
+    assert move_earlier_run(run) == tmp_path / "run.1"
     assert names(run) == ["data", "logs"]
     assert names(tmp_path / "run.1") == ["checkpoints", "config.yaml", "data.json"]
 
@@ -138,13 +144,13 @@ def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started
 def test_each_earlier_run_has_a_folder_of_its_own(tiny, tmp_path):
     for number in (1, 2, 3):
         write_folder(tiny(f"run.seed={number}"), FINGERPRINT)
-        assert make_way(tmp_path / "run") == tmp_path / f"run.{number}"
+        assert move_earlier_run(tmp_path / "run") == tmp_path / f"run.{number}"
     assert [load(tmp_path / f"run.{number}" / "config.yaml").config.run.seed for number in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_where_nothing_was_nothing_makes_way(tmp_path):
-    assert make_way(tmp_path / "run") is None
+    assert move_earlier_run(tmp_path / "run") is None
     (tmp_path / "run" / "data").mkdir(parents=True)
     (tmp_path / "run" / "logs").mkdir()
-    assert make_way(tmp_path / "run") is None
+    assert move_earlier_run(tmp_path / "run") is None
     assert names(tmp_path) == ["run"]

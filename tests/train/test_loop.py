@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint import Checkpoints, SaveError, restore
+from train.checkpoint.checkpoint import Checkpoints, SaveError, restore
 from train.config import load
-from train.loop import train
-from train.models.build import build
+from train.models.decoder import build
+from train.run.loop import train
 from train.setup import prepare
 
 RULES = "rules={axes: {batch: [data]}, default: replicate}"
@@ -57,7 +57,9 @@ def full_at(monkeypatch, *saves):
     """Makes the disk look full to some of a run's saves, by number."""
     number = itertools.count(1)
     plain = shutil.disk_usage
-    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: plain(path)._replace(free=0) if next(number) in saves else plain(path))
+    monkeypatch.setattr(
+        "train.checkpoint.checkpoint.shutil.disk_usage", lambda path: plain(path)._replace(free=0) if next(number) in saves else plain(path)
+    )
 
 
 def test_a_run_goes_on_when_a_save_fails(tiny, monkeypatch, capsys, read_rows):
@@ -76,7 +78,7 @@ def test_a_run_whose_last_save_fails_has_failed(tiny, monkeypatch, capsys):
     with pytest.raises(SaveError, match="but 0 B are free"):
         train(run)
     out, err = capsys.readouterr()
-    assert "the run failed; the newest checkpoint is that of step 2" in err
+    assert "the run failed; the newest checkpoint is from step 2" in err
     assert "Checkpoint of step 4" not in out
 
 
@@ -158,7 +160,7 @@ def test_a_run_goes_on_when_steps_are_raised_also_on_another_mesh(straight, tiny
     train(three)
     capsys.readouterr()
     train(three)
-    assert "Already at step 3 of 3; to go on, raise it: train.steps=6" in capsys.readouterr().out
+    assert "Already at step 3 of 3. To train further, raise train.steps, for example train.steps=6" in capsys.readouterr().out
     train(tiny("train.steps=6", "data.eval_tokens=1000", "mesh={data: 8}", RULES))
     assert f"Resumed from step 3 in {tmp_path / 'run'}" in capsys.readouterr().out
     expected = losses(straight)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train import loss as losses
-from train.loss import cross_entropy, make_loss, num_chunks
+from train.step import loss as losses
+from train.step.loss import cross_entropy, make_loss, num_chunks
 
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(size=(2, 3, 7)).astype(np.float32) * 5
@@ -88,7 +88,7 @@ def test_no_array_holds_logits_of_more_than_a_chunk(chunks):
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 200_000), st.sampled_from([1, 2, 8, 64]))
 @settings(max_examples=50, deadline=None)
 def test_chunks_are_the_fewest_that_fit(rows, seq, vocab, devices):
-    found = num_chunks(rows, seq, vocab, devices, divides=seq)
+    found = num_chunks(rows, seq, vocab, devices, local_seq=seq)
     assert seq % found == 0
     size = functools.partial(lambda chunks: rows * (seq // chunks) * vocab * 4 / devices)
     assert size(found) <= losses.LOGITS_BYTES or found == seq

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from train.flops import flops_per_token, peak_flops
-from train.models.build import build
 from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.records.progress import peak_flops
 
 LAYERS, EMBED, HEADS, KV, FFN, VOCAB, SEQ = 3, 8, 4, 2, 12, 40, 16
 SIZE = EMBED // HEADS
@@ -28,7 +28,7 @@ def test_llama(tied):
     projections = 2 * EMBED * HEADS * SIZE + 2 * EMBED * KV * SIZE
     norms = LAYERS * 2 * EMBED + EMBED
     expected = MATMUL * (LAYERS * (projections + 3 * EMBED * FFN) + norms + VOCAB * EMBED) + attention()
-    assert flops_per_token(config, num_parameters(config)) == expected
+    assert config.flops_per_token(num_parameters(config)) == expected
 
 
 def test_gpt_looks_positions_up():
@@ -37,7 +37,7 @@ def test_gpt_looks_positions_up():
     mlp = 2 * EMBED * FFN + FFN + EMBED
     norms = LAYERS * 2 * 2 * EMBED + 2 * EMBED
     expected = MATMUL * (LAYERS * (projections + mlp) + norms + VOCAB * EMBED) + attention()
-    assert flops_per_token(config, num_parameters(config)) == expected
+    assert config.flops_per_token(num_parameters(config)) == expected
 
 
 @pytest.mark.parametrize(

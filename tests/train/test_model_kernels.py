@@ -9,13 +9,13 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
 from jgt.document import InputError
-from jgt.plan.cudnn import described
+from jgt.planner.described import described
+from jgt.program import kernels
 from train.config import load
-from train.kernels import Choice, choose_attention
-from train.models import fp8
-from train.models.attention import attend_with
-from train.models.build import build
+from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, attend_with, choose_attention
 from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.models.linear import fp8_dot
 from train.setup import prepare
 
 GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
@@ -38,25 +38,30 @@ BF16 = ModelConfig(dtype="bf16", embed=128, heads=2)
 )
 def test_without_support_attention_is_xlas_and_says_why(config, device, why):
     with described():
-        assert choose_attention(config, device) == Choice(kernel="xla", why=why)
+        assert choose_attention(config, device) == AttentionChoice(kernel=XLA, why=why)
 
 
 def test_where_devices_share_a_stage_of_a_pipeline_attention_is_xlas():
     with described():
         why = "JAX cannot split it over the devices of a pipeline's stage"
-        assert choose_attention(BF16, GPU, shares_stage=True) == Choice(kernel="xla", why=why)
+        assert choose_attention(BF16, GPU, shares_stage=True) == AttentionChoice(kernel=XLA, why=why)
 
 
 def test_with_support_it_is_cudnns_unless_xlas_is_asked_for():
     with described():
-        assert choose_attention(BF16, GPU) == Choice(kernel="cudnn")
-    assert choose_attention(ModelConfig(dtype="bf16", attention="xla"), GPU) == Choice(kernel="xla")
+        assert choose_attention(BF16, GPU) == AttentionChoice(kernel=CUDNN)
+    assert choose_attention(ModelConfig(dtype="bf16", attention="xla"), GPU) == AttentionChoice(kernel=XLA)
 
 
 def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
     run = load(tiny_file, ["model.attention=cudnn"])
-    with pytest.raises(InputError, match=r"model\.attention: cudnn cannot be had here: there is no NVIDIA GPU\. Use auto"):
+    with pytest.raises(InputError, match=r"model\.attention: cudnn is not available here: there is no NVIDIA GPU\. Use auto"):
         prepare(run)
+
+
+def test_a_kernel_is_known_by_one_name():
+    assert {kernel.name for kernel in KERNELS} == {"xla", *(kernel.name for kernel in kernels.ATTENTION)}
+    assert KERNELS[-1] is XLA
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------
@@ -64,7 +69,7 @@ def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
 
 def test_attention_that_is_recomputed_keeps_no_scores():
     q = jnp.ones((2, 8, 2, 4))
-    kept = {recompute: [x.shape for x, _ in saved_residuals(attend_with("xla", recompute=recompute), q, q, q)] for recompute in (False, True)}
+    kept = {recompute: [x.shape for x, _ in saved_residuals(attend_with(XLA, recompute=recompute), q, q, q)] for recompute in (False, True)}
     assert any(shape[-2:] == (8, 8) for shape in kept[False])
     assert not any(shape[-2:] == (8, 8) for shape in kept[True])
 
@@ -95,12 +100,12 @@ def eight_bits(x, dtype):
 
 def test_a_matmul_in_eight_bits_is_that_of_rounded_sides():
     expected = eight_bits(X, jnp.float8_e4m3fn) @ eight_bits(KERNEL, jnp.float8_e4m3fn)
-    np.testing.assert_allclose(fp8.dot_general(X, KERNEL, CONTRACTED), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(fp8_dot(X, KERNEL, CONTRACTED), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_its_gradients_are_those_of_rounded_sides():
     cotangent = jax.random.normal(jax.random.key(2), (3, 5, 32))
-    by_x, by_kernel = jax.vjp(lambda x, k: fp8.dot_general(x, k, CONTRACTED), X, KERNEL)[1](cotangent)
+    by_x, by_kernel = jax.vjp(lambda x, k: fp8_dot(x, k, CONTRACTED), X, KERNEL)[1](cotangent)
     rounded = eight_bits(cotangent, jnp.float8_e5m2)
     np.testing.assert_allclose(by_x, rounded @ eight_bits(KERNEL, jnp.float8_e4m3fn).T, rtol=1e-4, atol=1e-4)
     expected = np.einsum("bsk,bsn->kn", eight_bits(X, jnp.float8_e4m3fn), rounded)
@@ -109,7 +114,7 @@ def test_its_gradients_are_those_of_rounded_sides():
 
 @pytest.mark.parametrize("x", [jnp.zeros((1, 2, 16)), jnp.full((1, 2, 16), 1e30), jnp.full((1, 2, 16), 1e-30)])
 def test_extreme_tensors_stay_finite(x):
-    assert jnp.all(jnp.isfinite(fp8.dot_general(x, jnp.ones((16, 4)), CONTRACTED)))
+    assert jnp.all(jnp.isfinite(fp8_dot(x, jnp.ones((16, 4)), CONTRACTED)))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])

@@ -10,8 +10,8 @@ import pytest
 
 import train.models
 from train.models.attention import rotate
-from train.models.build import build
 from train.models.config import ModelConfig
+from train.models.decoder import build
 
 LLAMA = ModelConfig(layers=2, embed=16, heads=4, kv_heads=2, ffn=24, vocab=50, seq=12)
 GPT = ModelConfig(kind="gpt", layers=2, embed=16, heads=4, ffn=24, vocab=50, seq=12)
@@ -168,4 +168,4 @@ def test_models_know_nothing_of_jgt_but_signals():
                 found |= {(path.name == "config.py", node.module, name.name) for name in node.names}
             if isinstance(node, ast.Import):
                 found |= {(path.name == "config.py", name.name, "") for name in node.names if name.name.startswith("jgt")}
-    assert found == {(False, "jgt", "signal"), (True, "jgt.document", "Bound")}
+    assert found == {(False, "jgt", "signal"), (True, "jgt.document", "Bound"), (True, "jgt.program.kernels", "ATTENTION")}

@@ -6,17 +6,19 @@ import numpy as np
 import optax
 import pytest
 
-from train.feed import Feed
-from train.guard import SkippedError
-from train.loop import train
-from train.step import State, make_train_step
+from train.records.progress import SkippedError
+from train.run.loop import train
+from train.run.start import Feed
+from train.step.step import State, make_train_step
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_update_that_is_not_finite_changes_nothing(value):
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     optimizer = optax.adamw(0.1)
-    step = jax.jit(make_train_step(lambda p, b: jnp.sum(b["weights"] * (p["w"] @ b["x"]) ** 2), optimizer, accumulate=1, pin_gradients=lambda g: g))
+    step = jax.jit(
+        make_train_step(lambda p, b: jnp.sum(b["weights"] * (p["w"] @ b["x"]) ** 2), optimizer, accumulate=1, pin_gradients=lambda g: g)
+    )
     state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     batch = {"weights": jnp.ones(2), "x": jnp.array([1.0, 2.0, 3.0])}
     moved, metrics = step(state, batch)
@@ -48,10 +50,12 @@ def events(run, read_rows):
 def test_a_run_stops_and_says_where(tiny, spoil, read_rows, capsys):
     spoil(3)
     run = tiny("train.steps=6", "checkpoint.every=2")
-    with pytest.raises(SkippedError, match=r"step 3: the loss is nan and the norm of the gradient nan, on samples 32 to 47; the update was not applied"):
+    with pytest.raises(
+        SkippedError, match=r"step 3: the loss is nan and the norm of the gradient nan, on samples 32 to 47; the update was not applied"
+    ):
         train(run)
     assert [(e["step"], e["samples"]) for e in events(run, read_rows)] == [(3, [32, 47])]
-    assert "the newest checkpoint is that of step 2" in capsys.readouterr().err
+    assert "the newest checkpoint is from step 2" in capsys.readouterr().err
 
 
 def test_a_run_may_skip_them(tiny, spoil, read_rows, capsys):

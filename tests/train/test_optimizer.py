@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 
-from jgt.placement import path_text
-from train.models.build import build
 from train.models.config import ModelConfig
-from train.muon import orthogonalize
-from train.optimizer import build_optimizer, build_schedule, decayed, kinds
+from train.models.decoder import Table, Vector, build, roles, stacked
 from train.sections import OptimizerConfig
+from train.step.muon import orthogonalize
+from train.step.optimizer import build_optimizer, build_schedule
 
 
 def rates(num_steps, **keys):
@@ -30,7 +30,9 @@ def test_constant():
 
 def test_cosine_falls_to_final_lr_at_the_last_step():
     half = 0.2 + 0.8 * 0.5
-    assert rates(6, schedule="cosine", warmup=2, final_lr=0.2)[2:] == pytest.approx([1, 0.2 + 0.8 * (1 + np.sqrt(0.5)) / 2, half, 0.2 + 0.8 * (1 - np.sqrt(0.5)) / 2, 0.2])
+    assert rates(6, schedule="cosine", warmup=2, final_lr=0.2)[2:] == pytest.approx(
+        [1, 0.2 + 0.8 * (1 + np.sqrt(0.5)) / 2, half, 0.2 + 0.8 * (1 - np.sqrt(0.5)) / 2, 0.2]
+    )
 
 
 def test_wsd_stays_and_falls_linearly():
@@ -45,7 +47,7 @@ def test_warmup_may_be_longer_than_the_run(schedule, num_steps):
 
 def test_adamw():
     config = OptimizerConfig(lr=0.1, schedule="constant", b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
-    optimizer = build_optimizer(config, 10)
+    optimizer = build_optimizer(config, 10, {"kernel": "matrix", "bias": "vector"})
     params = {"kernel": np.array([1.0, -2.0]), "bias": np.array([0.5])}
     gradients = [{"kernel": np.array([3.0, 4.0]), "bias": np.array([12.0])}, {"kernel": np.array([0.1, 0.2]), "bias": np.array([0.3])}]
     ours = jax.tree.map(jnp.float32, params)
@@ -64,11 +66,39 @@ def test_adamw():
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_matrices_decay_and_nothing_else(kind):
     model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    spared = {path[-1].key for path, decays in jax.tree.leaves_with_path(decayed(shapes)) if not decays}
-    decaying = {path[-1].key for path, decays in jax.tree.leaves_with_path(decayed(shapes)) if decays}
-    assert decaying == {"kernel", "embedding"} | ({"unembedding"} if kind == "llama" else set())
-    assert spared == {"scale"} | ({"bias", "positions"} if kind == "gpt" else set())
+    params = jax.jit(model.init)(jax.random.key(0))
+    optimizer = build_optimizer(OptimizerConfig(lr=1.0, schedule="constant", weight_decay=1.0), 10, model.roles)
+    # With gradients of zero, an update is the decay alone. Ones, so that nothing that decays is zero already.
+    ones, zeros = jax.tree.map(jnp.ones_like, params), jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(ones), ones)
+    found = {(str(path[-1].key), bool(x.any())) for path, x in jax.tree.leaves_with_path(updates)}
+    decaying = {"kernel", "embedding"} | ({"unembedding"} if kind == "llama" else set())
+    spared = {"scale"} | ({"bias", "positions"} if kind == "gpt" else set())
+    assert found == {(name, True) for name in decaying} | {(name, False) for name in spared}
+
+
+class Odd(nnx.Module):
+    """Parameters whose names say nothing."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones((4, 3)))
+        self.experts = nnx.Param(jnp.ones((2, 4, 3)))
+        self.gain = nnx.Param(jnp.ones((4,)))
+        self.temperature = nnx.Param(jnp.ones(()))
+        self.kernel = Vector(jnp.ones((4, 3)))
+        self.words = Table(jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("make", [Odd, lambda rngs: stacked(Odd, 5, rngs)], ids=["alone", "stacked"])
+def test_roles_are_those_of_types_and_ranks_whatever_the_names(make):
+    assert roles(nnx.state(make(nnx.Rngs(0)))) == {
+        "weight": "matrix",
+        "experts": "matrix",
+        "gain": "vector",
+        "temperature": "vector",
+        "kernel": "vector",
+        "words": "table",
+    }
 
 
 def test_a_late_warmup_leaves_less_to_fall_through():
@@ -83,11 +113,20 @@ def tree(seed, dtype=jnp.float32):
     return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+ROLES = {
+    "mlp": {"up": {"kernel": "matrix"}, "down": {"kernel": "matrix"}},
+    "norm": {"scale": "vector"},
+    "embed": {"embedding": "table"},
+}
+
+
 def test_muon_is_that_of_optax_for_matrices_and_adamw_for_the_rest():
-    config = OptimizerConfig(name="muon", lr=0.1, schedule="constant", weight_decay=0.3)
-    ours, adamw = build_optimizer(config, 10), build_optimizer(OptimizerConfig(lr=0.1, schedule="constant", weight_decay=0.3), 10)
+    keys = {"lr": 0.1, "schedule": "constant", "weight_decay": 0.3}
+    ours, adamw = (build_optimizer(OptimizerConfig(name=name, **keys), 10, ROLES) for name in ("muon", "adamw"))
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-    theirs = optax.contrib.muon(0.1, weight_decay=0.3, consistent_rms=0.2, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: numbers, p))
+    theirs = optax.contrib.muon(
+        0.1, weight_decay=0.3, consistent_rms=0.2, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: numbers, p)
+    )
     params = tree(0)
 
     @jax.jit
@@ -119,22 +158,24 @@ def test_a_matrix_of_zeros_stays_zero():
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_muon_takes_the_matrices_of_the_layers(kind):
     model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
-    found = {path_text(path): label for path, label in jax.tree.leaves_with_path(kinds(jax.eval_shape(model.init, jax.random.key(0))))}
-    muon = {name for name, label in found.items() if label == "muon"}
-    assert muon == {name for name in found if name.startswith("layers/") and name.endswith("/kernel")}
-    assert len(muon) == (7 if kind == "llama" else 6)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    state = jax.eval_shape(build_optimizer(OptimizerConfig(name="muon"), 10, model.roles).init, shapes)
+    assert state.inner_states.keys() == {"muon", "adamw"}
+    moments = jax.tree.leaves_with_path(state.inner_states["muon"].inner_state[0].mu)
+    assert all(path[0].key == "layers" and path[-1].key == "kernel" for path, _ in moments)
+    assert len(moments) == (7 if kind == "llama" else 6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_moments_in_bf16_lead_where_those_in_f32_lead(name):
     params = {kind: {"kernel": tree(0)["mlp"][kind]["kernel"]} for kind in ("up", "down")}
-    target = jax.tree.map(lambda x: x + 1, params)
+    target, matrices = jax.tree.map(lambda x: x + 1, params), jax.tree.map(lambda _: "matrix", params)
 
     def distance(params):
         return sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
 
     def train(moments):
-        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.05, warmup=10, weight_decay=0.0, moments=moments), 300)
+        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.05, warmup=10, weight_decay=0.0, moments=moments), 300, matrices)
 
         def step(carry, key):
             params, state = carry
@@ -155,6 +196,8 @@ def test_moments_in_bf16_lead_where_those_in_f32_lead(name):
 
 def test_slow_moments_are_not_kept_in_bf16():
     problems = dict(OptimizerConfig(b2=0.999, momentum=1.0, moments="bf16").problems())
-    assert problems == {"b2": "0.999 changes a moment by 0.001 of itself in a step, of which bf16 rounds away up to 0.004. Use at most 0.99, or optimizer.moments=f32"}
+    assert problems == {
+        "b2": "0.999 changes a moment by 0.001 of itself in a step, but rounding to bf16 takes away up to 0.004. Use at most 0.99, or optimizer.moments=f32"
+    }
     assert [key for key, _ in OptimizerConfig(name="muon", b2=0.99, momentum=0.995, moments="bf16").problems()] == ["momentum"]
     assert not list(OptimizerConfig(b2=0.999).problems())

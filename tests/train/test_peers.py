@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 from stores import Shared
 
-from train.agreement import Agreement
-from train.peers import Peers
+from train.processes.peers import Agreement, Peers
 
 SECONDS = 30
-SILENT = "process 2 has said nothing for 30 s"
+SILENT = "process 2 has been silent for 30 s"
 
 
 class Turns:
@@ -39,8 +38,8 @@ class Process:
     def __init__(self, store, number, count):
         self.turns, self.lost, self.agreement = Turns(), [], Agreement(store, number, count)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("train.peers.threading", SimpleNamespace(Event=lambda: self.turns, Thread=threading.Thread))
-            self.peers = Peers(store, number, count, self.agreement, seconds=SECONDS, lost=self.lost.append)
+            patch.setattr("train.processes.peers.threading", SimpleNamespace(Event=lambda: self.turns, Thread=threading.Thread))
+            self.peers = Peers(store, number, count, self.agreement, seconds=SECONDS, on_loss=self.lost.append)
             self.peers.start()
 
 
@@ -70,7 +69,7 @@ class Group:
 def start(monkeypatch):
     """Starts so many processes."""
     now, groups = [1000.0], []
-    monkeypatch.setattr("train.peers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("train.processes.peers.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def _start(count):
         groups.append(Group(now, count))
@@ -129,15 +128,15 @@ def test_who_ends_without_a_goodbye_is_missed(start):
 def test_a_failure_reaches_all_others_and_not_who_told_it(start):
     group = start(3)
     group.talk(5, 0, 1, 2)
-    group[1].peers.tell("failed: ValueError: no such thing")
+    group[1].peers.report_failure("failed: ValueError: no such thing")
     group.talk(5, 0, 1, 2)
     assert group.lost() == [["process 1 failed: ValueError: no such thing"], [], ["process 1 failed: ValueError: no such thing"]]
 
 
 def test_who_fails_too_does_not_hear_of_the_others(start):
     group = start(3)
-    group[1].peers.tell("failed: first")
-    group[2].peers.tell("failed: second")
+    group[1].peers.report_failure("failed: first")
+    group[2].peers.report_failure("failed: second")
     group.talk(1, 0, 1, 2)
     assert group.lost() == [["process 1 failed: first; process 2 failed: second"], [], []]
 
@@ -148,7 +147,7 @@ def test_a_store_that_does_not_answer_is_survived(start):
     before = group[1].peers.answered
     group.store.broken = True
     group.talk(5, 0, 1)
-    group[1].peers.tell("failed")
+    group[1].peers.report_failure("failed")
     assert group[1].peers.answered == before
     group.store.broken = False
     group.talk(1, 0, 1)
@@ -172,7 +171,7 @@ def test_a_request_to_stop_travels_with_the_rounds(start):
     group = start(3)
     group.talk(1, 0, 1, 2)
     assert group[0].agreement.may_begin(1) and group[1].agreement.may_begin(1) and group[1].agreement.may_begin(2)
-    group[2].agreement.ask()
+    group[2].agreement.request_stop()
     group.talk(2, 0, 1, 2)
     assert [[group[i].agreement.may_begin(step) for step in (2, 3)] for i in range(3)] == [[True, False]] * 3
 
@@ -182,7 +181,7 @@ def test_the_first_process_knows_what_the_others_do(start):
     group[1].peers.doing = "step 7"
     group[2].peers.doing = "save"
     group.talk(1, 0, 1, 2)
-    assert group[0].peers.others() == "process 1: step 7, process 2: save"
+    assert group[0].peers.describe_others() == "process 1: step 7, process 2: save"
 
 
 def test_thousands_of_processes_ask_less_often(monkeypatch):
@@ -193,9 +192,10 @@ def test_thousands_of_processes_ask_less_often(monkeypatch):
             waits.append(seconds)
             return True
 
-    monkeypatch.setattr("train.peers.threading", SimpleNamespace(Event=Never, Thread=threading.Thread))
+    agreement = Agreement(None)
+    monkeypatch.setattr("train.processes.peers.threading", SimpleNamespace(Event=Never, Thread=threading.Thread))
     for count in (2, 2048):
-        peers = Peers(Shared(), 1, count, Agreement(None), seconds=SECONDS, lost=print)
+        peers = Peers(Shared(), 1, count, agreement, seconds=SECONDS, on_loss=print)
         peers.start()
         peers.close(done=False)
     assert waits == [0.5, 4.0]

@@ -13,8 +13,8 @@ from runs import flags, run_both
 
 from train.config import load
 from train.data.batches import open_data
-from train.feed import Feed
-from train.loop import train
+from train.run.loop import train
+from train.run.start import Feed
 from train.setup import prepare
 
 CONFIG = Path(__file__).parents[2] / "configs" / "pipeline.yaml"
@@ -44,7 +44,9 @@ FOUR_STAGES = (
     "mesh={data: 1, fsdp: 2, stage: 4, tensor: 1}",
     "pipeline={signal: layers, axis: stage, schedule: interleaved, microbatches: 4}",
 )
-PIPELINES = pytest.mark.parametrize("pipeline", [TWO_STAGES, pytest.param(FOUR_STAGES, marks=pytest.mark.slow)], ids=["1f1b", "interleaved"])
+PIPELINES = pytest.mark.parametrize(
+    "pipeline", [TWO_STAGES, pytest.param(FOUR_STAGES, marks=pytest.mark.slow)], ids=["1f1b", "interleaved"]
+)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from jgt.__main__ import main as jgt_main
-from jgt.pipeline.schedule import VIRTUAL
+from jgt.schedule.schedules import SCHEDULES
 from train.__main__ import main
 from train.config import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MESH = "{data: 2, fsdp: 1, stage: 2, tensor: 2}"
 GOOD = {"signal": "layers", "axis": "stage", "schedule": "1f1b", "microbatches": "4"}
-NAMES = ", ".join(VIRTUAL)
+NAMES = ", ".join(SCHEDULES)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def at(path, key, message):
         ({"gather": "steps"}, "gather", "'steps' is not one of step, layer. Did you mean 'step'?"),
         ({"signal": None}, None, "the key 'signal' is missing"),
         ({"microbatches": None}, None, "the key 'microbatches' is missing"),
-        ({"signal": "layer"}, "signal", "no signal of the program is 'layer'. Layer scans stand under: 'layers'"),
+        ({"signal": "layer"}, "signal", "no signal of the program is 'layer'. Layer scans are under: 'layers'"),
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_microbatches_divide_a_part_of_the_batch(write, refused):
 
 
 def test_a_number_of_chunks_where_the_schedule_has_its_own(write, refused):
-    message = "virtual is 2, but 1f1b has always 1 chunk a stage. Leave virtual out, or take interleaved or zb_interleaved"
+    message = "virtual is 2, but 1f1b always has 1 chunk a stage. Leave virtual out, or take interleaved or zb_interleaved"
     assert refused(path := write({"virtual": "2"})) == [at(path, "schedule", message)]
 
 

@@ -1,4 +1,4 @@
-"""A profile of a run's steps: what it writes, and which steps it takes."""
+"""`--profile`: what it writes, and which steps it accepts."""
 
 import contextlib
 import io
@@ -9,17 +9,17 @@ import pytest
 from jgt.document import InputError
 from train.__main__ import main
 from train.config import load
-from train.loop import train
-from train.profile.steps import MAX_STEPS, Steps
-from train.watch import Watch
+from train.processes.watch import Watch
+from train.profile.steps import MAX_STEPS, StepRange
+from train.run.loop import train
 
 
 @pytest.fixture(scope="module")
 def profiled(tiny_file, tmp_path_factory):
-    """The directory of a run of six steps with a profile of three, and what it printed."""
+    """The directory of a run of six steps, three of them profiled, and what the run printed."""
     folder, out = tmp_path_factory.mktemp("profiled"), io.StringIO()
     with contextlib.redirect_stdout(out):
-        train(load(tiny_file, [f"run.dir={folder}", "train.steps=6"]), profiled=Steps(first=3, last=5))
+        train(load(tiny_file, [f"run.dir={folder}", "train.steps=6"]), profiled=StepRange(first=3, last=5))
     return folder, out.getvalue()
 
 
@@ -37,39 +37,45 @@ def test_a_run_is_profiled(profiled, read_rows):
     assert busy + found["idle_ms"] == pytest.approx(found["step_ms"])
     assert found["idle_ms"] >= found["between_ms"] >= found["late_ms"] >= 0
     assert [device["device"] for device in found["devices"]] == [0]
-    assert "Profile of steps 3 to 5: milliseconds of a device in a step" in out and "idle, the host is late" in out
+    assert "Profile of steps 3 to 5: milliseconds per device and step" in out and "idle, host is late" in out
     assert out.index("step 5/6") < out.index("Profile of steps") < out.index("step 6/6")
     assert [e["step"] for e in read_rows(run / "events.jsonl") if e["phase"] == "profile"] == [5]
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_is_stopped_meanwhile_tells_of_the_steps_before(tiny, monkeypatch):
+def test_a_run_stopped_while_tracing_profiles_the_steps_until_then(tiny, monkeypatch):
     plain = Watch.may_begin
     monkeypatch.setattr(Watch, "may_begin", lambda self, step: step < 4 and plain(self, step))
     run = tiny("train.steps=6")
-    train(run, profiled=Steps(first=2, last=6))
+    train(run, profiled=StepRange(first=2, last=6))
     found = json.loads((run.config.run.path / "profile" / "signals.json").read_text())
     assert (found["first"], found["last"]) == (2, 3)
 
 
-def test_a_start_that_goes_on_from_behind_the_steps(profiled, tiny_file):
+def test_resuming_past_the_steps_is_an_error(profiled, tiny_file):
     again = load(tiny_file, [f"run.dir={profiled[0]}", "train.steps=8"])
-    with pytest.raises(InputError, match=r"--profile: 5:8: the run goes on after step 6\. Name later steps, or start it anew: --resume never"):
-        train(again, profiled=Steps(first=5, last=8))
+    with pytest.raises(
+        InputError,
+        match=r"--profile: 5:8: the run resumes after step 6\. Name later steps, or start the run from the beginning with --resume never",
+    ):
+        train(again, profiled=StepRange(first=5, last=8))
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("5", "is no pair of steps. Write A:B"),
-        ("-1:3", "is no pair of steps"),
-        ("0:3", "there is no step 0; the first one is step 1"),
-        ("7:5", "step 5 comes before step 7. Write the first one first: 5:7"),
-        ("15:21", "the run has 20 steps (train.steps). Name some of them, or raise it: train.steps=21"),
-        (f"1:{MAX_STEPS + 1}", f"has {MAX_STEPS + 1} steps, and a trace at most {MAX_STEPS}. Name fewer, such as 1:10"),
+        ("5", "is not a range of steps. Write A:B"),
+        ("-1:3", "is not a range of steps"),
+        (
+            "0:3",
+            "there is no step 0. Steps are counted from 1. The first two after a start are slower (warm-up), so 3 is a good first step",
+        ),
+        ("7:5", "step 5 comes before step 7. Write 5:7"),
+        ("15:21", "the run has 20 steps (train.steps). Name earlier ones, or set train.steps=21"),
+        (f"1:{MAX_STEPS + 1}", f"these are {MAX_STEPS + 1} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as 1:10"),
     ],
 )
-def test_steps_that_are_none(tiny_file, tmp_path, capsys, steps, message):
+def test_ranges_that_are_refused(tiny_file, tmp_path, capsys, steps, message):
     more = ["train.steps=200"] if steps.startswith("1:") else []
     assert main(["--config", str(tiny_file), f"run.dir={tmp_path}/run", *more, f"--profile={steps}"]) == 2
     assert f"command line: --profile: {steps}: {message}" in capsys.readouterr().err

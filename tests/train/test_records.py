@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from train.records import Records
+from train.records.records import Records
 
 
 def test_metrics_and_events(tmp_path, read_rows):
@@ -72,6 +72,6 @@ def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.tensorboard.SummaryWriter", None)
+    monkeypatch.setattr("train.records.records.SummaryWriter", None)
     Records(tmp_path).metrics(1, {"loss": 2.5})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from train.report.__main__ import main
 from train.report.accounts import CAUSES, account, read_accounts
-from train.report.events import Event, read_events
-from train.report.starts import find_starts
+from train.report.events import Event, find_starts, read_events
 
 
 def event(phase, time, seconds=0.0, **details):
@@ -252,7 +251,9 @@ def timelines(draw):
     """Anything that a run may write, in any order; the clock may be set back."""
     rows, time = [], draw(MS) + 1.7e9
     for _ in range(draw(st.integers(1, 12))):
-        phase = draw(st.sampled_from(["start", "verify", "init", "restore", "compile", "step", "step", "step", "save", "eval", "stop", "other"]))
+        phase = draw(
+            st.sampled_from(["start", "verify", "init", "restore", "compile", "step", "step", "step", "save", "eval", "stop", "other"])
+        )
         first = draw(STEP)
         details = {"step": draw(STEP), "first": first, "last": first + draw(STEP), "busy": draw(MS), "why": "done", "processes": 2}
         kept = draw(st.sets(st.sampled_from(sorted(details))))
@@ -309,7 +310,7 @@ def test_the_table(write, capsys):
     assert "all 131.0" in lines
     assert "2 1970-01-01 00:00:50 killed 30.0 s 10 30 2 8" in lines
     assert f"tokens/s {found.throughput.tokens_per_s:.0f} {found.throughput.tokens_per_s_wall:.3g}" in lines
-    assert "Straggler spread 1.50: process 1 (a) works 300 ms a step, the median 200 ms" in lines
+    assert "Straggler spread 1.50: process 1 (a) works 300 ms per step, the median process 200 ms" in lines
     assert "2 restarts (killed 2), 2 skipped updates (nonfinite 1, spike 1), 1 failed save, 1 injected fault (kill 1)" in lines
     assert max(len(line) for line in shown.splitlines()) <= 160
 
@@ -334,7 +335,9 @@ def test_json(write, capsys):
     assert found["starts"][2]["ended"] == "SIGTERM" and found["unreadable_lines"] == 1
 
 
-@pytest.mark.parametrize("config", [None, "train: {batch: 4", "train: {batch: 4}", "train: [4]\nmodel: 3", "train: {batch: x}\nmodel: {seq: 2}"])
+@pytest.mark.parametrize(
+    "config", [None, "train: {batch: 4", "train: {batch: 4}", "train: [4]\nmodel: 3", "train: {batch: x}\nmodel: {seq: 2}"]
+)
 def test_a_config_that_does_not_tell_the_tokens(write, config):
     assert read_accounts(write(UNBROKEN, config=config)).throughput.tokens_per_step is None
 
@@ -342,9 +345,12 @@ def test_a_config_that_does_not_tell_the_tokens(write, config):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "{run}: is no run directory: it has no events.jsonl. Name one, such as runs/quickstart\n"),
-        ("", "{run}/events.jsonl: has no events: no lines. A run writes its first when it starts\n"),
-        ('{"phase\n{}\n', "{run}/events.jsonl: has no events: 2 lines, none of which can be read. A run writes its first when it starts\n"),
+        (None, "{run}: is not a run directory: it has no events.jsonl. Name one, such as runs/quickstart\n"),
+        ("", "{run}/events.jsonl: has no events: no lines. A run writes its first event when it starts\n"),
+        (
+            '{"phase\n{}\n',
+            "{run}/events.jsonl: has no events: 2 lines, and none can be read. A run writes its first event when it starts\n",
+        ),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -358,7 +364,7 @@ def test_no_run_there(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for name in ("absent", "file"):
         assert main([str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err == f"{tmp_path / name}: is no run directory. Name one, such as runs/quickstart\n"
+        assert capsys.readouterr().err == f"{tmp_path / name}: is not a run directory. Name one, such as runs/quickstart\n"
 
 
 def test_an_events_file_that_cannot_be_opened(write, capsys, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from train.config import load
 from train.data.batches import open_data
-from train.feed import Feed
+from train.run.start import Feed
 from train.setup import prepare
 
 MESHES = {
@@ -86,7 +86,8 @@ def test_every_rules_file_has_a_mesh_here():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in ("sequence", "zero1"))) for path in sorted(RULES.glob("*.yaml"))]
+    "name",
+    [pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in ("sequence", "zero1"))) for path in sorted(RULES.glob("*.yaml"))],
 )
 def test_sharded_runs_have_the_curve_of_one_device(measure, name):
     curve, reference = measure(*sharded(name)), measure()

@@ -6,14 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from train.checkpoint import Checkpoints, restore
-from train.feed import Feed
-from train.guard import Done, Guard, SkippedError
-from train.loop import train
+from train.checkpoint.checkpoint import Checkpoints, restore
+from train.records.progress import SkippedError, StepResult, UpdateGuard
+from train.run.loop import train
+from train.run.start import Feed, restore_state
 from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
-from train.start import restored
-from train.step import State, make_train_step, no_losses
+from train.step.step import State, make_train_step, no_losses
 
 WINDOW = 8
 OVERRIDES = ("train.steps=9", "checkpoint.every=3", "train.skip_spikes={window: 4, deviations: 2}", "model.layers=1", "optimizer.lr=0.01")
@@ -34,7 +33,9 @@ def run():
     """Trains on losses as given, each with its norm of the gradient; which of the updates were applied, and the states after them."""
     spikes, optimizer = SpikesConfig(window=WINDOW, deviations=6), optax.adamw(0.1)
     step = jax.jit(
-        make_train_step(lambda p, b: b["loss"] + of_norm(p["w"], b["norm"]), optimizer, accumulate=1, pin_gradients=lambda g: g, spikes=spikes)
+        make_train_step(
+            lambda p, b: b["loss"] + of_norm(p["w"], b["norm"]), optimizer, accumulate=1, pin_gradients=lambda g: g, spikes=spikes
+        )
     )
 
     def _run(*losses, norms=None):
@@ -140,7 +141,7 @@ def test_the_option_may_be_turned_on_changed_and_turned_off(tiny, tmp_path):
         checkpoints = Checkpoints(tmp_path / f"{saved}-{asked}", before.run.config.checkpoint)
         checkpoints.save(state, 1, 16)
         checkpoints.wait()
-        found = restored(after, checkpoints.find()[0])
+        found = restore_state(after, checkpoints.find()[0])
         checkpoints.close()
         jax.tree.map(np.testing.assert_array_equal, (found.params, found.opt_state), (state.params, state.opt_state))
         assert jax.tree.map(lambda x: x.sharding, found) == after.shardings
@@ -157,22 +158,25 @@ class Noted(list):
 
 
 def done(step, loss, applied):
-    return Done(step=step, samples=(step * 16, step * 16 + 15), metrics={"loss": loss, "grad_norm": 1.0, "applied": applied})
+    return StepResult(step=step, samples=(step * 16, step * 16 + 15), metrics={"loss": loss, "grad_norm": 1.0, "applied": applied})
 
 
 def test_the_guard_goes_on_after_a_spike_also_where_what_is_not_finite_stops(capsys):
     noted = Noted()
-    guard = Guard(TrainConfig(on_nonfinite="stop"), noted, enabled=True)
+    guard = UpdateGuard(TrainConfig(on_nonfinite="stop"), noted, enabled=True)
     guard.check(done(3, 50.0, applied=False))
     guard.check(done(4, 2.0, applied=True))
     with pytest.raises(SkippedError, match="step 5: the loss is nan"):
         guard.check(done(5, float("nan"), applied=False))
     assert noted == [("spike", 3, [48, 63]), ("nonfinite", 5, [80, 95])]
-    assert capsys.readouterr().err == "jgt: step 3: the loss is 50.0 and the norm of the gradient 1.0, on samples 48 to 63; the update was not applied\n"
+    assert (
+        capsys.readouterr().err
+        == "jgt: step 3: the loss is 50.0 and the norm of the gradient 1.0, on samples 48 to 63; the update was not applied\n"
+    )
 
 
 def test_too_many_spikes_in_a_row_stop_a_run():
-    guard = Guard(TrainConfig(max_skipped=3), Noted(), enabled=False)
+    guard = UpdateGuard(TrainConfig(max_skipped=3), Noted(), enabled=False)
     for step, applied in enumerate([False, False, True, False, False]):
         guard.check(done(step, 50.0, applied=applied))
     with pytest.raises(SkippedError, match=r"step 5: .* It is number 3 in a row \(train\.max_skipped\)"):

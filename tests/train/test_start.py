@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.checkpoint import Checkpoints, find_in
-from train.folder import Resume
-from train.loop import open_run, train
-from train.start import Start, restored
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.saved import find_checkpoint
+from train.run.folder import Resume
+from train.run.loop import open_run, train
+from train.run.start import Start, restore_state
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def same(found, expected):
 
 
 def state_of(run, step):
-    return restored(open_run(run)[0], find_in(step)[0])
+    return restore_state(open_run(run)[0], find_checkpoint(step)[0])
 
 
 def content(folder):
@@ -74,9 +75,9 @@ def wrong(position, run, resume):
 def test_a_run_that_begins_again_leaves_the_earlier_one_beside(copied, tiny, losses, capsys):
     before, beside = content(copied), copied.with_name("copied.1")
     train(tiny("train.steps=1", f"run.dir={copied}", "run.seed=5"), Resume(never=True))
-    assert f"The earlier run is now in {beside}" in capsys.readouterr().out.replace("\n", "")
+    assert f"The earlier run was moved to {beside}" in capsys.readouterr().out.replace("\n", "")
     assert list(losses(copied)) == [1]
-    assert find_in(copied)[0].manifest.step == 1
+    assert find_checkpoint(copied)[0].manifest.step == 1
     del before["lock"]
     assert content(beside) == before
 
@@ -89,7 +90,7 @@ def test_a_run_goes_on_from_another_one_or_from_one_of_its_steps(earlier, tiny, 
     found, said = position(tiny(), Resume(path=earlier / path))
     assert (found.step, found.samples, found.state.step) == (step, step * 16, step)
     same(found.state, state_of(tiny(), earlier / "checkpoints" / str(step)))
-    assert said == [f"Goes on from {earlier}/checkpoints/{step}, at step {step}"]
+    assert said == [f"Continues from {earlier}/checkpoints/{step}, at step {step}"]
 
 
 def test_it_ends_where_the_unbroken_run_ends_and_goes_on_from_its_own_checkpoints(earlier, tiny, losses, tmp_path, capsys, stopped_at):

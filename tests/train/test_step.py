@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.step import State, make_eval_step, make_train_step
+from train.step.step import State, make_eval_step, make_train_step
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(5, 3)).astype(np.float32)}

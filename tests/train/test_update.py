@@ -4,10 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from train.loop import train
+from train.run.loop import train
 from train.setup import prepare
 
-MESH = ("rules.axes={batch: [fsdp]}", "rules.signals={layers/*: {params: {'*/kernel': [fsdp, null]}}}", "rules.default=replicate", "mesh={fsdp: 8}")
+MESH = (
+    "rules.axes={batch: [fsdp]}",
+    "rules.signals={layers/*: {params: {'*/kernel': [fsdp, null]}}}",
+    "rules.default=replicate",
+    "mesh={fsdp: 8}",
+)
 
 
 def stepped(run, steps=2):

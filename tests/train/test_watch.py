@@ -13,12 +13,12 @@ import pytest
 from stores import Shared
 
 from jgt.document import InputError
-from train.checkpoint import find_in
-from train.exits import Exit
-from train.faults import Faults
-from train.loop import train
+from train.checkpoint.saved import find_checkpoint
+from train.command_line import Exit
+from train.processes.watch import Watch
+from train.run.faults import Faults
+from train.run.loop import train
 from train.sections import WatchdogConfig
-from train.watch import Watch
 
 TICK = 0.5
 """Seconds of which the watch believes at most so many at a time."""
@@ -65,7 +65,7 @@ class Scene:
     def __init__(self, watch, now, turns):
         self.watch, self._now, self._turns = watch, now, turns
         self.reasons = []
-        watch.note = self.reasons.append
+        watch.on_end = self.reasons.append
 
     @property
     def codes(self):
@@ -91,11 +91,11 @@ class Scene:
 
     def signal(self, number):
         """Sends this process a signal, for which the watch has set a handler."""
-        assert signal.getsignal(number).__module__ == "train.watch"
+        assert signal.getsignal(number).__module__ == "train.processes.watch"
         os.kill(os.getpid(), number)
         for _ in range(100):
             self.jump(0)
-            if self.codes or self.watch.asked:
+            if self.codes or self.watch.stop_signal:
                 break
             time.sleep(0.01)
 
@@ -105,10 +105,10 @@ def watched(monkeypatch, tmp_path):
     """Enters a watch with these limits."""
     now, turns = [1000.0], Turns()
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime, sleep=lambda seconds: None)
-    monkeypatch.setattr("train.watch.time", clock)
-    monkeypatch.setattr("train.peers.time", clock)
-    monkeypatch.setattr("train.peers._ROUND_SECONDS", 0.01)
-    monkeypatch.setattr("train.watch.select", turns)
+    monkeypatch.setattr("train.processes.watch.time", clock)
+    monkeypatch.setattr("train.processes.peers.time", clock)
+    monkeypatch.setattr("train.processes.peers._ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("train.processes.watch.select", turns)
     monkeypatch.setattr("os._exit", turns.leave)
     plain = threading.excepthook
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is LeftError else plain(args))
@@ -216,12 +216,15 @@ def test_time_in_which_the_process_is_suspended_does_not_count(watched):
 def test_a_signal_stops_after_the_step_under_way(watched, number, capfd):
     with watched() as scene:
         scene.steps(1, 3, 1)
-        assert scene.watch.asked is None
+        assert scene.watch.stop_signal is None
         scene.signal(number)
-        assert scene.watch.asked == signal.Signals(number).name
+        assert scene.watch.stop_signal == signal.Signals(number).name
         assert not scene.watch.may_begin(4)
     assert scene.codes == []
-    assert f"{signal.Signals(number).name}: stops after the step under way and saves it; once more stops at once" in capfd.readouterr().err
+    assert (
+        f"{signal.Signals(number).name}: stopping after the current step, which is saved. A second signal stops at once, without saving"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_second_signal_stops_at_once(watched, tmp_path):
@@ -232,7 +235,7 @@ def test_a_second_signal_stops_at_once(watched, tmp_path):
         scene.signal(signal.SIGINT)
         scene.wait(1)
     assert scene.codes == [128 + signal.SIGINT]
-    assert scene.reasons == ["SIGINT once more: stops at once"]
+    assert scene.reasons == ["second signal (SIGINT): stopping at once, without saving"]
     assert not (tmp_path / "stacks-0.txt").exists()
 
 
@@ -275,20 +278,20 @@ def test_handlers_are_as_before_afterwards(watched):
 
 
 def test_a_run_that_is_asked_to_stop_saves_the_step_under_way(tiny, monkeypatch, capsys, read_rows):
-    plain = Faults.before
+    plain = Faults.inject
 
-    def before(self, step, batch):
+    def inject(self, step, batch):
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
         return plain(self, step, batch)
 
-    monkeypatch.setattr(Faults, "before", before)
+    monkeypatch.setattr(Faults, "inject", inject)
     run = tiny("train.steps=6")
     train(run)
-    assert "Stopped at step 3 of 6 by SIGTERM; the same command goes on from it" in " ".join(capsys.readouterr().out.split())
+    assert "Stopped at step 3 of 6 by SIGTERM; the same command resumes from there" in " ".join(capsys.readouterr().out.split())
     assert [row["step"] for row in read_rows(run.config.run.path / "metrics.jsonl")] == [1, 2, 3]
-    assert find_in(run.config.run.path)[0].manifest.step == 3
+    assert find_checkpoint(run.config.run.path)[0].manifest.step == 3
     stop = read_rows(run.config.run.path / "events.jsonl")[-1]
     assert (stop["phase"], stop["step"], stop["why"]) == ("stop", 3, "SIGTERM")
 
@@ -335,7 +338,7 @@ def test_a_failure_elsewhere_ends_this_process(watched, tmp_path):
                 break
             time.sleep(0.01)
     assert scene.codes == [Exit.PEER]
-    assert scene.reasons == ["process 0 ends, because process 1 failed: ValueError: first"]
+    assert scene.reasons == ["process 0 stops, because process 1 failed: ValueError: first"]
     assert "Thread" in (tmp_path / "stacks-0.txt").read_text()
 
 
@@ -347,4 +350,4 @@ def test_a_coordinator_that_does_not_answer_ends_this_process(watched):
         assert scene.codes == []
         scene.wait(1)
     assert scene.codes == [Exit.PEER]
-    assert scene.reasons == ["process 0 ends, because process 0 does not answer"]
+    assert scene.reasons == ["process 0 stops, because the coordinator, in process 0, has not answered for 35 s"]

@@ -8,7 +8,7 @@ import pytest
 from jgt.document import InputError
 from train import xla
 from train.sections import XlaConfig
-from train.xla import PRESETS, configure
+from train.xla import PRESETS, configure_xla
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
 
@@ -19,7 +19,7 @@ def flags(monkeypatch):
 
     def _flags(config, given=""):
         monkeypatch.setenv("XLA_FLAGS", given)
-        warnings = configure(config, virtual=True)
+        warnings = configure_xla(config, virtual=True)
         return os.environ["XLA_FLAGS"].split(), warnings
 
     return _flags
@@ -37,16 +37,16 @@ def test_flags_are_set_and_unknown_ones_left_out(flags):
     found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True, f"--{UNKNOWN}": 3, "xla_cpu_enable_fast_math": "perhaps"}))
     assert found == [f"--{GOOD}=true"]
     assert warnings == [
-        f"XLA does not know --{UNKNOWN}=3 here; it is left out",
-        "XLA does not know --xla_cpu_enable_fast_math=perhaps here; it is left out",
+        f"this XLA does not accept --{UNKNOWN}=3; it is left out",
+        "this XLA does not accept --xla_cpu_enable_fast_math=perhaps; it is left out",
     ]
 
 
 def test_what_is_known_is_tried_once_with_each_jaxlib(flags, updates, monkeypatch, tmp_path):
     config, tried = XlaConfig(cache=str(tmp_path), flags={GOOD: True, UNKNOWN: 3}), []
-    monkeypatch.setattr(xla, "_is_taken", lambda flags: tried.append(flags) or not any(UNKNOWN in flag for flag in flags))
+    monkeypatch.setattr(xla, "_is_accepted", lambda flags: tried.append(flags) or not any(UNKNOWN in flag for flag in flags))
     first = flags(config)
-    assert first == ([f"--{GOOD}=true"], [f"XLA does not know --{UNKNOWN}=3 here; it is left out"])
+    assert first == ([f"--{GOOD}=true"], [f"this XLA does not accept --{UNKNOWN}=3; it is left out"])
     assert len(tried) == 3
     assert flags(config) == first
     assert len(tried) == 3
@@ -76,9 +76,9 @@ def test_a_preset_for_the_devices_here(gpus, virtual, expected, monkeypatch):
 
 
 def test_names_that_cannot_be_xlas(tiny):
-    with pytest.raises(InputError, match=r"xla.flags.foo: is no flag of XLA. Write xla_NAME: VALUE"):
+    with pytest.raises(InputError, match=r"xla.flags.foo: is not an XLA flag. Write xla_NAME: VALUE"):
         tiny("xla.flags={foo: 3}")
-    with pytest.raises(InputError, match="is no flag of XLA"):
+    with pytest.raises(InputError, match="is not an XLA flag"):
         tiny("xla.flags={xla_foo: 'a --xla_bar=1'}")
 
 
@@ -107,13 +107,13 @@ def test_only_jaxs_programs_are_removed(tmp_path, monkeypatch, updates):
     monkeypatch.setattr(xla, "_LARGEST_CACHE", 1)
     for name in ("jit_f-cache", "jit_f-atime", "letters.txt"):
         (tmp_path / name).write_text("text")
-    assert configure(XlaConfig(cache=str(tmp_path)), virtual=True) == []
+    assert configure_xla(XlaConfig(cache=str(tmp_path)), virtual=True) == []
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt/b", "a" * 300])
 def test_a_cache_that_cannot_be_is_told(tmp_path, updates, name):
     (tmp_path / "a.txt").touch()
-    (warning,) = configure(XlaConfig(cache=str(tmp_path / name)), virtual=True)
-    assert warning.startswith(f"compiled programs are not kept in {tmp_path}")
+    (warning,) = configure_xla(XlaConfig(cache=str(tmp_path / name)), virtual=True)
+    assert warning.startswith(f"compiled programs cannot be stored in {tmp_path}")
     assert updates == {}

@@ -1,4 +1,4 @@
-"""The command. Heavy imports wait for a checked config."""
+"""The command line of the check. It imports JAX only after the config itself is found to be right."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 from collections.abc import Sequence
 
 from jgt.document import InputError
+from train.command_line import whole_number
 from train.config import load
-from train.flags import whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: everything fits; 2: it does not, and stderr (or `problems`, with --json) says why."""
+    """Prints the placement of the parameters. Exit code 2, with all problems on stderr (or printed as JSON), if anything is wrong."""
     arguments = _parser().parse_args(argv)
     try:
-        # --devices stands for the devices of the file, whatever it says.
+        # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices])
-        from train.check.report import check, report, show
+        from train.check.report import check_placement, print_check, to_json
 
-        setup = check(run)
+        setup = check_placement(run)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "problems": error.problems}, indent=1))
@@ -29,17 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(error.problems), file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(report(setup), indent=1))
+        print(json.dumps(to_json(setup), indent=1))
     else:
-        show(setup)
+        print_check(setup)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="check for this many devices")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file, such as mesh.tensor=4")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="the number of devices to check for")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -1,33 +1,77 @@
-"""A run's placement, found without devices, for a person and for a program."""
+"""A run's placement, without training: the check needs no devices, the dry run compiles the step on them.
+
+Both build the same `Setup` as training does, so that they find the same problems and print the same table. They differ in how
+far they go. The check traces the loss on a mesh without devices: it says in seconds, on any machine, whether rules, mesh and
+shapes fit. The dry run opens the data and compiles the training step on the real devices, and reports what XLA says the step
+needs per device.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import jax
+import numpy as np
 
+from jgt.console import size_text
 from jgt.document import InputError
 from train.config import Run
-from train.console import Screen
+from train.records.console import Screen
+from train.run.loop import open_run
 from train.setup import Setup, prepare
 
 
-def check(run: Run) -> Setup:
-    """The run's placement on as many devices as its file names. Raises InputError with every problem."""
+def dry_run(run: Run) -> None:
+    """Opens model and data on the devices, compiles the step, and prints its bytes per device."""
+    # All processes open the run and compile, since compiling may need all of them; the first one prints.
+    screen = Screen(enabled=jax.process_index() == 0)
+    setup, _ = open_run(run)
+    screen.setup(setup)
+    started = time.perf_counter()
+    memory = setup.compile_train_step().memory_analysis()
+    screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
+    state = setup.shardings
+    rows = [
+        ["parameters", size_text(_bytes_per_device(setup.shapes.params, state.params))],
+        ["optimizer state", size_text(_bytes_per_device(setup.shapes.opt_state, state.opt_state))],
+        ["batch", size_text(_bytes_per_device(setup.batch_shapes, setup.batch_shardings))],
+        # XLA's own figure: what it allocates beyond arguments and results.
+        ["temporary (activations, gradients)", size_text(memory.temp_size_in_bytes)],
+        ["arguments", size_text(memory.argument_size_in_bytes)],
+        ["outputs (donated)", f"{size_text(memory.output_size_in_bytes)} ({size_text(memory.alias_size_in_bytes)})"],
+    ]
+    screen.table("Bytes per device", ["what", "bytes"], rows, numbers=1)
+
+
+def _bytes_per_device(shapes: Any, shardings: Any) -> int:
+    """The bytes of one device's shards of a tree of arrays. The trees of shapes and of shardings have the same structure."""
+    shards = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize, shapes, shardings)
+    return sum(jax.tree.leaves(shards))
+
+
+def check_placement(run: Run) -> Setup:
+    """Places the run's parameters on a mesh that is only described. Raises InputError with every problem.
+
+    The number of devices is `devices.virtual_cpu`, or else the product of the mesh's sizes; without rules it is 1.
+    """
+    # Tracing needs some backend. The CPU's leaves the accelerators of this machine to whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
     count = run.config.devices.virtual_cpu
+    # Without rules the model runs on one device, whatever the mesh.
     if run.rules is None:
         count = 1
     if count is None:
+        # The size that is left over cannot be known without a number of devices.
         if -1 in run.mesh.values():
-            raise InputError([f"{run.where('mesh')}: mesh: a size is -1: say for how many devices to check with --devices N"])
+            raise InputError([f"{run.where('mesh')}: mesh: one size is -1. Add --devices N to say for how many devices to check"])
         count = math.prod(run.mesh.values())
     return prepare(run, num_devices=count)
 
 
-def report(setup: Setup) -> dict[str, Any]:
-    """The checked placement as plain values."""
+def to_json(setup: Setup) -> dict[str, Any]:
+    """The placement as plain values, for --json."""
     return {
         "ok": True,
         "mesh": dict(setup.mesh.shape),
@@ -44,8 +88,8 @@ def report(setup: Setup) -> dict[str, Any]:
     }
 
 
-def show(setup: Setup) -> None:
-    """Prints the mesh and the parameters."""
+def print_check(setup: Setup) -> None:
+    """Prints the placement for a person."""
     screen = Screen(enabled=True)
     screen.setup(setup)
-    screen.say("Everything fits: every rule is used, every sharded dim divides.")
+    screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes.")

@@ -1,4 +1,12 @@
-"""Token streams, their windows and their batches. Names load on first use, so that a config is checked before JAX is imported."""
+"""The training data: from the `data:` section of a run's YAML to batches of token ids.
+
+Read `config.py` for the section's keys, then `batches.py`, which is the door: `open_data` returns `Data`, and `Data` yields
+batches. Between the two, `sources.py` opens one source of the mixture. `files.py` finds its files. `tokens.py` maps files
+that already contain token ids. `documents.py` reads text, which `encoded.py` sends through `tokenizer.py` once and keeps. All
+of them end in a `Stream` (`stream.py`): one sequence of ids over many files.
+
+The names below load on first use, so that a config is checked before JAX, numpy and Grain are imported.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

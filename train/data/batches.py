@@ -1,4 +1,15 @@
-"""Batches of windows for the trainer. The order depends on the seed and on the global sample index, on nothing else."""
+"""Batches of token windows, in an order that depends on the seed and on the global sample index, and on nothing else.
+
+Training data is an endless sequence of samples: sample i is a window of the data, for every i from 0 on. Global batch k of a
+run that starts at sample s consists of the samples s + k*batch to s + (k+1)*batch - 1, and each process reads only the rows
+that its devices need. Nothing else is kept: there is no iterator state to save, to restore or to split over processes.
+
+That one rule has three consequences. A run resumes at the right place from a single integer in its checkpoint. It may resume
+with another number of processes, another mesh, or another accumulation, and still sees the same tokens in the same order. And
+the samples of a bad step can be named and read again, as `--replay` does. The order is a function of the index because each
+layer is: Grain's `shuffle` permutes indices with a seed per epoch, `repeat` makes the epochs endless, and `mix` assigns each
+index to a part by weight.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +22,39 @@ import grain
 import numpy as np
 
 from jgt.document import InputError
-from train.data import tokenizer as tokenizers
 from train.data.config import DataConfig, path_problems
 from train.data.sources import Splits, open_splits
-from train.data.stream import Stream
-from train.data.tokenizer import Tokenizer
-from train.data.windows import Windows, num_windows
+from train.data.stream import Stream, Windows, num_windows
+from train.data.tokenizer import Tokenizer, open_tokenizer
 
 Batch = dict[str, np.ndarray]
+"""{"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]. Weight 0 marks a row of padding."""
 
+# Threads, not processes: a row is a copy out of mapped memory and costs little Python.
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
 _MAX_SAMPLES = 1 << 62
+"""The length of endless data: Grain needs one, and a sum of indices must still fit 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Opened data. A batch is {"inputs": int32, "targets": int32, "weights": float32}, each [len(rows), seq].
+    """Opened data: training batches, evaluation batches, and the tokenizer.
 
-    `fingerprint` tells whether a run that is resumed sees the same data; it survives a move of the files.
+    `fingerprint` identifies the data, so that a resumed run can check that it sees the same. It does not change if the files move.
     """
 
     seq: int
     tokenizer: Tokenizer
     fingerprint: dict[str, str | int]
+    # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
     _held_out: grain.MapDataset | None
 
     def train_batches(self, start_sample: int, batch: int, rows: Sequence[int], num_batches: int | None = None) -> Iterator[Batch]:
-        """Global batch k holds samples start_sample + k*batch and on; `rows` are this process's rows of it. Endless by default."""
+        """The given rows of global batches 0, 1, ... of a run that starts at sample `start_sample`. Endless without `num_batches`.
+
+        batch: rows of a global batch; rows: which of them to read, each from 0 to batch - 1. The arrays are [len(rows), seq].
+        """
         _check_rows(batch, rows)
         if num_batches is None:
             num_batches = (_MAX_SAMPLES - start_sample) // batch
@@ -46,10 +62,11 @@ class Data:
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
     def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """Once over the held-out windows in order; rows past the last window are zeros with weight 0."""
+        """The given rows of the held-out windows, once and in order. Rows past the last window are zeros with weight 0."""
         _check_rows(batch, rows)
         if self._held_out is None:
             return iter(())
+        # Rounded up: every held-out window is evaluated, the last batch is padded.
         num_batches = -(-len(self._held_out) // batch)
         if max_batches is not None:
             num_batches = min(num_batches, max_batches)
@@ -58,30 +75,38 @@ class Data:
 
     @property
     def has_eval(self) -> bool:
+        """Whether any data is held out."""
         return self._held_out is not None
 
     @property
     def eval_sequences(self) -> int:
+        """The number of held-out windows."""
         return 0 if self._held_out is None else len(self._held_out)
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer; 256 for bytes."""
+        """The largest id of the tokenizer plus one; 256 for bytes."""
         return self.tokenizer.vocab_size
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
         return self.tokenizer.decode(ids)
 
 
 def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir: Path) -> Data:
-    """Opens every file, checks every token against `vocab`, and holds out the evaluation split. Raises InputError."""
-    _raise_any([f"data.{key}: {message}" for key, message in path_problems(config)])
-    tokenizer = tokenizers.load(config.parts()[0].tokenizer)
+    """Opens every file, checks every token against `vocab`, and sets the evaluation split apart.
+
+    seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. Raises InputError with all problems.
+    """
+    _raise_if_any([f"data.{key}: {message}" for key, message in path_problems(config)])
+    # `DataConfig.problems` made sure that all parts use one tokenizer.
+    tokenizer = open_tokenizer(config.parts()[0].tokenizer)
     splits = _open_all(config, tokenizer, vocab, cache_dir)
-    _raise_any(list(_size_problems(config, splits, seq)))
+    _raise_if_any(list(_size_problems(config, splits, seq)))
     held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq)) for s in splits if s.held_out is not None]
     return Data(
         seq=seq,
@@ -94,59 +119,67 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
 
 def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> list[Splits]:
     splits, problems = [], []
+    # Every part is opened, even after one has failed, so that the problems of all files are reported together.
     for part in config.parts():
         try:
             opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, cache_dir=cache_dir)
             splits.append(opened)
         except InputError as error:
             problems += error.problems
-    _raise_any(problems)
+    _raise_if_any(problems)
     return splits
 
 
 def _train_samples(config: DataConfig, splits: list[Splits], seq: int, seed: int) -> grain.MapDataset:
-    """Sample i for every i from 0 on."""
+    """The endless sequence of training samples: index i gives int32 [seq + 1]."""
     parts = []
     for index, split in enumerate(splits):
         windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq))
         if config.shuffle:
-            # Grain shuffles epoch e with seed + e: hashed first, seeds 1 and 2 do not share their epochs.
+            # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
             windows = windows.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))
+        # Endless, so that a small part of a mixture is repeated rather than used up.
         parts.append(windows.repeat())
     return grain.MapDataset.mix(parts, weights=[part.weight for part in config.parts()])
 
 
 def _rows_of_batch(samples: grain.MapDataset, seq: int, start: int, batch: int, rows: Sequence[int], index: int) -> Batch:
+    """The rows of global batch `index`; sample `start` is the first row of batch 0."""
     tokens = np.zeros((len(rows), seq + 1), np.int32)
     weights = np.zeros((len(rows), seq), np.float32)
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         sample = start + index * batch + row
+        # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
         if sample < len(samples):
-            tokens[place], weights[place] = np.asarray(samples[sample]), 1.0
+            tokens[position], weights[position] = np.asarray(samples[sample]), 1.0
+    # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
     return {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
 
 
 def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:
+    """The batches in order, read ahead by threads. Closing the generator ends the threads."""
     iterator = iter(batches.to_iter_dataset(_READ_OPTIONS))
     try:
         yield from iterator
     finally:
+        # Reached, too, when the loop ends early and the generator is closed: otherwise the reading threads would live on.
         iterator.close()
 
 
 def _size_problems(config: DataConfig, splits: list[Splits], seq: int) -> Iterator[str]:
+    """A split without a single window cannot be trained on or evaluated."""
     for part, split in zip(config.parts(), splits, strict=True):
-        cut = part.eval_path is None and config.eval_tokens > 0
-        lower = f"lower data.eval_tokens ({config.eval_tokens})" if cut else None
+        is_cut_off = part.eval_path is None and config.eval_tokens > 0
+        lower = f"lower data.eval_tokens ({config.eval_tokens})" if is_cut_off else None
         yield from _size_problem(f"the train split of {part.name}", split.train, seq, lower)
         if split.held_out is not None:
-            higher = f"raise data.eval_tokens ({config.eval_tokens}; 0 for no evaluation)" if cut else None
+            higher = f"raise data.eval_tokens ({config.eval_tokens}; 0 for no evaluation)" if is_cut_off else None
             yield from _size_problem(f"the eval split of {part.eval_path or part.name}", split.held_out, seq, higher)
 
 
 def _size_problem(split: str, stream: Stream, seq: int, remedy: str | None) -> Iterator[str]:
     if num_windows(len(stream), seq) == 0:
-        remedies = ", ".join(filter(None, ("Give more data", remedy, "or lower seq")))
+        remedies = ", ".join(filter(None, ("Give more data", remedy, "or lower model.seq")))
         yield f"data: {split} has {len(stream)} tokens, but one window of seq {seq} needs {seq + 1}. {remedies}"
 
 
@@ -154,6 +187,7 @@ def _fingerprint(config: DataConfig, splits: list[Splits]) -> dict[str, str | in
     if config.source != "mixture":
         return splits[0].fingerprint
     parts = {f"mixture[{i}].{key}": value for i, split in enumerate(splits) for key, value in split.fingerprint.items()}
+    # Under the same keys as for a single source, for the reader of data.json.
     totals = {key: sum(int(split.fingerprint[key]) for split in splits) for key in ("train_tokens", "eval_tokens")}
     return {"source": "mixture", **parts, **totals}
 
@@ -163,6 +197,6 @@ def _check_rows(batch: int, rows: Sequence[int]) -> None:
         raise ValueError(f"rows {list(rows)} are not all rows of a batch of {batch} (0 to {batch - 1})")
 
 
-def _raise_any(problems: Sequence[str]) -> None:
+def _raise_if_any(problems: Sequence[str]) -> None:
     if problems:
         raise InputError(problems)

@@ -1,4 +1,11 @@
-"""What to train on. Imports nothing heavy: a config and its paths are checked before JAX is imported."""
+"""The `data:` section of a run's YAML, and what can be wrong with it and with the paths that it names.
+
+A wrong data path is among the most common mistakes, and the worst time to learn of it is after JAX has started on a thousand
+devices. So the section and its paths are checked before JAX, numpy or Grain is imported, and this module imports none of
+them. The check has two parts. `problems()` needs the keys alone: `bind` calls it while it reads the file. `path_problems`
+looks at names, kinds and permissions of files, but opens none, so that it is fast for any amount of data. What only the
+contents can show (a bad line, an id outside the vocabulary) is left to `open_data`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,10 @@ from jgt.document import Bound, InputError, is_file, is_folder, kind_problem
 from train.data import files
 
 Problem = tuple[str, str]
+"""A key of the section, and what is wrong with it."""
 BYTES = "bytes"
+"""The name of the tokenizer whose ids are the bytes of the text."""
+# Beyond this ratio of weights, the lighter part of a mixture would practically never be read.
 _MAX_WEIGHT_RATIO = 1e6
 MAX_PARTS = 1_000
 _MAX_PROBLEMS = 20
@@ -22,8 +32,11 @@ _MAX_PROBLEMS = 20
 class _SourceKeys:
     """The keys that a single source and a part of a mixture share.
 
-    `path` is a file, a folder (all files below it) or a glob; `eval_path` is held-out data of the same kind.
-    `tokenizer` is "bytes" or the path of a tokenizer.json; for `tokens` it only decodes. `dtype` is that of .bin files.
+    path: a file, a folder (all files below it) or a glob; relative to the working directory.
+    eval_path: held-out data, named in the same way. null: the last `eval_tokens` tokens of `path` are held out.
+    field: the field of a JSON line that contains the text; for the source jsonl.
+    tokenizer: `bytes`, or the path of a tokenizer.json. For the source tokens it only decodes samples.
+    dtype: the type of the ids in .bin files; for the source tokens.
     """
 
     path: str | None = None
@@ -35,16 +48,23 @@ class _SourceKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePart(_SourceKeys):
-    """One source of a mixture and its share of the windows, relative to the other weights."""
+    """An entry of `data.mixture`: one source, and its share of the windows.
+
+    weight: the share of this part is its weight divided by the sum of all weights.
+    source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin) or jsonl (one JSON object
+    per line, also gzipped).
+    """
 
     weight: Annotated[float, Bound(above=0, high=1_000_000)]
     source: Literal["stdlib", "text", "tokens", "jsonl"] = "stdlib"
 
     @property
     def name(self) -> str:
+        """The part in messages."""
         return self.path or self.source
 
     def problems(self) -> Iterator[Problem]:
+        """Keys that the source needs or does not read."""
         if self.source == "stdlib":
             for key in ("path", "eval_path"):
                 if getattr(self, key) is not None:
@@ -59,9 +79,12 @@ class MixturePart(_SourceKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(_SourceKeys):
-    """The training data and its held-out split.
+    """The `data:` section: the training data and its held-out split.
 
-    Without `eval_path`, the last `eval_tokens` tokens (of every part of a mixture) are held out; 0 means no evaluation.
+    source: as for a part of a mixture, or mixture.
+    eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
+    shuffle: whether training reads the windows in a random order, another one in each epoch.
+    mixture: the parts, each with a weight; for the source mixture.
     """
 
     source: Literal["stdlib", "text", "tokens", "jsonl", "mixture"] = "stdlib"
@@ -77,6 +100,7 @@ class DataConfig(_SourceKeys):
         return (MixturePart(weight=1.0, source=self.source, **keys),)
 
     def problems(self) -> Iterator[Problem]:
+        """Problems of the parts; keys beside a mixture that belong into its parts; parts that cannot be mixed."""
         if self.source == "mixture":
             yield from self._mixture_problems()
             return
@@ -85,24 +109,26 @@ class DataConfig(_SourceKeys):
             yield "mixture", f"has {len(self.mixture)} parts, but source is {self.source}. Set source to mixture, or remove the parts"
 
     def _mixture_problems(self) -> Iterator[Problem]:
+        # A key with its default may have been written all the same; it means nothing either way.
         for key, declared in _SourceKeys.__dataclass_fields__.items():
             if getattr(self, key) != declared.default:
-                yield key, "a mixture has this key in its parts. Move it there"
+                yield key, "a mixture takes this key in each of its parts. Move it there"
         if not self.mixture:
             yield "mixture", "the source mixture needs at least one part, for example [{source: stdlib, weight: 1}]"
             return
         if len(self.mixture) > MAX_PARTS:
-            yield "mixture", f"has {len(self.mixture):,} parts; {MAX_PARTS} are the most. Join sources of equal weight with a glob"
+            yield "mixture", f"has {len(self.mixture):,} parts; at most {MAX_PARTS} are allowed. Join sources of equal weight with a glob"
         tokenizers = sorted({part.tokenizer for part in self.mixture})
         if len(tokenizers) > 1:
             yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers[:_MAX_PROBLEMS])}. Use one for all of them"
         weights = [part.weight for part in self.mixture]
         if max(weights) > _MAX_WEIGHT_RATIO * min(weights):
-            yield "mixture", f"the weights {max(weights)} and {min(weights)} are more than a factor {_MAX_WEIGHT_RATIO:.0e} apart"
+            yield "mixture", f"the weights {max(weights)} and {min(weights)} differ by more than a factor of {_MAX_WEIGHT_RATIO:.0e}"
 
 
 def path_problems(config: DataConfig) -> Iterator[Problem]:
-    """What is wrong with the files that the config names: (key, message) each. Opens no file."""
+    """What is wrong with the files that the config names. Looks at names, kinds and permissions, and opens no file."""
+    # One finder for all paths: its budget of names is for the whole config.
     finder = files.Finder()
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
@@ -118,10 +144,15 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
             yield "tokenizer", f"no permission to read {part.tokenizer}"
     if part.source == "stdlib" and not files.standard_library().paths:
         yield "source", "this Python has no standard library in source form. Use the source text and a path"
-    found = {key: list(_file_problems(path, part.source, finder)) for key, path in (("path", part.path), ("eval_path", part.eval_path)) if path is not None}
-    if part.path is not None and part.eval_path is not None and not any(found.values()):
-        found["eval_path"] += _overlap_problems(part.path, part.eval_path, finder)
-    for key, messages in found.items():
+    messages_of = {
+        key: list(_file_problems(path, part.source, finder))
+        for key, path in (("path", part.path), ("eval_path", part.eval_path))
+        if path is not None
+    }
+    if part.path is not None and part.eval_path is not None and not any(messages_of.values()):
+        messages_of["eval_path"] += _overlap_problems(part.path, part.eval_path, finder)
+    # A folder of the wrong kind has thousands of bad files.
+    for key, messages in messages_of.items():
         yield from ((key, message) for message in messages[:_MAX_PROBLEMS])
         if len(messages) > _MAX_PROBLEMS:
             yield key, f"and {len(messages) - _MAX_PROBLEMS:,} more such files"
@@ -141,14 +172,19 @@ def _file_problems(path: str, source: str, finder: files.Finder) -> Iterator[str
         elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
         elif source == "tokens" and file.suffix not in (".bin", ".npy"):
-            yield f"{file} is not a token file: its name must end in .bin or .npy. A glob such as {_example_glob(path)} picks some of a folder's files"
+            yield (
+                f"{file} is not a token file: its name must end in .bin or .npy. "
+                f"To choose among a folder's files, use a glob such as {_example_glob(path)}"
+            )
 
 
 def _overlap_problems(path: str, eval_path: str, finder: files.Finder) -> Iterator[str]:
+    """Files that are both trained on and held out: the evaluation would measure memory."""
+    # Links are resolved, because two names may lead to one file.
     trained_on = {file.resolve() for file in finder.files(path).paths}
     shared = [file for file in finder.files(eval_path).paths if file.resolve() in trained_on]
     if shared:
-        yield f"{shared[0]} is trained on too ({len(shared)} such files): path {path} stands for it as well. Keep held-out files apart"
+        yield f"{shared[0]} is training data too ({len(shared)} such files): path {path} matches it as well. Keep held-out files apart"
 
 
 def _nothing_found(path: str) -> str:

@@ -1,4 +1,16 @@
-"""Text that went through a tokenizer once: a token file in the cache, mapped from then on."""
+"""Text is encoded once, and its tokens are read from a cache from then on.
+
+Encoding a large text takes hours, mapping its tokens takes milliseconds. So the tokens of a data set are written to one .bin
+file in the run directory. How does a later start know that the file is still right? By its name, `KEY.CHECKSUM.DTYPE.bin`.
+The key is a hash of everything that decides the tokens: this format's version, how the text was read, the identity of the
+tokenizer, and the path, size and modification time of every input file. If any of them changes, the key changes, and no file
+of that name is found. The checksum covers the contents: a file that was damaged or cut short no longer has the name it ought
+to have and is written again.
+
+Several processes may encode the same text at the same time, without locks. Each writes a temporary file of its own and
+renames it, which is atomic; all of them arrive at the same contents and hence at the same name. A reader never sees a
+half-written file.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +26,14 @@ from typing import IO
 import numpy as np
 
 from jgt.document import InputError, is_file
-from train.data.files import FileSet, Unreadable
+from train.data.documents import Unreadable
+from train.data.files import FileSet
 from train.data.stream import Segment, Stream
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import map_bin
 
 _FORMAT = 2
+"""The version of this cache's files. Raise it when the same inputs give other tokens."""
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
@@ -28,23 +42,27 @@ Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 
 
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
-    """The tokens of the texts that `reader` yields, each followed by `separator`. Raises InputError.
+    """The tokens of the texts that `reader` yields, each text followed by `separator`, from the cache if they are in it.
 
-    `kind` names whatever else decides about the tokens; with the tokenizer, the files' names, sizes and times and a checksum
-    of the tokens it makes the cache file's name. A file whose content is not that of its name is made again. Several
-    processes may do this at once: each writes a file of its own and renames it.
+    `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError with all texts that
+    could not be read.
     """
     dtype = _narrowest(tokenizer.vocab_size)
-    key = _key(files, tokenizer, kind)
-    whole = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path) and path == _named(path, key, dtype))
-    path = next(whole, None) or _write_atomically(cache_dir, key, dtype, _token_bytes(files, reader, tokenizer, separator, dtype))
+    key = _cache_key(files, tokenizer, kind)
+    candidates = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path))
+    path = next((path for path in candidates if path == _expected_path(path, key, dtype)), None)
+    if path is None:
+        path = _write_atomically(cache_dir, key, dtype, _token_bytes(files, reader, tokenizer, separator, dtype))
+    # The position of a bad id counts tokens of the cache file, so its message names both.
     first, more = files.paths[0], len(files.paths) - 1
     name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
     return Stream((Segment(name=name, tokens=map_bin(path, dtype)),))
 
 
 def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
+    """The contents of the cache file, one piece per text. Raises InputError at the end, after all texts were tried."""
     problems: list[str] = []
+    # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
     for texts in _batches(_readable(reader(files), problems)):
@@ -52,12 +70,13 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
             num_tokens += len(tokens) + len(end)
             yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     if num_tokens == 0 and not problems:
-        problems = [f"{path}: the file is empty: it holds no token" for path in files.paths]
+        problems = [f"{path}: the file is empty: it contains no tokens" for path in files.paths]
     if problems:
         raise InputError(problems)
 
 
 def _readable(texts: Iterable[str | Unreadable], problems: list[str]) -> Iterator[str]:
+    """The texts that could be read; appends the messages of the others to `problems`, and stops after _MAX_PROBLEMS of them."""
     for text in texts:
         if not isinstance(text, Unreadable):
             yield text
@@ -69,9 +88,11 @@ def _readable(texts: Iterable[str | Unreadable], problems: list[str]) -> Iterato
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of texts of about a megabyte: the tokenizers package encodes the texts of a list in parallel."""
     batch: list[str] = []
     characters = 0
     for text in texts:
+        # A text counts one character more than it has, so that a million empty ones fill a batch, too.
         batch.append(text)
         characters += len(text) + 1
         if characters >= _BATCH_CHARACTERS:
@@ -81,8 +102,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _named(path: Path, key: str, dtype: str) -> Path:
-    """What the file must be called."""
+def _expected_path(path: Path, key: str, dtype: str) -> Path:
+    """The path that a cache file with these contents must have. Reads the whole file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -91,8 +112,10 @@ def _named(path: Path, key: str, dtype: str) -> Path:
 
 
 def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes]) -> Path:
+    """Writes a cache file under a temporary name and renames it; leaves nothing behind on an error. Raises InputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # In the same folder, because a rename is atomic only within one file system.
         number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
     except OSError as error:
         raise InputError([f"{folder}: cannot be written: {error.strerror or error}"]) from None
@@ -100,8 +123,9 @@ def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes
     with os.fdopen(number, "wb") as file:
         try:
             _write(file, chunks)
-            return new.replace(_named(new, key, dtype))
+            return new.replace(_expected_path(new, key, dtype))
         except BaseException as error:
+            # An interrupt, too, must not leave a temporary file of gigabytes behind.
             new.unlink()
             if isinstance(error, IsADirectoryError):
                 raise InputError([f"{error.filename2}: cannot be written: it is a folder. Remove it"]) from None
@@ -111,14 +135,16 @@ def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes
 def _write(file: IO[bytes], chunks: Iterable[bytes]) -> None:
     file.writelines(chunks)
     file.flush()
-    # Without it, a crash of the machine can leave the final name on an empty file.
+    # Without fsync, a crash of the machine can leave the final name on an empty file.
     os.fsync(file.fileno())
 
 
 def _narrowest(vocab_size: int) -> str:
+    """The smallest unsigned type that has all ids."""
     return next(dtype for dtype in ("uint8", "uint16", "uint32") if vocab_size - 1 <= np.iinfo(dtype).max)
 
 
-def _key(files: FileSet, tokenizer: Tokenizer, kind: str) -> str:
+def _cache_key(files: FileSet, tokenizer: Tokenizer, kind: str) -> str:
+    # Modification times instead of contents: hashing a large text at every start would take minutes.
     listed = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths]
     return hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]

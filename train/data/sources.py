@@ -1,4 +1,10 @@
-"""A part of the config → its streams, train and held out, and what identifies them."""
+"""One part of the data config → its token streams, and the fingerprint of its data.
+
+Each source has its own way from files to tokens (`_open`): token files and bytes are mapped, text and JSON lines are encoded
+once. All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not
+fail on an accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,13 @@ from itertools import islice
 from pathlib import Path
 
 from jgt.document import InputError
-from train.data import jsonl, text
 from train.data.config import BYTES, MixturePart
+from train.data.documents import read_blocks, read_documents
 from train.data.encoded import open_encoded
-from train.data.files import FileSet, resolve, standard_library
+from train.data.files import FileSet, find_files, standard_library
 from train.data.stream import Stream, vocab_problems
-from train.data.tokenizer import Tokenizer
-from train.data.tokenizer_json import END_OF_TEXT_NAMES
-from train.data.tokens import open_tokens
+from train.data.tokenizer import END_OF_TEXT_NAMES, Tokenizer
+from train.data.tokens import open_bytes, open_tokens
 
 _PROBE_BYTES = 1 << 20
 _MAX_VOCAB_PROBLEMS = 20
@@ -24,7 +29,10 @@ _MAX_VOCAB_PROBLEMS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The two streams of one part; `held_out` is None when there is no evaluation."""
+    """The two streams of one part. `held_out` is None if the run has no evaluation.
+
+    The fingerprint identifies the data: a resumed run compares it with the one it started with.
+    """
 
     train: Stream
     held_out: Stream | None
@@ -32,17 +40,18 @@ class Splits:
 
 
 def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> Splits:
-    """Opens the files of a part whose paths were checked, and checks every token. Raises InputError."""
-    files = resolve(part.path) if part.path is not None else standard_library()
+    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError."""
+    files = find_files(part.path) if part.path is not None else standard_library()
     train = _open_checked(part, files, tokenizer, vocab, cache_dir)
-    fingerprint = {"source": part.source, **_identify(files)}
+    fingerprint = {"source": part.source, **_identity(files)}
+    # The ids of token files do not depend on a tokenizer.
     if part.source != "tokens":
         fingerprint["tokenizer"] = tokenizer.identity
     held_out = None
     if part.eval_path is not None:
-        eval_files = resolve(part.eval_path)
+        eval_files = find_files(part.eval_path)
         held_out = _open_checked(part, eval_files, tokenizer, vocab, cache_dir)
-        fingerprint |= {f"eval_{key}": value for key, value in _identify(eval_files).items()}
+        fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
     elif eval_tokens:
         train, held_out = train.split(max(len(train) - eval_tokens, 0))
     fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
@@ -61,22 +70,28 @@ def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Pa
         return open_tokens(files, part.dtype)
     if part.source == "jsonl":
         return _open_jsonl(part, files, tokenizer, cache_dir)
+    # Bytes of text are ids already, so even a large text needs no cache.
     if part.tokenizer == BYTES:
-        return text.open_bytes(files)
-    return open_encoded(files, text.blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
+        return open_bytes(files)
+    return open_encoded(files, read_blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
 
 
 def _open_jsonl(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
     if tokenizer.end_of_text is None:
         known = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError([f"{part.tokenizer}: no end-of-text token, which separates documents. Known names: {known}"])
-    reader = partial(jsonl.documents, field=part.field)
+        raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
+    # The field decides which texts are read, so it is part of the cache's key (`kind`).
+    reader = partial(read_documents, field=part.field)
     kind = f"jsonl:{part.field}"
     return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
 
 
-def _identify(files: FileSet) -> dict[str, str | int]:
-    """Names, sizes and the ends of the contents: cheap for any size, and another data set does not pass for this one."""
+def _identity(files: FileSet) -> dict[str, str | int]:
+    """What identifies files: their names and sizes, and a checksum of each file's first and last megabyte.
+
+    Cheap for files of any size, and enough to tell another data set from this one. A change in the middle of a large file that keeps its
+    size is not noticed.
+    """
     checksum = 0
     for path in files.paths:
         with path.open("rb") as file:

@@ -1,4 +1,14 @@
-"""The tokens of several files as one sequence, read at random."""
+"""One sequence of tokens over many files, and the windows of it that training reads.
+
+A data set is often hundreds of token files that together exceed the host's memory. A `Stream` presents them as one sequence
+of ids without joining or copying them: it stores one array per file, usually a view of a memory map, and the position where
+each file ends. A read copies only the tokens asked for, also across the border of two files. Splitting a stream makes two
+sets of views.
+
+A `Windows` cuts a stream into the rows of batches. A row of length seq needs seq + 1 tokens: the inputs are the first seq of
+them, the targets the last seq. Neighbouring windows share one token, so every token except the first is a target exactly
+once; the tokens after the last whole window are not used.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +21,12 @@ from itertools import accumulate
 import numpy as np
 
 _SCAN_TOKENS = 1 << 22
+"""Tokens that the search for ids outside the vocabulary looks at in one piece: it bounds the memory of the masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one file: integers [num_tokens], often a view of a mapped file. `name` is for messages."""
+    """The tokens of one file: integers [num_tokens], often a view of a memory map. Messages call the file `name`."""
 
     name: str
     tokens: np.ndarray
@@ -23,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stream:
-    """Segments one after the other."""
+    """The tokens of several segments, one segment after the other."""
 
     segments: tuple[Segment, ...]
 
@@ -32,48 +43,75 @@ class Stream:
 
     @cached_property
     def _ends(self) -> list[int]:
+        """For each segment, the number of tokens up to its end."""
         return list(accumulate(len(segment.tokens) for segment in self.segments))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, int32 [stop - start]."""
+        """Copies the tokens from `start` up to, not including, `stop`: int32 [stop - start]."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int32)
+        # The first segment that ends after `start`. Empty segments end where the one before them does, so this never picks one.
         filled, index = 0, bisect_right(self._ends, start)
         while filled < len(tokens):
             segment = self.segments[index].tokens
             first = start + filled - (self._ends[index] - len(segment))
+            # A slice ends at the end of its segment; the loop continues with the next one. Assigning converts to int32.
             piece = segment[first : first + len(tokens) - filled]
             tokens[filled : filled + len(piece)] = piece
             filled, index = filled + len(piece), index + 1
         return tokens
 
     def split(self, position: int) -> tuple[Stream, Stream]:
-        """The tokens before `position` and those from it on, without a copy."""
+        """The tokens before `position`, and the tokens from `position` on. Both are views."""
+        # Each file is cut at its share of the position: 0 if it lies behind it, its whole length if it lies before it.
         before, after = [], []
         for segment, end in zip(self.segments, self._ends, strict=True):
-            cut = min(max(position - (end - len(segment.tokens)), 0), len(segment.tokens))
-            before.append(Segment(name=segment.name, tokens=segment.tokens[:cut]))
-            after.append(Segment(name=segment.name, tokens=segment.tokens[cut:]))
+            border = min(max(position - (end - len(segment.tokens)), 0), len(segment.tokens))
+            before.append(Segment(name=segment.name, tokens=segment.tokens[:border]))
+            after.append(Segment(name=segment.name, tokens=segment.tokens[border:]))
         return Stream(tuple(before)), Stream(tuple(after))
 
 
+def num_windows(num_tokens: int, seq: int) -> int:
+    """The number of windows of seq + 1 tokens that fit, when each window starts at the last token of the one before."""
+    return max(num_tokens - 1, 0) // seq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of a stream. Window i contains the tokens i*seq to (i+1)*seq, both included."""
+
+    stream: Stream
+    seq: int
+
+    def __len__(self) -> int:
+        return num_windows(len(self.stream), self.seq)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """int32 [seq + 1]."""
+        start = index * self.seq
+        return self.stream.read(start, start + self.seq + 1)
+
+
 def vocab_problems(stream: Stream, vocab: int) -> Iterator[str]:
-    """One message for every file that holds an id outside 0..vocab-1. Reads every token."""
+    """One message for every file that contains an id outside 0 to vocab - 1. Reads every token."""
     for segment in stream.segments:
         position = _first_outside(segment.tokens, vocab)
         if position is not None:
             yield (
                 f"{segment.name}: token {position} is {segment.tokens[position]}, but the vocabulary has {vocab} ids (0 to {vocab - 1}). "
-                f"Raise the vocabulary, or encode the data with a smaller one"
+                f"Raise model.vocab, or encode the data with a smaller vocabulary"
             )
 
 
 def _first_outside(tokens: np.ndarray, vocab: int) -> int | None:
     limits = np.iinfo(tokens.dtype)
+    # No id of this type can be outside: bytes with a vocabulary of 256 need no scan.
     if limits.min >= 0 and limits.max < vocab:
         return None
     for start in range(0, len(tokens), _SCAN_TOKENS):
         chunk = tokens[start : start + _SCAN_TOKENS]
         if chunk.max() >= vocab or chunk.min() < 0:
+            # argmax of booleans is the position of the first True.
             return start + int(np.argmax((chunk >= vocab) | (chunk < 0)))
     return None

@@ -1,4 +1,12 @@
-"""Files of token ids: .npy, and .bin without a header. Mapped, not loaded."""
+"""Files whose contents already are token ids: .npy, .bin without a header, and any file read as bytes.
+
+Such files need no tokenizer, so they are mapped instead of loaded, and a data set may be larger than the memory. Mapping also
+means that a wrong file would go unnoticed: every bit pattern is a valid id. Each file is therefore checked before it is
+mapped. A .bin file must be a whole number of ids; the size of an .npy file must be what its header promises.
+
+The header of an .npy file is the text of a Python dict (numpy.lib.format). It is matched by a regular expression and never
+evaluated, and arrays of Python objects, which numpy would unpickle, are refused: a data file cannot run code here.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +19,36 @@ from jgt.document import InputError, shown
 from train.data.files import FileSet
 from train.data.stream import Segment, Stream
 
+_MAP_BYTES = 1 << 24
+# As numpy.lib.format: no real header comes near it.
 _MAX_HEADER = 10_000
 _FIELD = re.compile(
     r"""\s*['"](?P<key>descr|fortran_order|shape)['"]\s*:\s*"""
     r"""(?P<value>'[^'"\\]{0,40}'|"[^'"\\]{0,40}"|True|False|\((?:[0-9]{1,18}L?,\s*)*(?:[0-9]{1,18}L?)?\))\s*,?\s*"""
 )
+"""One entry of a header. The L is Python 2's mark of a long integer, which old files contain."""
 _DTYPE = re.compile(r"[<>=|]?(?P<kind>[iu](?=[1248]$)|[bfc])(?P<width>[0-9]{1,2})")
 _KINDS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 
+def open_bytes(files: FileSet) -> Stream:
+    """The bytes of the files as token ids, uint8. Raises InputError if all files are empty."""
+    if files.num_bytes == 0:
+        raise InputError([f"{path}: the file is empty" for path in files.paths])
+    return Stream(tuple(Segment(name=str(path), tokens=_bytes_of(path)) for path in files.paths))
+
+
+def _bytes_of(path: Path) -> np.ndarray:
+    # Linux allows a process some 65,000 mappings (vm.max_map_count), each of at least a page: small files are read instead.
+    if path.stat().st_size < _MAP_BYTES:
+        return np.fromfile(path, np.uint8)
+    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+
+
 def open_tokens(files: FileSet, dtype: str) -> Stream:
-    """A segment per file; `dtype` is that of the .bin files. Raises InputError with a problem per bad file."""
+    """One segment per .npy or .bin file; the .bin files contain ids of type `dtype`. Raises InputError with one problem per bad file."""
     segments, problems = [], []
+    # Every file is tried, so that all bad ones are reported at once.
     for path in files.paths:
         try:
             tokens = map_npy(path) if path.suffix == ".npy" else map_bin(path, dtype)
@@ -35,16 +61,19 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
 
 
 def map_bin(path: Path, dtype: str) -> np.ndarray:
+    """Maps a file of little-endian ids: [num_tokens]. Raises InputError."""
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0:
         raise InputError([f"{path}: the file is empty"])
     if size % width:
-        message = f"{path}: has {size} bytes, which is no multiple of the {width} bytes of {dtype}"
+        message = f"{path}: has {size} bytes, which is not a multiple of the {width} bytes of {dtype}"
         raise InputError([f"{message}. The file is cut short, or data.dtype is wrong"])
+    # As a plain array: every slice of an np.memmap would be an np.memmap again, with bookkeeping of its own.
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r").view(np.ndarray)
 
 
 def map_npy(path: Path) -> np.ndarray:
+    """Maps the one-dimensional integer array of an .npy file: [num_tokens]. Raises InputError."""
     size = path.stat().st_size
     if size == 0:
         raise InputError([f"{path}: the file is empty"])
@@ -52,54 +81,57 @@ def map_npy(path: Path) -> np.ndarray:
         descr, shape, offset = _header(path)
     except _BadHeaderError as error:
         raise InputError([f"{path}: not a readable .npy file: {error}. Save one integer array with numpy.save"]) from None
+    # A type that is not a plain number, such as a structure, has no match.
     dtype = _DTYPE.fullmatch(descr)
     if dtype is None or dtype["kind"] not in "iu" or len(shape) != 1:
-        raise InputError([f"{path}: holds {_element(descr, dtype)} {list(shape)}. Token ids are integers with one dimension"])
+        raise InputError([f"{path}: contains {_element_name(descr, dtype)} {list(shape)}. Token ids are integers with one dimension"])
     count, width = shape[0], int(dtype["width"])
     if count == 0:
-        raise InputError([f"{path}: the file is empty: it holds no token"])
+        raise InputError([f"{path}: the file is empty: it contains no tokens"])
     if size != offset + count * width:
-        message = f"{path}: its header speaks of {count} ids of {width} bytes, but {size - offset} bytes follow"
-        raise InputError([f"{message}. The file is cut short, or holds more than one array"])
+        message = f"{path}: its header promises {count} ids of {width} bytes, but {size - offset} bytes follow"
+        raise InputError([f"{message}. The file is cut short, or contains more than one array"])
     return np.memmap(path, np.dtype(descr), mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
-def _element(descr: str, dtype: re.Match[str] | None) -> str:
-    """What an element type is called."""
+def _element_name(descr: str, dtype: re.Match[str] | None) -> str:
+    """An element type as a user would write it: `float64` for `<f8`."""
     if dtype is None:
         return "Python objects" if descr == "|O" else shown(descr)
     return "bool" if dtype["kind"] == "b" else f"{_KINDS[dtype['kind']]}{8 * int(dtype['width'])}"
 
 
 class _BadHeaderError(Exception):
-    """What is wrong with the beginning of an .npy file."""
+    """The beginning of an .npy file cannot be read; the message says why."""
 
 
 def _header(path: Path) -> tuple[str, tuple[int, ...], int]:
-    """Element type, shape and where the data begins. Raises _BadHeaderError.
+    """The element type, the shape, and the offset of the data in bytes. Raises _BadHeaderError.
 
-    The format is that of numpy.lib.format. A header is Python's text of a dict, and is not evaluated here; nothing is unpickled.
+    The format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
     """
     with path.open("rb") as file:
         start = file.read(8)
         if start[:6] != b"\x93NUMPY" or start[6:] not in (b"\1\0", b"\2\0", b"\3\0"):
             raise _BadHeaderError("it does not begin like one")
+        # Version 1 has two bytes for the length of the header, later ones four.
         length = int.from_bytes(file.read(2 if start[6] == 1 else 4), "little")
         if length > _MAX_HEADER:
             raise _BadHeaderError(f"its header has {length:,} bytes; at most {_MAX_HEADER:,} are read")
         text = file.read(length).decode("latin1")
         offset = file.tell()
-    fields = _fields(text.strip())
+    fields = _header_fields(text.strip())
     if fields.keys() != {"descr", "fortran_order", "shape"} or fields["descr"][0] not in "'\"" or fields["shape"][0] != "(":
-        raise _BadHeaderError("its header is not that of an array of numbers")
+        raise _BadHeaderError("its header does not describe an array of numbers")
+    # A header in Fortran order needs no case of its own: one dimension has only one order.
     shape = tuple(int(number) for number in re.findall(r"[0-9]+", fields["shape"]))
     return fields["descr"].strip("'\""), shape, offset
 
 
-def _fields(text: str) -> dict[str, str]:
-    """The entries of a header; none when anything else stands there."""
-    fields, place = {}, 1
-    while match := _FIELD.match(text, place):
+def _header_fields(text: str) -> dict[str, str]:
+    """The entries of a header as text; empty if the header contains anything else."""
+    fields, position = {}, 1
+    while match := _FIELD.match(text, position):
         fields[match["key"]] = match["value"]
-        place = match.end()
-    return fields if text[:1] == "{" and text[place:] == "}" else {}
+        position = match.end()
+    return fields if text[:1] == "{" and text[position:] == "}" else {}

@@ -1,4 +1,9 @@
-"""`python -m train.launch --processes N [--restarts K] -- --config FILE ...`: one run on several processes of this machine."""
+"""`python -m train.launch --processes N [--restarts K] -- --config FILE ...`: one run on several processes of this machine.
+
+The launcher must outlive every failure of the processes that it starts, so it imports no JAX and opens no device. It reads the run's
+config as the processes will read it: wrong input is reported once, before anything is started, and not once by each process. What follows
+`--` is passed on to each process, with the flags that join them.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,20 @@ from typing import Any
 
 from jgt.document import InputError
 from train.__main__ import parser as train_parser
+from train.checkpoint.steps import FOLDER, Steps
+from train.command_line import natural_number, whole_number
 from train.config import Run, load
-from train.flags import natural_number, whole_number
-from train.folder import LOGS, check_folder, read_resume
-from train.launch.devices import environments
-from train.launch.group import End, Group
+from train.launch.group import End, Group, environments
 from train.launch.supervisor import Policy, supervise
-from train.steps import FOLDER, Steps
+from train.run.folder import LOGS, check_folder, read_resume
 
 _LAST_LINES = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the run; 2 where the input is wrong, before anything is started."""
-    own, arguments = _split(sys.argv[1:] if argv is None else list(argv))
-    options = _parser().parse_args(own)
+    """The exit code of the run; 2 for wrong input, in which case nothing was started."""
+    flags, arguments = _split(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(flags)
     try:
         run = _check(arguments, options)
         policy = Policy(processes=options.processes, restarts=options.restarts, min_processes=options.min_processes or options.processes)
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Launcher:
-    """The groups of one run, one after another. SIGTERM and SIGINT are passed on; there is no restart after one."""
+    """Runs the groups of one run, one after another. It passes SIGTERM and SIGINT on to them, and after such a signal nothing restarts."""
 
     def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float):
         self._arguments = arguments
@@ -60,13 +64,14 @@ class Launcher:
             signal.signal(number, handler)
 
     def run(self, processes: int, *, again: bool) -> End:
-        """Starts a group and waits for its end; shows the last lines of a process that failed and writes to a file."""
+        """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file."""
         arguments = _without_never(self._arguments) if again else self._arguments
         self._group = Group(arguments, environments(processes, virtual=self._virtual), self._logs)
+        # A signal that came while the group was being started found no group to pass it on to.
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
         end = self._group.wait(self._grace_seconds)
-        # A signal from now on is for the next one.
+        # A signal that comes from now on is for the next group.
         self._group = None
         if end.first:
             log = self._logs / f"process-{end.first}.log"
@@ -75,31 +80,33 @@ class Launcher:
         return end
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint, 0 for none."""
+        """The step of the newest checkpoint; 0 if there is none."""
         return max(self._steps.listed(), default=0)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal asked for the end."""
+        """Whether a signal asked the launcher to end the run."""
         return self._stopped.is_set()
 
     def pause(self, seconds: float) -> bool:
-        """Waits; whether to go on then."""
+        """Waits. Returns whether to continue: a signal ends the wait."""
         return not self._stopped.wait(seconds)
 
     def _pass_on(self, number: int, frame: Any) -> None:
         self._stopped.set()
         if self._group is not None:
             self._passed_on = True
+            # SIGTERM also for Ctrl-C: the processes stop after a step and save it.
             self._group.send(signal.SIGTERM)
 
 
 def _check(arguments: list[str], options: argparse.Namespace) -> Run:
-    """The run that the processes will read, so that wrong input is told once."""
+    """The run that the processes will read. Raises InputError."""
     parsed = train_parser().parse_args(arguments)
-    problems = [] if parsed.process is None else ["command line: --process: the launcher gives it to each process"]
+    problems = [] if parsed.process is None else ["command line: --process: must not be given, because the launcher numbers the processes"]
     if (options.min_processes or 0) > options.processes:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
+    # With all processes, because a mesh is checked against their devices.
     run = load(parsed.config, parsed.overrides, num_processes=options.processes, problems=problems)
     check_folder(run, read_resume(parsed.resume, parsed.allow_change))
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
@@ -112,7 +119,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _without_never(arguments: list[str]) -> list[str]:
-    """The arguments of a restart, which goes on from what the first start saved."""
+    """The arguments of a restart: without `--resume never`, which would discard what the first start saved."""
+    # Joined by NUL, which no argument can contain, so that one pattern covers both `--resume never` and `--resume=never`.
     return re.sub(r"\0--resume[\0=]never(?=\0)", "", "\0".join(["", *arguments, ""])).split("\0")[1:-1]
 
 
@@ -124,12 +132,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.launch",
         usage="python -m train.launch --processes N [--restarts K] [--min-processes M] [--grace SECONDS] -- --config FILE ...",
-        description="Starts the processes of one run on this machine, and starts them again from the newest checkpoint when one fails.",
+        description="Starts the processes of one run on this machine, and restarts them from the newest checkpoint when one fails.",
     )
-    parser.add_argument("--processes", type=whole_number, required=True, metavar="N", help="how many processes")
-    parser.add_argument("--restarts", type=natural_number, default=3, metavar="K", help="at most so many in a row without a newer checkpoint (3)")
-    parser.add_argument("--min-processes", type=whole_number, metavar="M", help="after a process is lost go on with one less, down to M")
-    parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others to end by themselves (10)")
+    parser.add_argument("--processes", type=whole_number, required=True, metavar="N", help="number of processes")
+    parser.add_argument(
+        "--restarts", type=natural_number, default=3, metavar="K", help="how many restarts in a row may bring no newer checkpoint (3)"
+    )
+    parser.add_argument("--min-processes", type=whole_number, metavar="M", help="after a process is lost, restart with one less, down to M")
+    parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others to end after a failure (10)")
     return parser
 
 

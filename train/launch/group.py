@@ -1,4 +1,13 @@
-"""A group of processes that live and die together."""
+"""A group: the processes of one run on this machine, which live and die together.
+
+A run cannot continue without one of its processes, and its other processes may wait for it for ever. So when one fails, the others have a
+grace period to end by themselves (their own watch gives them a better reason than a signal would), and are killed after it. Killing has
+an order: SIGCONT, because a suspended process would act on no other signal; SIGABRT, on which Python writes the stacks of all threads;
+after two seconds SIGKILL, which always works.
+
+The invariants: `wait` returns only when every process of the group has ended, so two groups never run at once; and the group's exit code
+is the first failure's, since the later ones are its consequences.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +23,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jgt.document import InputError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 0.1
 _STACKS_SECONDS = 2.0
+# From Linux's sys/prctl.h; Python's standard library has no prctl.
 _PR_SET_PDEATHSIG = 1
+
+
+def environments(count: int, *, virtual: bool) -> list[dict[str, str]]:
+    """The environment variables of each of `count` processes, which give it an equal share of this machine's GPUs.
+
+    virtual: the processes use virtual CPU devices instead. Raises InputError if `count` does not divide the number of GPUs.
+    """
+    gpus = [] if virtual or count == 1 else _gpus(os.environ)
+    if len(gpus) % count:
+        fits = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
+        raise InputError([f"command line: --processes: {count} processes cannot share {len(gpus)} GPUs equally. These can: {fits}"])
+    share = len(gpus) // count
+    return [{**os.environ, **({_VISIBLE: ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})} for i in range(count)]
+
+
+def _gpus(environment: Mapping[str, str]) -> list[str]:
+    if _VISIBLE in environment:
+        # -1 is CUDA's way to hide all GPUs.
+        return [name for name in environment[_VISIBLE].split(",") if name not in ("", "-1")]
+    return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a group ended: exit codes by process (negative: the signal that killed it), and which process was the first to fail."""
+    """How a group ended: the exit code of each process (negative: the signal that killed it), and the first process that failed, if any."""
 
     codes: tuple[int, ...]
     first: int | None
 
     @property
     def code(self) -> int:
-        """The group's exit code: that of the first failure, 128 + its number for a signal, as in a shell."""
+        """The exit code of the first process that failed; 128 + its number for a signal, as in a shell."""
         if self.first is None:
             return 0
         code = self.codes[self.first]
@@ -36,7 +69,7 @@ class End:
 
 
 class Group:
-    """Processes of one run, one for each environment, which find each other on this machine; all but the first write to files."""
+    """Processes of one run, one for each environment. The first one writes to the terminal, the others to files in `logs`."""
 
     def __init__(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path):
         count, port = len(environments), _free_port()
@@ -47,13 +80,14 @@ class Group:
             command = [sys.executable, "-m", "train", *arguments, *flags]
             with contextlib.ExitStack() as closing:
                 log = None if process == 0 else closing.enter_context((logs / f"process-{process}.log").open("ab"))
-                # A session of its own: a Ctrl-C reaches the launcher alone, which passes it on. It has one thread.
-                prepare = _die_with(os.getpid())
+                # In a session of its own, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
+                # a process with several threads; the launcher has only one.
+                prepare = _end_with(os.getpid())
                 started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
                 self._processes.append(started)
 
     def wait(self, grace_seconds: float) -> End:
-        """Waits for the end of all; once one has failed, the others have so long to end by themselves, and are killed then."""
+        """Waits until all processes have ended. `grace_seconds` after the first failure, the remaining ones are killed."""
         first, deadline = None, float("inf")
         while any(process.poll() is None for process in self._processes):
             if first is None and (failed := [i for i, process in enumerate(self._processes) if process.poll() not in (None, 0)]):
@@ -62,18 +96,18 @@ class Group:
                 self._kill()
             time.sleep(_POLL_SECONDS)
         codes = tuple(process.wait() for process in self._processes)
+        # The last processes may fail together, after the last poll.
         failed = [i for i, code in enumerate(codes) if code != 0]
         return End(codes=codes, first=first if first is not None else next(iter(failed), None))
 
     def send(self, number: int) -> None:
-        """Sends a signal to each process that is still there."""
+        """Sends a signal to each process that still runs, and to the processes that it started."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
     def _kill(self) -> None:
-        # On SIGABRT a process writes its stacks.
         self.send(signal.SIGCONT)
         self.send(signal.SIGABRT)
         deadline = time.monotonic() + _STACKS_SECONDS
@@ -85,17 +119,20 @@ class Group:
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
+        # Another program may take the port before the run's first process does. The run then fails, and is started again.
         return free.getsockname()[1]
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """For Linux: has a child stopped when its launcher is killed, which could not tell it."""
+def _end_with(parent: int) -> Callable[[], None] | None:
+    """On Linux: makes the kernel send SIGTERM to a child when its launcher dies, which after a SIGKILL cannot do it itself."""
     if not sys.platform.startswith("linux"):
         return None
+    # Loaded before the fork: after it, only what is already in memory is safe to use.
     library = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
         library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The launcher may have died before the line above.
         if os.getppid() != parent:
             os._exit(1)
 

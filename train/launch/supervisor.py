@@ -1,4 +1,9 @@
-"""Starts a group again when it fails, from the newest checkpoint, until it is done or makes no progress any more."""
+"""Starts a group of processes again when it fails, until it is done or restarts no longer help.
+
+A restart helps if the failure was an accident, and only progress shows that: a newer checkpoint than before. Restarts are therefore
+counted in a row, and the row begins again with each newer checkpoint, so a run of weeks may fail any number of times and a run that
+always fails at the same step ends after a few. Pauses double in a row, because a machine that is ill needs time.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from train.exits import Exit
+from train.command_line import Exit
 from train.launch.group import End
 
 _FIRST_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 60.0
+# 2 ** 6 seconds is more than the longest delay. Without the bound the power would overflow after a thousand restarts.
 _DOUBLINGS = 6
-"""After so many the longest delay is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How often and on how many processes to start.
 
-    restarts: so many in a row without a newer checkpoint; one with a newer checkpoint begins a new row. min_processes: after a
-    process is lost the next start has one less, down to so many.
+    restarts: how many in a row without a newer checkpoint. min_processes: after a process is lost to a signal, the next start has one
+    process less, but at least this many.
     """
 
     processes: int
@@ -28,56 +33,61 @@ class Policy:
     min_processes: int
 
 
-class Surroundings(Protocol):
-    """What a supervisor acts on."""
+class GroupRunner(Protocol):
+    """What `supervise` acts on: it runs groups of processes, and knows the run's checkpoints."""
 
     def run(self, processes: int, *, again: bool) -> End:
-        """Starts a group and waits for its end."""
+        """Starts a group and waits for its end. again: this is a restart."""
         ...
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint, 0 for none."""
+        """The step of the newest checkpoint; 0 if there is none."""
         ...
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal asked for the end."""
+        """Whether a signal asked the launcher to end the run."""
         ...
 
     def pause(self, seconds: float) -> bool:
-        """Waits; whether to go on then."""
+        """Waits. Returns whether to continue afterwards."""
         ...
 
 
-def supervise(policy: Policy, surroundings: Surroundings, say: Callable[[str], None]) -> int:
-    """Runs groups until one ends well, the input is wrong, or restarts are of no use; the exit code."""
+def supervise(policy: Policy, runner: GroupRunner, say: Callable[[str], None]) -> int:
+    """Runs groups until one ends well, the input is wrong, or restarts no longer help. Returns the exit code."""
     processes, in_a_row, again = policy.processes, 0, False
     while True:
-        before = surroundings.newest_step()
-        end = surroundings.run(processes, again=again)
+        before = runner.newest_step()
+        end = runner.run(processes, again=again)
         if end.first is None:
             return Exit.DONE
+        # After a lost process, a smaller number may simply not fit mesh or batch. That is an invitation to try the next smaller one.
         if end.code == Exit.INPUT and not (again and processes > policy.min_processes):
             return Exit.INPUT
-        after = surroundings.newest_step()
+        after = runner.newest_step()
         in_a_row = 1 if after > before else in_a_row + 1
-        say(f"process {end.first} ended with {_describe(end.codes[end.first])}; the newest checkpoint is that of step {after}")
-        if surroundings.is_stopped:
+        newest = f"the newest checkpoint is from step {after}" if after else "no checkpoint was saved"
+        say(f"process {end.first} ended with {_describe(end.codes[end.first])}; {newest}")
+        # After a signal to the launcher this end was asked for, whatever its code (--stopped-code may choose any).
+        if runner.is_stopped:
             return end.code
         if in_a_row > policy.restarts:
-            say(f"no restart: {_tried(policy.restarts)}")
+            say(f"not restarting: {_why_not(policy.restarts)}. The same command resumes from the newest checkpoint")
             return end.code
+        # A process that a signal killed may be gone for good, with its memory or its device; one that failed with an error is not.
         if (end.code == Exit.INPUT or end.codes[end.first] < 0) and processes > policy.min_processes:
             processes -= 1
         delay = min(_FIRST_DELAY_SECONDS * 2 ** min(in_a_row - 1, _DOUBLINGS), _LONGEST_DELAY_SECONDS)
-        say(f"starts again on {processes} process{'es' if processes > 1 else ''} in {delay:.0f} s (restart {in_a_row} of {policy.restarts} in a row)")
+        count = f"{processes} process{'es' if processes > 1 else ''}"
+        say(f"restarting on {count} in {delay:.0f} s (restart {in_a_row} of at most {policy.restarts} without a newer checkpoint)")
         again = True
-        if not surroundings.pause(delay):
+        if not runner.pause(delay):
             return end.code
 
 
-def _tried(restarts: int) -> str:
-    return f"{restarts} brought no newer checkpoint (--restarts)" if restarts else "none was asked for (--restarts)"
+def _why_not(restarts: int) -> str:
+    return f"{restarts} in a row brought no newer checkpoint (--restarts {restarts})" if restarts else "--restarts is 0"
 
 
 def _describe(code: int) -> str:

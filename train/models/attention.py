@@ -1,10 +1,20 @@
-"""Causal self-attention. b batch, s seq, n query heads, k key/value heads, h head size, d embed."""
+"""Causal self-attention, and the kernels that can compute it.
+
+The same attention can run as a program of XLA's own operations or as one fused kernel of a library. A kernel is faster and keeps no score
+matrix, but it has conditions: a kind of device, a dtype, sizes of heads. So each kernel is one object here, with its function and with the
+reason why it is not available to a model on a device, if there is one. `model.attention: auto` takes the first kernel without such a
+reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its names in JAX and XLA, its FLOPs) is an
+object of the same name in `jgt/program/kernels.py`.
+
+b batch, s seq, d embed, n query heads, k key/value heads, h head size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,53 +22,138 @@ from flax import nnx
 
 from jgt import signal
 from train.models.config import ModelConfig
-from train.models.linear import linear
-from train.models.weights import out_of
+from train.models.linear import adding_init, linear
 
-Kernel = Literal["xla", "cudnn"]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def attend_with(kernel: Kernel, *, recompute: bool) -> Attend:
-    """Causal attention of q [b, s, n, h] to k and v [b, s, k, h]: [b, s, n, h].
-
-    recompute: the backward pass finds q, k and v, and no scores [b, n, s, s], which cuDNN's kernel keeps in no case.
-    """
-    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
-    return jax.checkpoint(attend, prevent_cse=False) if recompute and kernel == "xla" else attend
+"""attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h]) → [b, s, n, h]: causal attention. A key/value head serves n / k query heads."""
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention [b, s, d] → [b, s, d], with rotary positions if asked (RoFormer, arXiv 2104.09864)."""
+    """Grouped-query attention (arXiv 2305.13245), [b, s, d] → [b, s, d], with rotary positions if the model's kind has them."""
 
-    def __init__(self, config: ModelConfig, *, attend: Attend, use_bias: bool, rope: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, attend: Attend, use_bias: bool, rngs: nnx.Rngs):
         queries, keys = config.heads * config.head_size, config.num_kv_heads * config.head_size
         make = partial(linear, config, use_bias=use_bias, rngs=rngs)
         self.q_proj = make(config.embed, queries)
         self.k_proj = make(config.embed, keys)
         self.v_proj = make(config.embed, keys)
-        self.out = make(queries, config.embed, out_of(config.layers))
+        self.out = make(queries, config.embed, adding_init(config.layers))
         self.attend = attend
         self.head_size = config.head_size
-        self.rope_theta = config.rope_theta if rope else None
+        self.rope_theta = config.rope_theta if config.facts.positions == "rotary" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        # [b, s, n · h] → [b, s, n, h]
+        q, k, v = (proj(x).reshape(*x.shape[:2], -1, self.head_size) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.rope_theta is not None:
             q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
-        heads = signal.tensor(self.attend(q, k, v), "heads")
-        return self.out(heads.reshape(*x.shape[:2], -1))
-
-    def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:2], -1, self.head_size)  # [b, s, n, h]
+        heads = signal.tensor(self.attend(q, k, v), "heads")  # [b, s, n, h]
+        return self.out(heads.reshape(*x.shape[:2], -1))  # [b, s, n · h] → [b, s, d]
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions on [b, s, n, h], the two halves of a head forming the pairs."""
-    size = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(size, dtype=jnp.float32) / size)
+    """Rotary positions (RoFormer, arXiv 2104.09864) on [b, s, n, h].
+
+    Element i is paired with element i + h/2, as in Llama's weights on Hugging Face, not with its neighbour as in the paper.
+    """
+    half = x.shape[-1] // 2
+    # Angles are f32 whatever the model's type: bf16 cannot tell position 256 from 257.
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]  # [s, h/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [b, s, n, h/2] each
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """A way to compute attention.
+
+    name: as in `model.attention`. label: as in the log. keeps_scores: its backward pass reads the scores [b, n, s, s] that its forward pass
+    leaves in memory. obstacle(config, device, shares_stage): why the model cannot have it there; empty if it can.
+    """
+
+    name: str
+    label: str
+    attend: Attend
+    keeps_scores: bool
+    obstacle: Callable[[ModelConfig, Any, bool], str]
+
+
+def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
+    """The kernel's function.
+
+    recompute: the backward pass computes the scores again from q, k and v instead of reading them from memory. A kernel that never keeps
+    scores is left as it is.
+    """
+    return jax.checkpoint(kernel.attend, prevent_cse=False) if recompute and kernel.keeps_scores else kernel.attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """The kernel of a run, and why the preferred one is not available; empty if this is the preferred one."""
+
+    kernel: AttentionKernel
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The choice as a line of the log says it."""
+        return f"{self.kernel.label} ({self.why})" if self.why else self.kernel.label
+
+
+def choose_attention(config: ModelConfig, device: Any, *, shares_stage: bool = False) -> AttentionChoice:
+    """The first kernel of those that `model.attention` allows, all of them with auto, that the model can have; XLA's otherwise.
+
+    device: one of the run's, which may be a description of an absent GPU; None if nothing is known of them. shares_stage: in a pipeline,
+    several devices compute one stage together on the same rows.
+    """
+    why = ""
+    for kernel in KERNELS:
+        if config.attention in ("auto", kernel.name):
+            obstacle = kernel.obstacle(config, device, shares_stage)
+            if not obstacle:
+                return AttentionChoice(kernel=kernel, why=why)
+            why = why or obstacle
+    return AttentionChoice(kernel=XLA, why=why)
+
+
+def _cudnn_obstacle(config: ModelConfig, device: Any, shares_stage: bool) -> str:
+    if device is None or device.platform != "gpu" or "NVIDIA" not in device.device_kind:
+        return "there is no NVIDIA GPU"
+    if config.dtype != "bf16":
+        return "it needs model.dtype: bf16"
+    if shares_stage:
+        # The kernel's partitioner asks the mesh for its devices, but inside a shard_map the mesh is abstract and has none
+        # (jax/_src/custom_partitioning.py).
+        return "JAX cannot split it over the devices of a pipeline's stage"
+    q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
+
+    def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(CUDNN.attend(q, k, v).astype(jnp.float32))
+
+    try:
+        jax.eval_shape(partial(jax.grad(summed), q), k, k)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
+        return str(error).splitlines()[0].rstrip(".")
+    return ""
+
+
+CUDNN = AttentionKernel(
+    name="cudnn",
+    label="cuDNN's kernel",
+    attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
+    keeps_scores=False,
+    obstacle=_cudnn_obstacle,
+)
+XLA = AttentionKernel(
+    name="xla",
+    label="XLA's program",
+    attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
+    keeps_scores=True,
+    obstacle=lambda config, device, shares_stage: "",
+)
+KERNELS = (CUDNN, XLA)
+"""In the order in which `auto` prefers them."""

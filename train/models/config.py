@@ -1,28 +1,76 @@
-"""The `model:` section."""
+"""The `model:` section, and what a config has to know of each kind of model before the model's code is imported.
+
+A config is checked before JAX is imported, so that a typo is reported at once, even on a machine without JAX's libraries. But whether a
+config is right depends on the kind of model: rotary positions need heads of an even size, and the default width of the MLP differs. The
+few facts of this sort are a row of `KINDS` for each kind, which also names the model's class. The class reads the same row for what it
+shares with other kinds (positions, a tied embedding), so that no fact is written twice, and nothing else in the trainer asks for the kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jgt.document import Bound
+from jgt.program.kernels import ATTENTION
+from train.sections import Positive
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
 Large = Annotated[int, Bound(low=1, high=10_000_000)]
-Positive = Annotated[float, Bound(above=0, high=1e30)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """Facts about a kind of model.
+
+    decoder: its class, as module:class. positions: rotary, in attention, or a learned table. default_ffn: the MLP's width for a width of
+    the residual stream. is_always_tied: the embedding is the output projection too, whatever `model.tied` says. has_kv_heads: several
+    query heads may share a key/value head.
+    """
+
+    decoder: str
+    positions: Literal["rotary", "learned"]
+    default_ffn: Callable[[int], int]
+    is_always_tied: bool = False
+    has_kv_heads: bool = True
+
+
+KINDS = {
+    "llama": ModelKind(
+        decoder="train.models.llama:Llama",
+        positions="rotary",
+        # SwiGLU has three matrices where GELU has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
+        default_ffn=lambda embed: -(-8 * embed // (3 * 64)) * 64,
+    ),
+    "gpt": ModelKind(
+        decoder="train.models.gpt:GPT",
+        positions="learned",
+        default_ffn=lambda embed: 4 * embed,
+        is_always_tied=True,
+        has_kv_heads=False,
+    ),
+}
+
+if TYPE_CHECKING:
+    KindName = AttentionName = str
+else:
+    # The values that `bind` accepts follow from the tables, where a type checker wants them spelled out.
+    KindName = Literal[tuple(KINDS)]
+    AttentionName = Literal[("auto", "xla", *(kernel.name for kernel in ATTENTION))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
-    dtype is that of matmuls and activations; parameters are f32. heads of size embed / heads unless head_dim is given.
-    fp8: the layers' matmuls are in eight bits. tied: the embedding is the output projection too (gpt always). attention: cuDNN's kernel or XLA's program; auto: cuDNN's where it can be.
+    dtype: the type of matmuls and activations; parameters are f32. head_dim: the size of a head, embed / heads if null. fp8: the layers'
+    matmuls run in eight bits. tied: the embedding is the output projection too (gpt always). attention: cuDNN's kernel or XLA's program;
+    auto: cuDNN if available, otherwise XLA; the choice is logged.
     """
 
-    kind: Literal["llama", "gpt"] = "llama"
+    kind: KindName = "llama"
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128
     heads: Heads = 4
@@ -34,13 +82,18 @@ class ModelConfig:
     tied: bool = False
     dtype: Literal["f32", "bf16"] = "f32"
     fp8: bool = False
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: AttentionName = "auto"
     rope_theta: Positive = 10_000.0
     norm_eps: Positive = 1e-5
 
     @property
+    def facts(self) -> ModelKind:
+        """What is true of every model of this kind."""
+        return KINDS[self.kind]
+
+    @property
     def num_kv_heads(self) -> int:
-        """Key/value heads; as many as query heads unless given."""
+        """Key/value heads; by default as many as query heads."""
         return self.kv_heads or self.heads
 
     @property
@@ -50,22 +103,34 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """The width of the MLP: 4 x embed, or for llama's three matrices 8/3 x embed rounded up to 64, unless given."""
-        wide = 4 * self.embed if self.kind == "gpt" else -(-8 * self.embed // (3 * 64)) * 64
-        return self.ffn or wide
+        """The width of the MLP."""
+        return self.ffn or self.facts.default_ffn(self.embed)
 
     @property
     def is_tied(self) -> bool:
-        """Whether one matrix embeds and unembeds."""
-        return self.tied or self.kind == "gpt"
+        """Whether one table embeds tokens and scores them."""
+        return self.tied or self.facts.is_always_tied
+
+    def flops_per_token(self, num_parameters: int) -> float:
+        """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
+
+        6 for each parameter that is multiplied, and 6 · layers · width · seq for attention, as in PaLM (arXiv 2204.02311, appendix B), but
+        for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied: those of
+        learned positions, and of the embedding unless it is the output projection too.
+        """
+        looked_up = 0 if self.is_tied else self.vocab * self.embed
+        looked_up += self.seq * self.embed if self.facts.positions == "learned" else 0
+        attention = 6 * self.layers * self.heads * self.head_size * self.seq
+        return 6.0 * (num_parameters - looked_up) + attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What only several keys together can tell."""
+        """Problems that only several keys together show."""
         if self.head_dim is None and self.embed % self.heads:
             yield "heads", f"embed {self.embed} is not divisible by heads {self.heads}. Change one of them, or give head_dim"
         if self.heads % self.num_kv_heads:
             yield "kv_heads", f"heads {self.heads} is not divisible by kv_heads {self.num_kv_heads}. Use a divisor of {self.heads}"
-        if self.kind == "llama" and self.head_size % 2:
+        if self.facts.positions == "rotary" and self.head_size % 2:
             yield "head_dim", f"RoPE rotates pairs, but heads have the odd size {self.head_size}. Use an even size"
-        if self.kind == "gpt" and self.kv_heads not in (None, self.heads):
-            yield "kv_heads", f"gpt has as many key/value heads as heads ({self.heads}). Leave kv_heads out, or use kind: llama"
+        if not self.facts.has_kv_heads and self.kv_heads not in (None, self.heads):
+            others = " or ".join(name for name, kind in KINDS.items() if kind.has_kv_heads)
+            yield "kv_heads", f"{self.kind} has as many key/value heads as heads ({self.heads}). Leave kv_heads out, or use kind: {others}"

@@ -1,4 +1,12 @@
-"""Matrices of a layer, applied in the type that the model computes in."""
+"""The linear layer: x [..., k] · kernel [k, n] → [..., n], in the model's type or in eight bits.
+
+Parameters are f32, and a matmul runs in the type that `model.dtype` names, so the kernel is cast each time it is used. With `model.fp8`
+both sides of the matmul are rounded to eight bits as well (arXiv 2209.05433): e4m3 in the forward pass, which needs precision, e5m2 for
+cotangents, which need range. Either way the backward pass is written out here. In the model's type it is, because JAX's own runs slowly on
+CPUs; in eight bits it must be, because rounding has no useful derivative.
+
+nnx.Linear takes both as its `dot_general`, so the layer keeps its parameters' names.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +16,44 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traceback_util
 
-from train.models import fp8
 from train.models.config import ModelConfig
-from train.models.weights import INTO
 
-# A plan names the line of a program: of a matmul that is the model's, as with nnx.Linear's own.
+# A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
 traceback_util.register_exclusion(__file__)
+
+READING_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+"""For a kernel that reads the residual stream: outputs start with the variance of the inputs."""
+
+
+def adding_init(num_layers: int) -> nnx.Initializer:
+    """For a kernel that adds to the residual stream, which two in each layer do: their sum keeps its variance (GPT-2, section 2.3)."""
+    return nnx.initializers.variance_scaling(1.0 / (2 * num_layers), "fan_in", "normal")
 
 
 def compute_type(config: ModelConfig) -> jnp.dtype:
-    """Of activations, and of matmuls unless they run in eight bits."""
+    """The type of activations, and of matmuls unless they run in eight bits."""
     return jnp.dtype(jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
 
 
-def linear(config: ModelConfig, size_in: int, size_out: int, init: nnx.Initializer = INTO, *, use_bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
-    """[..., size_in] → [..., size_out]."""
-    dot = fp8.dot_general if config.fp8 else dot_general
+def linear(
+    config: ModelConfig, size_in: int, size_out: int, init: nnx.Initializer = READING_INIT, *, use_bias: bool, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """A layer [..., size_in] → [..., size_out] of a model."""
+    dot = fp8_dot if config.fp8 else full_dot
     return nnx.Linear(size_in, size_out, use_bias=use_bias, dtype=compute_type(config), dot_general=dot, kernel_init=init, rngs=rngs)
 
 
-def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
-    """jax.lax.dot_general for nnx.Linear: x [..., k] · kernel [k, n] → [..., n], in the type of x, with a backward pass of its own."""
-    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+# -- in the type of the input ------------------------------------------------------------------------------------
+
+
+def full_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is."""
+    _check_dims(x, dimension_numbers)
     return _matmul(x, kernel)
+
+
+def _check_dims(x: jax.Array, dimension_numbers: Any) -> None:
+    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
 
 
 @jax.custom_vjp
@@ -42,9 +65,9 @@ def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Arra
     return _matmul(x, kernel), (x, kernel)
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    by_x = jax.lax.dot_general(cotangent, kernel, (((x.ndim - 1,), (1,)), ((), ())))
+def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    by_x = jax.lax.dot_general(cotangent, kernel, (((x.ndim - 1,), (1,)), ((), ())))  # [..., n] · [k, n] → [..., k]
     return by_x, _sum_of_products(x, cotangent)
 
 
@@ -52,12 +75,63 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Over all positions: a [..., k], b [..., n] → [k, n].
+    """a [..., k], b [..., n] → [k, n], summed over all positions.
 
-    A CPU lays the left side of a matmul out anew, and what computes that side runs in the wrong order. JAX would take the cotangent;
-    this takes the smaller one, which several matmuls may share.
+    XLA's CPU backend transposes the left side of such a matmul, and fuses what computes that side into the transposed order, which is
+    slow. JAX would always put the cotangent there. This puts the smaller side there; several matmuls may share it (q, k and v read one x).
     """
     positions = tuple(range(a.ndim - 1))
     if a.shape[-1] > b.shape[-1]:
         return _sum_of_products(b, a).T
     return jax.lax.dot_general(a, b, ((positions, positions), ((), ())))
+
+
+# -- in eight bits -----------------------------------------------------------------------------------------------
+
+Scaled = tuple[jax.Array, jax.Array]
+"""An array in eight bits, and the f32 scalar to multiply it by."""
+
+
+def fp8_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x, of operands in eight bits; called as jax.lax.dot_general is.
+
+    Each tensor has one scale, which maps its own largest value to the format's largest, as in torchao's dynamic tensorwise scaling: no
+    history of past steps has to be checkpointed. XLA turns scale, convert and dot into one cuBLASLt matmul on GPUs of compute capability
+    8.9 and newer.
+    """
+    _check_dims(x, dimension_numbers)
+    return _fp8_matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _fp8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _fp8_forward(x, kernel)[0]
+
+
+def _fp8_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
+    a, b = _scaled(x, jnp.float8_e4m3fn), _scaled(kernel, jnp.float8_e4m3fn)
+    # The backward pass needs the kernel's type. Residuals are arrays, so an empty one carries it.
+    return _scaled_dot(a, b, (1, 0), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
+
+
+def _fp8_backward(residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b, like_kernel = residuals
+    c = _scaled(cotangent, jnp.float8_e5m2)
+    return _scaled_dot(c, b, (1, 1), cotangent.dtype), _scaled_dot(a, c, (0, 0), like_kernel.dtype)
+
+
+_fp8_matmul.defvjp(_fp8_forward, _fp8_backward)
+
+
+def _scaled(x: jax.Array, dtype: Any) -> Scaled:
+    largest = float(jnp.finfo(dtype).max)
+    # The lower limit keeps a tensor of zeros from being divided by zero.
+    scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-30) / largest
+    # Clipped, because rounding in the division may pass the largest value, which e4m3 would make NaN.
+    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype), scale
+
+
+def _scaled_dot(a: Scaled, b: Scaled, contracted: tuple[int, int], dtype: Any) -> jax.Array:
+    # XLA recognises this form: eight bits, converted, times a scalar, into a dot.
+    left, right = (values.astype(dtype) * scale.astype(dtype) for values, scale in (a, b))
+    return jax.lax.dot_general(left, right, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype)

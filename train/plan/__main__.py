@@ -1,4 +1,8 @@
-"""The command. Heavy imports wait for a checked config."""
+"""`jgt plan`: plans a run, and compares the plan with a budget, a lock, or another run's plan.
+
+The command exists to be run often, by people and by CI, so it answers an input's mistakes before it spends seconds on JAX: options, files
+and rules are all checked first, and all problems are printed at once. Only then are JAX and the planner imported, inside the functions.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jgt.document import InputError, collect
-from jgt.plan.chip import Target, parse_target
+from jgt.planner.budget import overruns
+from jgt.planner.chip import Target, parse_target
+from train.command_line import whole_number
 from train.config import Run, load
-from train.flags import whole_number
 
 if TYPE_CHECKING:
-    from jgt.plan.plan import Plan
+    from jgt.planner.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: planned, within budget and as locked; 1: not, and stderr says where; 2: the input is wrong."""
+    """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
     arguments = _parser().parse_args(argv)
     try:
         target, runs = _read(arguments)
-        from jgt.plan.lock import changes, read_lock, write_lock
+        from jgt.planner.compare import changes, read_lock, write_lock
         from train.plan.make import make_plan
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
+        # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
         plans = [make_plan(run, target, arguments.devices) for run in runs]
@@ -34,25 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     except (ValueError, RuntimeError) as error:
-        print(f"jgt plan: the step cannot be compiled, or what was compiled cannot be read: {error}", file=sys.stderr)
+        print(f"jgt plan: the step cannot be compiled, or the compiled program cannot be read: {error}", file=sys.stderr)
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
     plan = plans[0]
     _show(arguments, plan)
     if arguments.html is not None:
-        from jgt.plan.page import write_page
+        from jgt.planner.page import write_page
 
         write_page(plan, Path(arguments.html))
         print(f"Wrote {arguments.html}", file=sys.stderr)
     if arguments.lock is not None:
         write_lock(plan, Path(arguments.lock))
         print(f"Wrote {arguments.lock}", file=sys.stderr)
-    from jgt.plan.budget import overruns
-
+    # The lock is compared even if the budget is exceeded: one run of the command shows everything.
     problems = overruns(plan, runs[0].budget)
     if locked is not None and (lines := changes(plan, locked)):
-        problems.append(f"{arguments.check}: the plan has changed (- as locked, + as it is). If that is meant: --lock {arguments.check}")
+        problems.append(
+            f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"
+        )
         problems += lines
     if problems:
         print("\n".join(problems), file=sys.stderr)
@@ -60,18 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
-    """The target, and the run to plan, or the two to compare. Raises InputError with the problems of all."""
+    """The target, and the run to plan or the two runs to compare. Raises InputError with all problems."""
     problems: list[str] = []
     target: Target | None = None
     with collect(problems):
         target = None if arguments.target is None else parse_target(arguments.target)
     if arguments.config is None and arguments.diff is None:
-        problems.append("--config FILE is missing: the run to plan")
+        problems.append("--config FILE is missing. It names the run to plan")
         raise InputError(problems)
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
-        problems += [f"--{name} is of one plan, and does not go with --diff" for name in alone]
-    # The devices of the target, or of --devices, stand for those of the file.
+        problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
+    # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
     count = arguments.devices if target is None else target.num_devices
     devices = [] if count is None else [f"devices.virtual_cpu={count}"]
     runs: list[Run] = []
@@ -84,7 +91,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
 
 
 def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Each run's file and overrides: with --config, --diff names two rules files for it."""
+    """Each run's file and its own overrides. With --config, the files of --diff are rules for that run; otherwise they are runs."""
     if arguments.diff is None:
         return [(arguments.config, [])]
     if arguments.config is None:
@@ -96,13 +103,13 @@ def _show(arguments: argparse.Namespace, plan: Plan) -> None:
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
         return
-    from jgt.plan.table import print_plan
+    from jgt.planner.table import print_plan
 
     print_plan(plan)
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.plan.diff import differences, print_differences
+    from jgt.planner.compare import differences, print_differences
 
     if arguments.json:
         print(json.dumps(differences(plans[0], plans[1]), indent=1))
@@ -113,16 +120,22 @@ def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jgt plan", description="Tells what XLA will do with a run's step, for hardware that need not be here.")
+    parser = argparse.ArgumentParser(
+        prog="jgt plan", description="Shows what XLA will do with a run's training step, also for GPUs that you do not have."
+    )
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
-    parser.add_argument("--target", metavar="CHIP:HOSTSxGPUS", help="plan for these GPUs, such as h100:8x8 (extra jgt[plan-gpu]); else for CPU devices")
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="CPU devices to plan for, instead of the file's")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the plan")
-    parser.add_argument("--lock", metavar="FILE", help="write the plan's contract")
-    parser.add_argument("--check", metavar="FILE", help="fail when the plan has another contract than this one")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or with --config two rules files")
+    parser.add_argument(
+        "--target",
+        metavar="CHIP:HOSTSxGPUS",
+        help="plan for GPUs, such as h100:8x8: 8 hosts with 8 H100s (needs the extra jgt[plan-gpu]); default: CPU devices",
+    )
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="plan for N CPU devices; default: the number in the run's file")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
+    parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
+    parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or, with --config, two rules files for that run")
     return parser
 
 

@@ -1,4 +1,10 @@
-"""Records the trace of a run's steps by JAX's profiler, and writes and prints device time by signal."""
+"""Traces some steps of a run with JAX's profiler, and reports the device time of each signal.
+
+Steps are dispatched ahead of the devices, so the trace has to begin and end when no step is running: the training loop waits for the
+devices before it calls `start` and `finish`. In between, each dispatch is annotated with its step's number, which is how the report can
+say when the host was late. `jgt.profile` reads the trace; here it becomes a table for a person, `signals.json` for a program, and the
+trace itself for XProf or Perfetto. A trace that cannot be written costs the report, never the run.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +13,35 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from jgt.plan.hlo import Module
+from jgt.hlo.text import Module
+from jgt.profile.device_time import Profile, profile_of
 from jgt.profile.events import read_trace
-from jgt.profile.signals import Profile, profile
-from train.console import Screen
-from train.folder import PROFILE
-from train.profile.steps import Steps
+from train.profile.steps import PROFILE, StepRange
+from train.records.console import Screen
 
-TABLE = "signals.json"
-ANNOTATION = "train"
-"""Of a step, in the trace."""
-COLUMNS = ["signal", "forward", "backward", "recompute", "exposed", "sum", "share", "collectives"]
+_SIGNALS_FILE = "signals.json"
+_ANNOTATION = "train"
+"""The name of a step's dispatch in the trace."""
+_COLUMNS = ["signal", "forward", "backward", "recompute", "exposed", "sum", "share", "collectives"]
 
 
 class Profiler:
-    """The profile of one run, of no steps maybe. Close it."""
+    """The profiler of one run, which does nothing if `steps` is None. Close it."""
 
-    def __init__(self, steps: Steps | None, run: Path, process: int, screen: Screen):
+    def __init__(self, steps: StepRange | None, run: Path, process: int, screen: Screen):
         self._steps, self._screen, self._is_first = steps, screen, process == 0
-        # Processes on one machine would write to one file.
+        # JAX names a trace by host and second: processes on one machine would write to the same file.
         self._folder = run / PROFILE if process == 0 else run / PROFILE / f"process-{process}"
         self._before: set[Path] = set()
         self._tracing = False
 
     def check(self, done: int) -> None:
-        """Raises InputError where a start that goes on after `done` steps does not train these."""
+        """Raises InputError if a run that resumes after `done` steps does not train the steps to profile."""
         if self._steps is not None:
             self._steps.check(done)
 
@@ -45,51 +50,54 @@ class Profiler:
         return self._steps is not None and step == self._steps.first
 
     def ends(self, step: int) -> bool:
-        """Whether it ends with this step, at the latest."""
+        """Whether the trace is running and has to end with this step."""
         return self._tracing and self._steps is not None and step >= self._steps.last
 
     @property
     def tracing(self) -> bool:
-        """Whether a trace is under way."""
+        """Whether a trace is running."""
         return self._tracing
 
     def start(self) -> None:
-        """Begins the trace; call it when no step is under way."""
+        """Begins the trace. No step may be running."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._before = set(self._traces())
         options = jax.profiler.ProfileOptions()
-        # Every call of Python would be an event, and slow the host down.
+        # Otherwise every call of a Python function would be an event, and slow the host down.
         options.python_tracer_level = 0
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
         self._tracing = True
 
-    def around(self, step: int) -> AbstractContextManager[Any]:
-        """Around the dispatch of a step, which has its number in the trace."""
-        return jax.profiler.StepTraceAnnotation(ANNOTATION, step_num=step) if self._tracing else contextlib.nullcontext()
+    def around(self, step: int) -> AbstractContextManager[object]:
+        """A context for the dispatch of a step, which marks it in the trace with the step's number."""
+        return jax.profiler.StepTraceAnnotation(_ANNOTATION, step_num=step) if self._tracing else contextlib.nullcontext()
 
-    def finish(self, done: int, text: str, known: Iterable[str]) -> None:
-        """Ends the trace after step `done`, and says what is in it; call it when no step is under way.
+    def finish(self, done: int, text: str, known_signals: Iterable[str]) -> None:
+        """Ends the trace after step `done` and reports it. No step may be running.
 
-        text: of the compiled step; known: the whole names of signals.
+        text: of the compiled step; known_signals: the full paths of the model's signals.
         """
         self.close()
         new = [path for path in self._traces() if path not in self._before]
         if not self._is_first or not new or self._steps is None:
             return
+        # JAX writes one trace per process and recording.
         (file,), first = new, self._steps.first
-        found = profile(read_trace(file, ANNOTATION), Module.of(text), done + 1 - first, known)
+        profile = profile_of(read_trace(file, _ANNOTATION), Module.parse(text), done + 1 - first, known_signals)
         title = f"Profile of steps {first} to {done}"
-        if found is None:
-            self._screen.say(f"{title}: no device tells in {file} what it did")
+        if profile is None:
+            self._screen.say(f"{title}: the trace {file} contains no device work of the training step")
             return
-        table = self._folder / TABLE
-        table.write_text(json.dumps({"first": first, "last": done, "trace": str(file.relative_to(self._folder)), **found.to_json()}, indent=1) + "\n")
-        self._screen.table(f"{title}: milliseconds of a device in a step", COLUMNS, list(rows(found)), numbers=len(COLUMNS) - 1)
-        self._screen.say(f"Written to {table}; the trace for XProf and TensorBoard, and one for Perfetto (.json.gz), to {file.parent}")
+        table = self._folder / _SIGNALS_FILE
+        report = {"first": first, "last": done, "trace": str(file.relative_to(self._folder)), **asdict(profile)}
+        table.write_text(json.dumps(report, indent=1) + "\n")
+        self._screen.table(f"{title}: milliseconds per device and step", _COLUMNS, list(_rows(profile)), numbers=len(_COLUMNS) - 1)
+        self._screen.say(f"Table written to {table}; traces for XProf or TensorBoard, and for Perfetto (.json.gz), to {file.parent}")
 
     def close(self) -> None:
-        """Ends the trace if one is under way; a run goes on when it cannot be written."""
+        """Ends the trace if one is running. Failing to write it does not stop the run."""
         if self._tracing:
+            # First of all: whatever fails below, the trace is not ended a second time.
             self._tracing = False
             try:
                 jax.profiler.stop_trace()
@@ -100,18 +108,18 @@ class Profiler:
         return self._folder.glob("plugins/profile/*/*.xplane.pb")
 
 
-def rows(found: Profile) -> Iterator[list[str]]:
-    """The table for a person: signals and idle time, which add up to the step."""
-    for row in found.signals:
-        kernels = (row.forward_ms, row.backward_ms, row.recompute_ms, row.exposed_ms)
-        yield [row.signal, *map(_ms, kernels), _ms(sum(kernels)), f"{row.share:.1%}", _ms(row.collectives_ms)]
+def _rows(profile: Profile) -> Iterator[list[str]]:
+    """The table's rows: signals and three kinds of idle time, which add up to the last row, the step."""
+    for row in profile.signals:
+        times = (row.forward_ms, row.backward_ms, row.recompute_ms, row.exposed_ms)
+        yield [row.signal, *map(_ms, times), _ms(sum(times)), f"{row.share:.1%}", _ms(row.collectives_ms)]
     idle = (
-        ("idle within a step", found.idle_ms - found.between_ms),
-        ("idle between steps", found.between_ms - found.late_ms),
-        ("idle, the host is late", found.late_ms),
+        ("idle within steps", profile.idle_ms - profile.between_ms),
+        ("idle between steps", profile.between_ms - profile.late_ms),
+        ("idle, host is late", profile.late_ms),
     )
-    for name, ms in (*idle, ("step", found.step_ms)):
-        yield [name, "", "", "", "", f"{ms:.2f}", f"{ms / found.step_ms:.1%}", ""]
+    for name, ms in (*idle, ("step", profile.step_ms)):
+        yield [name, "", "", "", "", f"{ms:.2f}", f"{ms / profile.step_ms:.1%}", ""]
 
 
 def _ms(ms: float) -> str:

@@ -1,4 +1,4 @@
-"""Which steps of a run a profile is of."""
+"""The steps that `--profile A:B` names, checked against the run before anything is compiled."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from jgt.document import InputError
 from train.config import Run
 
 MAX_STEPS = 100
-"""A trace is held in memory until it ends."""
+"""JAX's profiler keeps a trace in memory until it ends."""
 _WHERE = "command line: --profile"
+
+PROFILE = "profile"
+"""The folder, in that of the run, for what `--profile` records."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
-    """The first and the last one."""
+class StepRange:
+    """Steps `first` to `last`, both included, counted from 1."""
 
     first: int
     last: int
 
     @property
     def num(self) -> int:
-        """How many they are."""
+        """The number of steps."""
         return self.last - self.first + 1
 
     def check(self, done: int) -> None:
-        """Raises InputError where a start that goes on after `done` steps does not train the first of these."""
+        """Raises InputError if a run that resumes after `done` steps does not train the first of these."""
         if self.first <= done:
-            raise InputError([f"{_WHERE}: {self.first}:{self.last}: the run goes on after step {done}. Name later steps, or start it anew: --resume never"])
+            message = f"the run resumes after step {done}. Name later steps, or start the run from the beginning with --resume never"
+            raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
 
 
-def read_steps(text: str | None, run: Run) -> Steps | None:
-    """From the command line: A:B. Raises InputError for what the run does not train."""
+def read_step_range(text: str | None, run: Run) -> StepRange | None:
+    """Reads `A:B` from the command line; None without the option. Raises InputError if the run does not have these steps."""
     if text is None:
         return None
     found, total, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), run.config.train.steps, f"{_WHERE}: {text}"
     if not found:
-        raise InputError([f"{where}: is no pair of steps. Write A:B, the first and the last one, such as 5:14"])
-    steps = Steps(first=int(found[1]), last=int(found[2]))
+        raise InputError([f"{where}: is not a range of steps. Write A:B, the first and the last step, such as 5:14"])
+    steps = StepRange(first=int(found[1]), last=int(found[2]))
     if steps.first < 1:
-        raise InputError([f"{where}: there is no step {steps.first}; the first one is step 1. The first two of a start warm up: 3 is a good begin"])
+        hint = "Steps are counted from 1. The first two after a start are slower (warm-up), so 3 is a good first step"
+        raise InputError([f"{where}: there is no step {steps.first}. {hint}"])
     if steps.last < steps.first:
-        raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write the first one first: {steps.last}:{steps.first}"])
+        raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write {steps.last}:{steps.first}"])
     if steps.last > total:
-        raise InputError([f"{where}: the run has {total} steps (train.steps). Name some of them, or raise it: train.steps={steps.last}"])
+        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
     if steps.num > MAX_STEPS:
-        raise InputError([f"{where}: has {steps.num} steps, and a trace at most {MAX_STEPS}. Name fewer, such as {steps.first}:{steps.first + 9}"])
+        fewer = f"{steps.first}:{steps.first + 9}"
+        raise InputError([f"{where}: these are {steps.num} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as {fewer}"])
     return steps

@@ -1,4 +1,4 @@
-"""The command. Imports neither JAX nor numpy: a report is there at once."""
+"""The command line of the report. It imports neither JAX nor numpy, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.report.accounts import read_accounts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: shown; 2: there is no run there, or it has no events, and stderr says so."""
+    """Prints the report. Exit code 2, with the reason on stderr, if RUN is not a run directory, has no events, or cannot be read."""
     arguments = _parser().parse_args(argv)
     try:
         accounts = read_accounts(Path(arguments.run))
@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(accounts.to_json(), indent=1))
     else:
-        from train.report.table import show
+        from train.report.table import print_accounts
 
-        show(accounts)
+        print_accounts(accounts)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="train.report", description="Where a run's wall time went, over all its starts.")
+    parser = argparse.ArgumentParser(prog="train.report", description="Shows where a run's wall time went, over all its starts.")
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -1,4 +1,16 @@
-"""The accounts of a run's wall time: what of it counts, and what took the rest."""
+"""The accounts of a run's wall time: how much of it counts, and what the rest was spent on.
+
+Wall time runs from the beginning of the first start to the last event, and every second of it belongs to exactly one cause.
+The starts are gone through in order, with a mark at the moment up to which time is accounted for. The time from the mark to
+the beginning of a start is `down`. Inside a start, its phases and its stretches of steps take the seconds that they measured,
+`other` takes the rest, and the mark moves to the end of the start. Two things could count a second twice, and both come from
+a clock that was set: a start that seems to begin before the one before it ended counts only from the mark on, and phases that
+are longer than their start are scaled to fit.
+
+Of the time in steps, only the steps that count are useful. A step that was trained, but lies behind the checkpoint from which
+a later start resumed, was lost and trained again: its time is `redone`. Steps inside one stretch share its seconds in
+proportion.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +24,42 @@ from typing import Any
 
 from jgt import document
 from jgt.document import InputError
-from train.report.events import Event, read_events
-from train.report.starts import Start, find_starts
+from train.report.events import Event, StartSummary, find_starts, read_events
 from train.report.stragglers import Stragglers, find_stragglers
 
 CAUSES: Mapping[str, str] = {
     "steps": "steps that count",
     "redone": "steps lost to a restart",
     "down": "between two starts",
-    "startup": "process and links",
+    "startup": "starting and connecting processes",
     "open": "opening model and data",
     "compile": "compiling",
     "init": "initialization",
     "restore": "finding and restoring a checkpoint",
     "save": "saving, while training waits",
     "eval": "evaluating",
-    "sample": "writing a sample",
+    "sample": "generating the sample",
     "other": "anything else inside a start",
 }
-"""What wall time goes to: each second to one of them."""
+"""What wall time is spent on, and its name in the table. Each second belongs to one of them."""
 
 NO_RECORD = "no record"
-"""How a start ended whose events do not tell."""
+"""How a start ended, if its events do not say."""
 
 _DIGITS = 6
-"""Decimals of a second: a float that counts them from 1970 has no more."""
+"""Decimals of a second: a float of seconds since 1970 has no more."""
 
-_CAUSE_OF = {"start": "startup", "verify": "restore", **{name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample")}}
+_CAUSE_OF = {
+    "start": "startup",
+    "verify": "restore",
+    # Phases that are causes under the same name. All other phases are part of `other`.
+    **{name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample")},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Seconds, and their share of the wall time."""
+    """Seconds, and their share of wall time."""
 
     seconds: float
     share: float
@@ -51,10 +67,11 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Steps that count and their tokens, over the seconds in them and over wall time; None where there are none.
+    """The speed of a run, by the steps that count. None if there are no such steps.
 
-    tokens_per_step: by the config of the latest start; None where that cannot be read. median_step_s, slowest_step_s: seconds a
-    step in the median and the slowest stretch, redone ones included; slowest_first, slowest_last: the steps of the latter.
+    steps_per_s, tokens_per_s: over the seconds spent in these steps; with _wall: over wall time. tokens_per_step: from the run's config;
+    None if that cannot be read. median_step_s, slowest_step_s: seconds per step in the median and in the slowest stretch of all
+    steps, lost ones included; slowest_first, slowest_last: the steps of the slowest stretch.
     """
 
     tokens_per_step: int | None
@@ -70,11 +87,15 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Accounts:
-    """Where a run's wall time went, from the begin of its first start to its last event.
+    """Where a run's wall time went, from the beginning of its first start to its last event.
 
-    goodput is the share of wall time in steps that count: productive and preserved, in the words of the ML Goodput Measurement
-    library (https://docs.cloud.google.com/tpu/docs/goodput); time without a process is part of wall time, as in scheduling times
-    runtime goodput of ML Productivity Goodput (arXiv 2502.06982). A step counts unless a later start went on from before it.
+    goodput: the share of wall time in steps that count, which the ML Goodput Measurement library
+    (https://docs.cloud.google.com/tpu/docs/goodput) calls productive and preserved. Time between starts is part of wall time: in
+    ML Productivity Goodput (arXiv 2502.06982) this is scheduling goodput times runtime goodput.
+    steps, steps_redone: the number of steps that count, and of trained steps that do not.
+    restarts_after: how the starts before a restart ended, with counts.
+    skipped: updates that were not applied, by reason.
+    unreadable_lines: in all events files.
     """
 
     run: str
@@ -83,7 +104,7 @@ class Accounts:
     causes: Mapping[str, Share]
     steps: int
     steps_redone: int
-    starts: tuple[Start, ...]
+    starts: tuple[StartSummary, ...]
     restarts: int
     restarts_after: Mapping[str, int]
     skipped: Mapping[str, int]
@@ -94,104 +115,106 @@ class Accounts:
     unreadable_lines: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The report as plain values."""
         return asdict(self) | {"starts": [start.to_json() for start in self.starts]}
 
 
 def read_accounts(run: Path) -> Accounts:
-    """The accounts of a run directory. Raises InputError where there are none, and OSError."""
+    """The accounts of a run directory. Raises InputError if it is not a run directory or has no events, and OSError."""
     first = run / "events.jsonl"
     if not run.is_dir():
-        raise InputError([f"{run}: is no run directory. Name one, such as runs/quickstart"])
+        raise InputError([f"{run}: is not a run directory. Name one, such as runs/quickstart"])
     if not first.is_file():
-        raise InputError([f"{run}: is no run directory: it has no events.jsonl. Name one, such as runs/quickstart"])
+        raise InputError([f"{run}: is not a run directory: it has no events.jsonl. Name one, such as runs/quickstart"])
     events, unreadable = read_events(first)
     if not events:
-        lines = f"{unreadable} lines, none of which can be read" if unreadable else "no lines"
-        raise InputError([f"{first}: has no events: {lines}. A run writes its first when it starts"])
-    others: dict[int, tuple[Start, ...]] = {}
+        lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
+        raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
+    others: dict[int, tuple[StartSummary, ...]] = {}
+    # Process 0's file has no number. Others, such as a copy that someone made, are left alone.
     for path in sorted(run.glob("events-*.jsonl")):
         if (process := path.stem.removeprefix("events-")).isdecimal():
-            found, wrong = read_events(path)
-            others[int(process)] = find_starts(found)
-            unreadable += wrong
+            other_events, other_unreadable = read_events(path)
+            others[int(process)] = find_starts(other_events)
+            unreadable += other_unreadable
     return account(str(run), events, others, tokens_per_step=_tokens_per_step(run), unreadable_lines=unreadable)
 
 
 def account(
     run: str,
     events: Sequence[Event],
-    others: Mapping[int, Sequence[Start]] | None = None,
+    others: Mapping[int, Sequence[StartSummary]] | None = None,
     *,
     tokens_per_step: int | None = None,
     unreadable_lines: int = 0,
 ) -> Accounts:
-    """The accounts of process 0's events, of which there is at least one; others: the starts of the other processes."""
+    """The accounts from the events of process 0, at least one. others: the starts of the other processes."""
     starts = find_starts(events)
-    limits = _limits(starts)
-    causes = _causes(starts, limits)
-    # The parts of wall time, summed, are wall time to the last digit.
+    limits = _last_preserved_steps(starts)
+    causes = _seconds_by_cause(starts, limits)
+    # Wall time is defined as the sum of its parts, so that a reader who adds them up arrives at the same number to the last digit.
     wall = math.fsum(causes.values())
     trained = sum(stretch.steps for start in starts for stretch in start.stretches)
-    kept = sum(stretch.kept(limit) for start, limit in zip(starts, limits, strict=True) for stretch in start.stretches)
+    preserved = sum(stretch.steps_up_to(limit) for start, limit in zip(starts, limits, strict=True) for stretch in start.stretches)
     phases = Counter(event.phase for event in events)
     return Accounts(
         run=run,
         wall_s=wall,
         goodput=_share(causes["steps"], wall),
         causes={cause: Share(seconds=seconds, share=_share(seconds, wall)) for cause, seconds in causes.items()},
-        steps=kept,
-        steps_redone=trained - kept,
+        steps=preserved,
+        steps_redone=trained - preserved,
         starts=starts,
         restarts=len(starts) - 1,
         restarts_after=dict(Counter(start.ended or NO_RECORD for start in starts[:-1])),
+        # Both keys are always present, for programs that read the JSON.
         skipped={name: phases[name] for name in ("nonfinite", "spike")},
         failed_saves=phases["save_failed"],
         faults=dict(Counter(event.text("kind") or "unknown" for event in events if event.phase == "fault")),
-        throughput=_throughput(starts, kept, tokens_per_step, causes["steps"], wall),
+        throughput=_throughput(starts, preserved, tokens_per_step, causes["steps"], wall),
         stragglers=find_stragglers(starts, others or {}),
         unreadable_lines=unreadable_lines,
     )
 
 
-def _limits(starts: Sequence[Start]) -> list[float]:
-    """For each start the last of its steps that counts: a later start that goes on from before a step loses it."""
+def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:
+    """For each start, the last step that counts if it trained it: a later start that resumes before a step makes it lost."""
     limits, limit = [], math.inf
+    # Backwards, because a step is lost by the earliest checkpoint that any later start resumed from.
     for start in reversed(starts):
         limits.append(limit)
+        # A start that ended before it resumed took nothing away.
         limit = min(limit, math.inf if start.resumed is None else start.resumed)
     return limits[::-1]
 
 
-def _causes(starts: Sequence[Start], limits: Sequence[float]) -> dict[str, float]:
-    """Seconds by cause.
-
-    Wall time is the host's clock, which can be set; seconds are not. Where a start begins before the last one ended it counts from
-    there on, and where its phases are longer than it they shrink alike.
-    """
+def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -> dict[str, float]:
+    """The seconds of wall time for each cause. limits: for each start, the last of its steps that counts."""
     seconds: dict[str, list[float]] = {cause: [] for cause in CAUSES}
-    known = starts[0].begin
+    accounted_until = starts[0].begin
     for start, limit in zip(starts, limits, strict=True):
-        begin = max(start.begin, known)
+        begin = max(start.begin, accounted_until)
         end = max(start.end, begin)
         parts = [(_CAUSE_OF[phase], spent) for phase, spent in start.seconds.items() if phase in _CAUSE_OF]
         for stretch in start.stretches:
-            kept = stretch.kept(limit) / stretch.steps
-            parts += [("steps", stretch.seconds * kept), ("redone", stretch.seconds * (1 - kept))]
+            preserved = stretch.steps_up_to(limit) / stretch.steps
+            parts += [("steps", stretch.seconds * preserved), ("redone", stretch.seconds * (1 - preserved))]
         total = math.fsum(spent for _, spent in parts)
-        fits = min(1.0, (end - begin) / total) if total else 1.0
+        # If a clock was set, the phases can be longer than the start that contains them: all of them shrink by the same factor.
+        scale = min(1.0, (end - begin) / total) if total else 1.0
         for cause, spent in parts:
-            seconds[cause].append(spent * fits)
-        seconds["down"].append(round(begin - known, _DIGITS))
+            seconds[cause].append(spent * scale)
+        seconds["down"].append(round(begin - accounted_until, _DIGITS))
         seconds["other"].append(max(0.0, round(end - begin - total, _DIGITS)))
-        known = end
+        accounted_until = end
     return {cause: math.fsum(parts) for cause, parts in seconds.items()}
 
 
-def _throughput(starts: Sequence[Start], kept: int, tokens: int | None, useful: float, wall: float) -> Throughput:
+def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, useful: float, wall: float) -> Throughput:
+    """steps: how many count; tokens: per step; useful: the seconds in steps that count; wall: the seconds of wall time."""
     speeds = [(stretch.seconds / stretch.steps, stretch) for start in starts for stretch in start.stretches]
     slowest_s, slowest = max(speeds, key=lambda speed: speed[0], default=(None, None))
-    over_steps, over_wall = (kept / seconds if kept and seconds else None for seconds in (useful, wall))
+    over_steps, over_wall = (steps / seconds if steps and seconds else None for seconds in (useful, wall))
     return Throughput(
         tokens_per_step=tokens,
         steps_per_s=over_steps,
@@ -206,10 +229,12 @@ def _throughput(starts: Sequence[Start], kept: int, tokens: int | None, useful: 
 
 
 def _tokens_per_step(run: Path) -> int | None:
+    """By the config of the latest start; None if it cannot be read. The config may be of a version with other keys."""
     try:
         config = document.read(run / "config.yaml").plain()
     except InputError:
         return None
+    # The file may be anything that YAML allows; only whole numbers in both places give an answer.
     match config:
         case {"train": {"batch": int(batch)}, "model": {"seq": int(seq)}}:
             return batch * seq

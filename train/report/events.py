@@ -1,21 +1,31 @@
-"""The lines of an events file."""
+"""The events files of a run, read back: lines into events, and events into the starts that wrote them.
+
+A run is often started many times: it is stopped, killed, moved to other machines, and started again, and every start appends
+to the same file. The file is read by what it says, not by how it should look. A killed process leaves half a line, an older
+version wrote other keys, a clock was set back. So every value is checked when it is read, a line that is not an event is
+counted instead of refused, and a `StartSummary` has None for everything that its events do not say. Whoever reads further can
+rely on finite numbers, steps from 1 on, and at least one event per start.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KILLED = "killed"
+"""How a start ended that wrote no `stop`, although another start followed."""
 MAX_COUNT = 2**53
+"""Whole numbers below it are exact in JSON. Larger ones are not an event's."""
 MAX_SECONDS = 253_402_300_800
-"""The year 10000. Larger numbers are no event's."""
+"""The year 10000, in seconds since 1970. Larger numbers are not an event's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line. time: when it began, seconds since 1970; details: its other keys."""
+    """One line of the file. time: when the event began, in seconds since 1970; details: the other keys of the line."""
 
     phase: str
     time: float
@@ -24,22 +34,23 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it ended, seconds since 1970."""
+        """When the event ended, in seconds since 1970."""
         return self.time + self.seconds
 
     def count(self, key: str) -> int | None:
-        """A detail that is a whole number, not negative; None where it is absent or another thing."""
+        """A detail that is a whole number of at least 0; None if it is absent or anything else."""
         value = self.details.get(key)
+        # Not isinstance: True is an int.
         return value if type(value) is int and 0 <= value < MAX_COUNT else None
 
     def text(self, key: str) -> str | None:
-        """A detail that is text; None where it is absent or another thing."""
+        """A detail that is text; None if it is absent or anything else."""
         value = self.details.get(key)
         return value if isinstance(value, str) else None
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
-    """The events of a file, and how many of its lines could not be read. Raises OSError."""
+    """The events of a file, and the number of its lines that could not be read. Raises OSError."""
     events: list[Event] = []
     unreadable = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -48,7 +59,8 @@ def read_events(path: Path) -> tuple[list[Event], int]:
         event = _event(line)
         if event is None:
             unreadable += 1
-            # A killed process cuts its last line short, and the next start goes on behind it, in the same line.
+            # A killed process can leave its last line open, and older versions continued in the same line. So the line is read again
+            # from the last place where an event begins.
             event = _event(line[max(line.rfind('{"phase"'), 0) :])
         if event is not None:
             events.append(event)
@@ -56,15 +68,17 @@ def read_events(path: Path) -> tuple[list[Event], int]:
 
 
 def seconds_of(value: Any) -> float | None:
-    """A number of seconds, not negative; None where it is another thing."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if plain and 0 <= value < MAX_SECONDS else None
+    """A number of seconds of at least 0; None if the value is anything else."""
+    # NaN fails the comparison below, and so does infinity.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < MAX_SECONDS else None
 
 
 def _event(line: str) -> Event | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
+        # RecursionError: a damaged line may be a hundred thousand open brackets.
         return None
     if not isinstance(row, dict):
         return None
@@ -72,3 +86,105 @@ def _event(line: str) -> Event | None:
     if not isinstance(phase, str) or time is None or seconds is None:
         return None
     return Event(phase=phase, time=time, seconds=seconds, details=row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive steps, from `first` to `last`, both included. busy: the seconds in which the host did not wait for devices."""
+
+    first: int
+    last: int
+    seconds: float
+    busy: float | None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return self.last - self.first + 1
+
+    def steps_up_to(self, limit: float) -> int:
+        """The number of its steps that are not after step `limit`."""
+        return max(0, min(self.steps, int(min(limit, self.last)) - self.first + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSummary:
+    """What one process did in one start of the run, as far as its events say. What they do not say is None.
+
+    begin, end: seconds since 1970; the end is the end of the last event. resumed: the step that it resumed from, 0 for a fresh start.
+    reached: the last step known to be done. ended: the `why` of its `stop` event; without one, KILLED if another start followed.
+    seconds: the seconds in each phase, without steps.
+    """
+
+    begin: float
+    end: float
+    resumed: int | None
+    reached: int | None
+    ended: str | None
+    processes: int | None
+    devices: int | None
+    host: str | None
+    seconds: Mapping[str, float]
+    stretches: tuple[Stretch, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of `starts` in the report's JSON."""
+        return {name: getattr(self, name) for name in ("begin", "end", "resumed", "reached", "ended", "processes", "devices", "host")}
+
+
+def find_starts(events: Sequence[Event]) -> tuple[StartSummary, ...]:
+    """The starts in the events of one process, in order."""
+    groups = list(_split_at_starts(events))
+    return tuple(_summary(group, is_last=group is groups[-1]) for group in groups)
+
+
+def _split_at_starts(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """The events of each start. A start begins at `start`; in older files, or if that line was lost, at a second `verify`."""
+    group: list[Event] = []
+    for event in events:
+        if group and (event.phase == "start" or (event.phase == "verify" and any(e.phase == "verify" for e in group))):
+            yield group
+            group = []
+        group.append(event)
+    if group:
+        yield group
+
+
+def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
+    by_phase: dict[str, list[Event]] = {}
+    for event in events:
+        by_phase.setdefault(event.phase, []).append(event)
+    resumed = next((e.count("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
+    stretches = tuple(_stretches(by_phase.get("step", ()), resumed or 0))
+    # The events before the steps were lost: the first step says where the start resumed.
+    if resumed is None and stretches:
+        resumed = stretches[0].first - 1
+    stop, opening = by_phase.get("stop", [None])[-1], by_phase.get("start", [None])[0]
+    # These events name a step that was done before they began.
+    known = [e.count("step") for name in ("save", "eval", "stop") for e in by_phase.get(name, ())]
+    return StartSummary(
+        begin=events[0].time,
+        # The latest end, which need not be the last line's: the clock may have been set back.
+        end=round(max(event.end for event in events), 6),
+        resumed=resumed,
+        reached=max((step for step in [*known, *(s.last for s in stretches), resumed] if step is not None), default=None),
+        ended=stop.text("why") if stop is not None else None if is_last or opening is None else KILLED,
+        processes=opening.count("processes") if opening is not None else None,
+        devices=opening.count("devices") if opening is not None else None,
+        host=opening.text("host") if opening is not None else None,
+        seconds={name: sum(e.seconds for e in group) for name, group in by_phase.items() if name != "step"},
+        stretches=stretches,
+    )
+
+
+def _stretches(events: Sequence[Event], done: int) -> Iterator[Stretch]:
+    """The stretches of a start that resumed from step `done`. Older files have one `step` event per start, with a count of steps only."""
+    for event in events:
+        first, last, steps = (event.count(key) for key in ("first", "last", "steps"))
+        first = done + 1 if first is None else first
+        last = first + (steps or 0) - 1 if last is None else last
+        # Anything else is not a stretch, and would divide by zero later.
+        if first >= 1 and last >= first:
+            busy = seconds_of(event.details.get("busy"))
+            yield Stretch(first=first, last=last, seconds=event.seconds, busy=busy)
+            done = last

@@ -1,4 +1,9 @@
-"""Which process the others wait for."""
+"""The process that the others wait for.
+
+All processes take the same time for a step, because its collectives wait for the slowest. So step times cannot show which one
+is slow. What differs is how a host spends that time: a fast one waits for its devices, a slow one is busy with its own work,
+such as reading data and dispatching. The process with the most work of its own per step is the straggler.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from train.report.starts import Start
+from train.report.events import StartSummary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """The seconds a step that a process' host spends on its own work (reading data, dispatching), not waiting for devices."""
+    """The seconds per step that the host of a process spends on its own work, instead of waiting for its devices."""
 
     process: int
     host: str | None
@@ -20,9 +25,9 @@ class Busy:
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Processes side by side, the busiest first. All take the same time for a step: they wait for the slowest.
+    """The processes, the busiest first. slowest, host: the busiest one; slowest_s, median_s: seconds of own work per step.
 
-    spread: the slowest over the median; None where the median is 0.
+    spread: slowest_s divided by median_s; None if the median is 0.
     """
 
     processes: tuple[Busy, ...]
@@ -33,32 +38,37 @@ class Stragglers:
     spread: float | None
 
 
-def find_stragglers(starts: Sequence[Start], others: Mapping[int, Sequence[Start]]) -> Stragglers | None:
-    """Over the last start of process 0 that has steps, and those of the others at that time; None with one process."""
+def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequence[StartSummary]]) -> Stragglers | None:
+    """Compares the processes in the last start of process 0 that has steps. None if only one process has steps in it.
+
+    starts: of process 0; others: of the other processes.
+    """
     last = next((start for start in reversed(starts) if start.stretches), None)
     if last is None:
         return None
-    beside = {0: last}
-    for process, theirs in others.items():
-        then = [start for start in theirs if start.begin <= last.end and start.end >= last.begin]
-        if then and (last.processes is None or process < last.processes):
-            beside[process] = then[-1]
-    found = [busy for process, start in beside.items() if (busy := _busy(process, start)) is not None]
-    if len(found) < 2:
+    start_of = {0: last}
+    for process, their_starts in others.items():
+        # Files of more processes than this start had are left from earlier starts.
+        overlapping = [start for start in their_starts if start.begin <= last.end and start.end >= last.begin]
+        if overlapping and (last.processes is None or process < last.processes):
+            start_of[process] = overlapping[-1]
+    processes = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
+    if len(processes) < 2:
         return None
-    found.sort(key=lambda busy: (-busy.step_s, busy.process))
-    median = statistics.median(busy.step_s for busy in found)
+    # Ties go to the lowest process, so that the report is the same each time.
+    processes.sort(key=lambda busy: (-busy.step_s, busy.process))
+    slowest, median = processes[0], statistics.median(busy.step_s for busy in processes)
     return Stragglers(
-        processes=tuple(found),
-        slowest=found[0].process,
-        host=found[0].host,
-        slowest_s=found[0].step_s,
+        processes=tuple(processes),
+        slowest=slowest.process,
+        host=slowest.host,
+        slowest_s=slowest.step_s,
         median_s=median,
-        spread=found[0].step_s / median if median else None,
+        spread=slowest.step_s / median if median else None,
     )
 
 
-def _busy(process: int, start: Start) -> Busy | None:
+def _busy(process: int, start: StartSummary) -> Busy | None:
     timed = [(stretch.busy, stretch.steps) for stretch in start.stretches if stretch.busy is not None]
     if not timed:
         return None

@@ -1,0 +1,13 @@
+"""The proof that a loss may be computed from microbatches: when is f(batch) the sum, or the mean, of f over parts of the batch?
+
+This is the door of the room; import from here only. `growth_of` compares two traces of a function and says how each value grows
+with the batch. `align_microbatch` maps its equations to those of the trace that a microbatch runs. README.md explains the
+question, the rules and one example; read it before the files.
+"""
+
+from jgt.batch.align import align_microbatch
+from jgt.batch.extent import Extent
+from jgt.batch.growth import AlignmentError, Feed, Growth
+from jgt.batch.walk import growth_of
+
+__all__ = ["AlignmentError", "Extent", "Feed", "Growth", "align_microbatch", "growth_of"]

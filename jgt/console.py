@@ -1,0 +1,46 @@
+"""What all commands print with: one console, one kind of table, and numbers in the form in which people read them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH_OF_FILES = 160
+"""The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A console on stdout, as wide as the terminal. quiet: it prints nothing."""
+    # highlight: rich would colour numbers and paths in messages as it sees fit.
+    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+
+
+def make_table(title: str, columns: Sequence[str], texts: int) -> Table:
+    """An empty table. The first `texts` columns contain text; the others contain numbers, aligned to the right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", min_width=len(title))
+    for index, column in enumerate(columns):
+        # fold: a name too long for its column continues on the next line instead of losing its end.
+        table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
+    return table
+
+
+def size_text(count: float) -> str:
+    """A number of bytes in the largest unit that leaves a number of at least 1: `3.2 MB`. A MB is 10**6 bytes."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def count_text(count: float) -> str:
+    """Three significant digits, or all digits of the whole part, with commas between thousands: `0.0123`, `12,345`."""
+    return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Mesh axes as one word: `data+fsdp`."""
+    return "+".join(axes) or "(none)"

@@ -1,0 +1,97 @@
+"""How computations call one another, and how values flow through the calls.
+
+XLA's text is flat. A collective in the body of a loop appears in it once although it runs in every iteration, and a value that enters the
+body is only `parameter(0)` there. Two questions therefore need the calls: how often does a computation run in a step, and what is a
+value made of, or used for, beyond its own computation?
+
+An instruction runs as often as its computation, and a computation as often as all its callers together. A caller counts its body once
+(a call, a fusion, an asynchronous start), `trip_count` times (a loop), or the fraction of the visits that take the branch (a
+conditional). The product along nested loops follows from the recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from jgt.hlo.instruction import Instruction
+from jgt.hlo.text import Computation, Module, Spot
+from jgt.program.scopes import branch_share
+
+_OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
+"""Ops whose results do not correspond to their operands one by one."""
+
+
+def runs_per_step(module: Module) -> dict[str, Fraction]:
+    """How often each computation runs in one run of the program.
+
+    A loop of unknown length counts as one iteration, and a branch without a known fraction as always taken.
+    """
+    runs: dict[str, Fraction] = {module.entry: Fraction(1)}
+
+    def of(name: str) -> Fraction:
+        if name not in runs:
+            # XLA has no recursion, but a malformed text might: 0 ends it.
+            runs[name] = Fraction(0)
+            runs[name] = sum((of(at) * _runs_per_call(module, caller, name) for at, caller in module.callers.get(name, ())), Fraction(0))
+        return runs[name]
+
+    # Computations that nothing calls get 0.
+    for name in module.computations:
+        of(name)
+    return runs
+
+
+def fraction_taken(module: Module, branch: str) -> Fraction:
+    """The fraction of a conditional's visits that take this branch; 1 if it is unknown.
+
+    XLA does not know it. A pipeline does, from its schedule, and writes it as a named scope around what is in the branch.
+    """
+    return branch_share(i.op_name for i in module.computations[branch].instructions.values())
+
+
+def _runs_per_call(module: Module, caller: Instruction, called: str) -> Fraction:
+    if caller.op == "while":
+        trip_count = 1 if caller.trip_count is None else caller.trip_count
+        # The condition is evaluated once more than the body: the last time it ends the loop.
+        return Fraction(trip_count + (caller.attribute("condition") == called))
+    return fraction_taken(module, called) if caller.op == "conditional" else Fraction(1)
+
+
+def producers(module: Module, spot: Spot) -> Iterator[Spot]:
+    """The instructions that a value is directly computed from. For a parameter, these are the arguments that its callers pass."""
+    computation = module.computations[spot.computation]
+    instruction = computation.instructions[spot.name]
+    if instruction.op == "get-tuple-element":
+        # Its operand is the whole tuple, but only one of the tuple's operands matters for this element.
+        yield Spot(spot.computation, _tuple_element(computation, instruction))
+        return
+    if instruction.op != "parameter":
+        yield from (Spot(spot.computation, name) for name in instruction.operands)
+        return
+    # A loop passes its initial values; what one iteration passes to the next is not followed.
+    number = instruction.parameter_number
+    for at, caller in module.callers.get(spot.computation, ()):
+        if caller.op == "conditional":
+            # Operand 0 chooses the branch; each branch then has one operand of its own.
+            yield Spot(at, caller.operands[1 + caller.called.index(spot.computation)])
+        elif number < len(caller.operands):
+            yield Spot(at, caller.operands[number])
+
+
+def _tuple_element(computation: Computation, element: Instruction) -> str:
+    """The instruction that an element of a tuple comes from: one operand where results match operands, otherwise the whole tuple."""
+    result = whole = computation.instructions[element.operands[0]]
+    if whole.op.endswith("-done"):
+        whole = computation.instructions[whole.operands[0]]
+    # A combined collective, all-reduce(%a, %b), returns a tuple with a result for each operand.
+    is_elementwise = whole.op == "tuple" or len(whole.operands) == len(result.arrays) > 1
+    return whole.operands[int(element.attribute("index"))] if is_elementwise and whole.op not in _OPAQUE else whole.name
+
+
+def consumers(module: Module, spot: Spot) -> Iterator[Spot]:
+    """The instructions that use a value directly. The result of a computation is used by what called it."""
+    computation = module.computations[spot.computation]
+    yield from (Spot(spot.computation, name) for name in computation.users.get(spot.name, ()))
+    if spot.name == computation.root:
+        yield from (Spot(at, caller.name) for at, caller in module.callers.get(spot.computation, ()))

@@ -1,0 +1,99 @@
+"""The layers of each stage: a model's layers cut into chunks of almost equal length, laid out over the stages of a table.
+
+A schedule numbers the chunks along the model and says which stage runs which chunk. Every stage needs its layers as one
+array with the same shape on all stages, because all stages run the same program. Stacked weights [layers, ...] therefore
+become [stages, layers of a stage, ...], where the layers of a stage are its chunks one after another. Chunks differ by one
+layer at most; the shorter ones are padded with a layer that is computed and dropped, which costs no time, since all stages
+wait for the longest chunk anyway. Seven layers on two stages with two chunks each (interleaved), -1 for padding:
+
+    chunks: 0 1 | 2 3 | 4 5 | 6 -1      stage 0: layers 0 1 4 5      stage 1: layers 2 3 6 -1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """A model's layers in chunks. stages: the stage of each chunk, in the order of the model."""
+
+    num_layers: int
+    num_stages: int
+    stages: tuple[int, ...]
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of a chunk, padding included."""
+        return -(-self.num_layers // len(self.stages))
+
+    @property
+    def share(self) -> Fraction:
+        """The share of the computed layers that are the model's own and not padding."""
+        return Fraction(self.num_layers, self.layers_per_chunk * len(self.stages))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some chunk is shorter than others."""
+        return self.num_layers % len(self.stages) != 0
+
+    @cached_property
+    def ids(self) -> NDArray[np.int32]:
+        """The number of the layer at each place [stages, layers of a stage]; -1 for padding."""
+        chunks = np.array_split(np.arange(self.num_layers), len(self.stages))
+        rows: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for stage, chunk in zip(self.stages, chunks, strict=True):
+            rows[stage] += [*chunk, *[-1] * (self.layers_per_chunk - len(chunk))]
+        return np.asarray(rows, np.int32)
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        """[layers, ...] → [stages, layers of a stage, ...]; padding repeats the first layer."""
+        S, k = self.num_stages, self.layers_per_chunk
+        # Reshapes keep what is sharded where it is; a gather over a sharded dim would bring it together first.
+        if self._is_round_robin:
+            return jnp.swapaxes(x.reshape(-1, S, k, *x.shape[1:]), 0, 1).reshape(S, -1, *x.shape[1:])
+        if self._is_down_and_up:
+            down, up = x.reshape(2, S, k, *x.shape[1:])
+            return jnp.stack([down, jnp.flip(up, 0)], 1).reshape(S, -1, *x.shape[1:])
+        # Slices, not a gather: XLA aborts on some gathers over a dim that a shard_map leaves to it.
+        parts = [x[layer : layer + count] for layer, count in _runs(np.maximum(self.ids, 0).ravel())]
+        return jnp.concatenate(parts).reshape(S, -1, *x.shape[1:])
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """The inverse of `arrange`; values at padding are dropped."""
+        S, k = self.num_stages, self.layers_per_chunk
+        rest = x.shape[2:]
+        if self._is_round_robin:
+            return jnp.swapaxes(x.reshape(S, -1, k, *rest), 0, 1).reshape(self.num_layers, *rest)
+        if self._is_down_and_up:
+            x = x.reshape(S, 2, k, *rest)
+            return jnp.concatenate([x[:, 0], jnp.flip(x[:, 1], 0)]).reshape(self.num_layers, *rest)
+        # Where each layer is, in the order of the model: padding sorts to the end and is cut off.
+        places = np.argsort(np.where(self.ids < 0, self.num_layers, self.ids).ravel(), kind="stable")[: self.num_layers]
+        flat = x.reshape(-1, *rest)
+        return jnp.concatenate([flat[place : place + count] for place, count in _runs(places)])
+
+    @property
+    def _is_round_robin(self) -> bool:
+        """Chunk c is on stage c % S, as in gpipe, 1f1b, zb and their interleaved forms."""
+        S = self.num_stages
+        return not self.is_padded and self.stages == (*range(S),) * (len(self.stages) // S)
+
+    @property
+    def _is_down_and_up(self) -> bool:
+        """Chunks go down the stages and up again, as in zigzag."""
+        S = self.num_stages
+        return not self.is_padded and self.stages == (*range(S), *reversed(range(S)))
+
+
+def _runs(places: NDArray[np.integer]) -> list[tuple[int, int]]:
+    """(first, length) of each run of consecutive numbers."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs]

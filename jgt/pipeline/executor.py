@@ -1,0 +1,151 @@
+"""The executor: runs any table in one SPMD program, with two shard_maps, one inside the other.
+
+The outer shard_map makes the axes that split the batch manual. Each data shard then runs the whole loop over ticks on its
+own rows, and gradients are reduced over these axes once, after the loop. With automatic axes, the partitioner would reduce
+them after every microbatch. In this outer region embedding and head see the stage axis as any other axis, so that their
+vocabulary may be sharded over it.
+
+The inner shard_map makes the stage axis manual, too, for the items of the layers only: there each stage does its own work
+and sends activations with `ppermute`. All remaining axes (tensor, expert) stay with the partitioner in both regions, so
+the layers' rules apply inside a pipeline as outside.
+
+    value                   stored                  in the outer shard_map       in the inner one, on a stage
+    weights of the layers   [layers, ...]           [stages, layers each, ...]   [layers each, ...]
+    tokens, 2 data shards   [batch, seq]            [batch / 2, seq]             [microbatches, rows of one, seq]
+    a gradient              [layers, ...]           [stages, layers each, ...]   [layers each, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jgt.pipeline.arrays import Arrays, float_variables
+from jgt.pipeline.carry import GradientSums
+from jgt.pipeline.chunks import Chunks
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
+from jgt.pipeline.layout import Layout, axes_inside
+from jgt.pipeline.loop import Loop
+from jgt.pipeline.split import Split
+from jgt.pipeline.ticks import arrays_of
+from jgt.program.dims import Dims
+from jgt.program.jaxpr import Var
+from jgt.schedule.table import Table
+
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executor:
+    """A split program on a mesh with a table, ready to run.
+
+    inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
+    param_signals: the region that each parameter is used in.
+    """
+
+    split: Split
+    table: Table
+    pipeline: Pipeline
+    mesh: Mesh | AbstractMesh
+    batch_axes: tuple[str, ...]
+    inputs: tuple[InputKind, ...]
+    param_dims: Sequence[Dims]
+    param_signals: Sequence[tuple[str, ...]]
+    rewrite: Rewrite
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(
+            mesh=self.mesh,
+            axis=self.pipeline.axis,
+            batch_axes=self.batch_axes,
+            dims={var: self.param_dims[index] for var, index in self.split.like.items()},
+            signals={var: self.param_signals[index] for var, index in self.split.like.items()},
+            by_layer=self.pipeline.gather == "layer",
+        )
+
+    @property
+    def _skips(self) -> bool:
+        """Whether idle stages skip their layers, which must not contain collectives then: each stage branches on its own."""
+        if self.pipeline.idle:
+            return self.pipeline.idle == "skip"
+        # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing.
+        on_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and not axes_inside(dict(self.mesh.shape), self.pipeline.axis, self.batch_axes)
+
+    def run(
+        self, shared: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None = None
+    ) -> tuple[Arrays, list[tuple[Var, jax.Array]]]:
+        """The totals of a batch and, with seeds, the gradients of Σ seed · total.
+
+        shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
+        in both lists has two gradients, to be added. seeds: one for each total; those of totals that are not floats are ignored.
+        """
+        split, layout = self.split, self._layout
+        values = dict(zip(split.shared.outputs, shared, strict=True))
+        # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
+        weights = [values[v] if layout.by_layer else layout.gathered(v, values[v]) for v in split.weights]
+        common = [layout.gathered(v, values[v]) for v in split.common]
+        # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
+        rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
+        weight_specs = [layout.spec(v) if layout.by_layer else WHOLE for v in split.weights]
+        float_weights, float_common = self._float_variables(seeds)
+        of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
+        out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])
+        run = layout.manual(self._run_on_shard, layout.outer_axes, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
+        totals, of_weights, of_common = run(weights, common, inputs, statistics, seeds)
+        gradients = [(v, g if layout.by_layer else layout.reduced(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
+        return totals, gradients + [(v, layout.reduced(v, g)) for v, g in zip(float_common, of_common, strict=True)]
+
+    def _run_on_shard(
+        self, weights: Arrays, common: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """The totals of the batch, and the data shard's gradients of weights and of common values."""
+        split, layout = self.split, self._layout
+        table = self.table.forward_only() if seeds is None else self.table
+        chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
+        num_microbatches = table.num_microbatches
+        # The parts of the batch whose totals are added up: the microbatches of all data shards.
+        num_parts = num_microbatches * layout.num_shards
+        batch = Batch(
+            shard=layout.shard_index(),
+            num_shards=layout.num_shards,
+            kinds=self.inputs,
+            values=[x.reshape(num_microbatches, -1, *x.shape[1:]) if k == "rows" else x for k, x in zip(self.inputs, inputs, strict=True)],
+            statistics=statistics,
+        )
+        ends = Ends(split, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
+        staged = [layout.on_stages(v, chunks.arrange(w)) for v, w in zip(split.weights, weights, strict=True)]
+        part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
+        carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
+        # Weights went to their stages above; here their gradients come back, in the order of the model.
+        sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
+        staged_sums = zip(float_weights, sums.weights, strict=True)
+        of_weights = [layout.pinned(v, chunks.restore(layout.on_stages(v, g))) for v, g in staged_sums]
+        of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
+        # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
+        summed = layout.rest_summed if layout.by_layer else layout.parts
+        return (
+            ends.finished([layout.summed(t) for t in carry.totals], num_parts),
+            [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
+            [layout.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
+        )
+
+    def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
+        """The weights and the common values by which a run with these seeds differentiates."""
+        return ([], []) if seeds is None else (float_variables(self.split.weights), float_variables(self.split.common))
+
+    def _common_gradients(self, of_ends: Arrays, sums: GradientSums) -> Arrays:
+        """The gradients of common values: from embedding and head, and from the layers of all stages [stages, ...]."""
+        # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
+        in_layers = dict(zip(float_variables(self.split.in_layers), sums.common, strict=True))
+        return [
+            self._layout.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
+            for v, g in zip(float_variables(self.split.common), of_ends, strict=True)
+        ]

@@ -1,0 +1,151 @@
+"""A loss with a pipeline inside, as a function with a derivative of its own.
+
+To its caller a pipelined loss is an ordinary function of (parameters, inputs) that `jax.value_and_grad` differentiates.
+Inside, forward and backward passes of different microbatches are interleaved, so the gradient cannot come from JAX's
+transposition of the forward pass: one loop computes loss and gradients together. `jax.custom_vjp` joins the two views. Its
+forward rule runs the whole training loop and returns the gradients as residuals; its backward rule multiplies them by the
+cotangent of the loss. Without differentiation only the forward passes run.
+
+The loss is split into a beginning (`shared`: casts and scalings of parameters), the pipeline, and an end (`after`: from
+totals over the batch to the results). With loss = after(totals(shared(params)), params), the gradient is
+
+    shared's vjp of (the pipeline's gradients with seeds d after / d totals)  +  d after / d params
+
+The loop needs the seeds before it knows the totals, so `after` must be linear in them; sums and weighted means are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jgt.pipeline.arrays import Arrays, Floats, call, float_variables, vjp
+from jgt.pipeline.executor import Executor
+from jgt.program import jaxpr as jx
+from jgt.program import scopes
+from jgt.program.dataflow import result_depends_on
+from jgt.program.jaxpr import Atom, Place
+from jgt.program.parts import Part
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A loss whose pipeline an executor runs."""
+
+    executor: Executor
+
+    def __call__(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Arrays:
+        """The function's results. Differentiable by the parameters, through the first result."""
+
+        @jax.custom_vjp
+        def run(params: Arrays, inputs: Arrays) -> Arrays:
+            return self._evaluate(params, inputs)
+
+        # With symbolic zeros, JAX wraps each argument with a flag: whether it is differentiated.
+        def forward(params: list[Any], inputs: list[Any]) -> tuple[Arrays, list[jax.Array | None]]:
+            if any(x.perturbed for x in inputs):
+                raise ValueError("a pipelined function has gradients only by its first argument, the parameters")
+            return self._train([p.value for p in params], [x.value for x in inputs])
+
+        def backward(
+            gradients: list[jax.Array | None], cotangents: list[jax.Array | SymbolicZero]
+        ) -> tuple[list[jax.Array | None], list[None]]:
+            first, *others = cotangents
+            if not all(isinstance(c, SymbolicZero) for c in others):
+                raise ValueError(
+                    "a pipelined function has a gradient through its first result only: "
+                    "return the loss first, and (loss, aux) with has_aux=True"
+                )
+            return [None if g is None else _scaled(g, first) for g in gradients], [None] * len(inputs)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        # Nested shard_maps have to be compiled, even if the caller does not use jit.
+        return cast(Arrays, jax.jit(run)(list(params), list(inputs)))
+
+    def _evaluate(self, params: Arrays, inputs: Arrays) -> Arrays:
+        shared = self._shared(params, inputs)
+        with scopes.pipeline():
+            totals, _ = self.executor.run(shared, inputs, self._statistics(inputs))
+        return self._after(totals, params, inputs)
+
+    def _train(self, params: Arrays, inputs: Arrays) -> tuple[Arrays, list[jax.Array | None]]:
+        """The results, and the gradients of the first one by the parameters; None for those that are not floats."""
+        which = Floats.among(params)
+
+        def merged(floats: Arrays) -> Arrays:
+            return which.merge(floats, which.others(params))
+
+        def shared(floats: Arrays) -> tuple[Arrays, Arrays]:
+            values = self._shared(merged(floats), inputs)
+            return Floats.among(values).select(values), values
+
+        floats = which.select(params)
+        _, shared_derivative, values = vjp(shared, floats)
+        # From here on the order is fixed: seeds before the loop, which needs them, and the end after it, which needs totals.
+        seeds = self._seeds(params, inputs)
+        with scopes.pipeline():
+            totals, gradients = self.executor.run(values, inputs, self._statistics(inputs), seeds)
+
+        def after(floats: Arrays) -> tuple[jax.Array, Arrays]:
+            results = self._after(totals, merged(floats), inputs)
+            return results[0], results
+
+        loss, after_derivative, results = vjp(after, floats)
+        # A value that layers scan over and that is used elsewhere as well has two gradients, which add up.
+        by_var: dict[Atom, jax.Array] = {}
+        for var, gradient in gradients:
+            by_var[var] = gradient if var not in by_var else by_var[var] + gradient
+        cotangents = [by_var[v] for v in float_variables(self.executor.split.shared.outputs)]
+        through_pipeline, direct = shared_derivative(cotangents)[0], after_derivative(jnp.ones_like(loss))[0]
+        total = [a + b for a, b in zip(through_pipeline, direct, strict=True)]
+        return results, which.merge(total, [None] * len(which.others(params)))
+
+    def _seeds(self, params: Arrays, inputs: Arrays) -> Arrays:
+        """The derivative of the first result by each total, which must not depend on the totals: they are not known yet."""
+        totals = [jnp.zeros(jx.shape_of(v), jx.dtype_of(v)) for v in self.executor.split.after_totals]
+        which = Floats.among(totals)
+
+        def loss(floats: Arrays, others: Arrays) -> jax.Array:
+            return self._after(which.merge(floats, others), params, inputs)[0]
+
+        floats, others = which.select(totals), which.others(totals)
+        # Linear in the totals means that the derivative by them does not depend on them: the traced gradient shows it.
+        gradient = cast("Callable[[Arrays, Arrays], Arrays]", jax.grad(loss))
+        if result_depends_on(gradient, floats, others):
+            raise ValueError(
+                "the loss is not linear in what it sums up over the batch, "
+                "so the backward pass of the first microbatch would need the loss of the last. "
+                "Return a sum or a (weighted) mean over the batch, and take functions of it outside"
+            )
+        return which.merge(gradient(floats, others), [jnp.zeros((), jnp.float32)] * len(others))
+
+    # -- the parts of the program that run outside of the pipeline ----------------------------------------------------------
+
+    def _shared(self, params: Arrays, inputs: Arrays) -> Arrays:
+        """The weights and common values, from the parameters. The part reads no inputs."""
+        split = self.executor.split
+        return call(self._rewritten(split.shared), dict(zip(split.arguments, [*params, *inputs], strict=True)))
+
+    def _statistics(self, inputs: Arrays) -> Arrays:
+        """What microbatches have to know of the whole batch, from the inputs alone."""
+        split = self.executor.split
+        names = split.full_arguments[len(self.executor.param_dims) :]
+        return call(self._rewritten(split.before), dict(zip(names, inputs, strict=True)))
+
+    def _after(self, totals: Arrays, params: Arrays, inputs: Arrays) -> Arrays:
+        """The function's results."""
+        split = self.executor.split
+        known = dict(zip([*split.full_arguments, *split.after_totals], [*params, *inputs, *totals], strict=True))
+        return call(self._rewritten(split.after), known)
+
+    def _rewritten(self, part: Part) -> Part:
+        return part.changed(lambda program: self.executor.rewrite(program, Place()))
+
+
+def _scaled(gradient: jax.Array, by: jax.Array | SymbolicZero) -> jax.Array:
+    return jnp.zeros_like(gradient) if isinstance(by, SymbolicZero) else gradient * by.astype(gradient.dtype)

@@ -1,0 +1,260 @@
+"""What one stage does with the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
+
+These functions run on one stage, inside a shard_map over the stage axis: arrays have no dim of stages, collectives go along
+the stage axis, and the other mesh axes belong to the partitioner or to the shard_map around. All stages run the same
+program, so none may branch on which stage it is, and a stage without an item computes anyway: on zeros or stale values,
+into buffer slots that nothing reads (`idle: compute`). This costs no time, since the others are busy meanwhile, and it
+leaves collectives within a layer possible. Where layers contain no collectives, a stage may skip them (`idle: skip`).
+
+A chunk is a scan over its layers, not an unrolled loop, so the program is as long for 80 layers as for 8. Weights stay
+stacked [layers of a stage, ...], and each iteration slices its own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+
+from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, float_variables, has_gradient, row, wide_zeros, zeros
+from jgt.pipeline.carry import Everywhere, GradientSums, OnStage, StageBuffers
+from jgt.pipeline.chunks import Chunks
+from jgt.pipeline.layer import Gradients, Layer, LayerInputs
+from jgt.pipeline.layout import Layout
+from jgt.pipeline.split import Split
+from jgt.pipeline.ticks import BackwardItem, ForwardItem, SendingItem, StageItem, Ticks, WeightItem
+from jgt.program import scopes
+from jgt.program.parts import Part
+
+_T = TypeVar("_T")
+
+Changes = tuple[StageBuffers, Arrays]
+"""The buffers that an item changed, and the values that it shows to all stages."""
+
+InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
+"""(a position in the item's chunk, what travels) → what the layer at that position reads."""
+
+
+# Static, and compared by identity: a traced function can return its stage as a pytree without leaves.
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stage:
+    """One stage's programs.
+
+    local: computes what layers read of inputs alone. keep_input: only the chunk's input is saved, and backward runs it
+    forward again. trains: backward items follow, for which forward items save values.
+    """
+
+    split: Split
+    layout: Layout
+    chunks: Chunks
+    ticks: Ticks
+    layer: Layer
+    local: Part
+    keep_input: bool
+    trains: bool
+
+    def empty_buffers(self, travel: Structs, weights: Arrays, common: Arrays) -> StageBuffers:
+        """The stage's buffers before the first tick; travel: the shapes that travel."""
+        slots, num_layers = self.ticks.buffers, self.chunks.layers_per_chunk
+        inbox, saved = zeros(travel, slots.forward.inbox.num_slots), slots.saved.num_slots
+        if not self.trains:
+            return StageBuffers(inbox=inbox)
+        # Backward leaves residuals for the weight gradients, too, if forward did not save them.
+        also_stashed = self.layer.saved_shapes if self.ticks.apart and self.keep_input else []
+        return StageBuffers(
+            inbox=inbox,
+            saved=zeros(travel, saved) if self.keep_input else zeros(self.layer.saved_shapes, saved, num_layers),
+            inbox_back=zeros(Floats.among(travel).select(travel), slots.backward.inbox.num_slots),
+            stashed=zeros([*self.layer.stashed_shapes, *also_stashed], slots.stashed.num_slots, num_layers),
+            sums=GradientSums(
+                weights=[wide_zeros(x) for x in weights if has_gradient(x)],
+                common=[wide_zeros(x) for x in common if has_gradient(x)],
+            ),
+        )
+
+    # -- the items --------------------------------------------------------------------------------------------------------
+
+    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shows: bool) -> Changes:
+        """Runs a chunk on what waits in the inbox or enters the model, and sends its outputs on; what backward needs is saved.
+
+        With `shows`, the outputs of the last chunk are shown.
+        """
+        item, travel, saved = own.item, everywhere.ends, own.buffers.saved
+        inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.forward
+        # With one stage and one chunk nothing is ever received, and there is no inbox to read.
+        if sends.inbox.num_slots:
+            travel = [jnp.where(item.first, x, row(box, item.read)) for x, box in zip(travel, own.buffers.inbox, strict=True)]
+        if self.trains and not self.keep_input:
+            travel, saved = self._save_residuals(item, inputs_of, travel, saved)
+        else:
+            if self.trains:
+                saved = [_put(buffer, value, item.saved) for buffer, value in zip(saved, travel, strict=True)]
+            travel = self._evaluate(item, inputs_of, travel)
+        inbox = self._send(item, sends.pairs, travel, own.buffers.inbox)
+        return StageBuffers(inbox=inbox, saved=saved), self._show(item.last, travel) if shows else []
+
+    def _evaluate(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays) -> Arrays:
+        """A chunk's outputs, with nothing saved."""
+
+        def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, None]:
+            inputs = inputs_of(i, travel)
+            return self._if_wanted(item, lambda: self.layer.ahead(inputs)), None
+
+        return jax.lax.scan(step, travel, self._positions)[0]
+
+    def _save_residuals(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
+        """A chunk's outputs, and the buffers with every layer's residuals in the item's slot."""
+
+        def step(carry: tuple[Arrays, Arrays], i: jax.Array) -> tuple[tuple[Arrays, Arrays], None]:
+            travel, saved = carry
+            inputs = inputs_of(i, travel)
+            travel, new = self._if_wanted(item, lambda: self.layer.forward(inputs))
+            return (travel, [_put(b, x, item.saved, i) for b, x in zip(saved, new, strict=True)]), None
+
+        return jax.lax.scan(step, (travel, saved), self._positions)[0]
+
+    def _residuals_again(self, item: BackwardItem, inputs_of: InputsOf, saved: Arrays) -> Arrays:
+        """Every layer's residuals, [layers of a chunk, ...], computed from the chunk's input."""
+
+        def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
+            inputs = inputs_of(i, travel)
+            return self._if_wanted(item, lambda: self.layer.forward(inputs))
+
+        return jax.lax.scan(step, [_at(b, item.saved) for b in saved], self._positions)[1]
+
+    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere) -> Changes:
+        """Runs a chunk backward and sends the cotangents of its inputs on; shows those of the first chunk's inputs."""
+        item, buffers, cotangents = own.item, own.buffers, everywhere.ends
+        inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.backward
+        if sends.inbox.num_slots:
+            waiting = [row(box, item.read) for box in buffers.inbox_back]
+            # The head's cotangents come straight from this tick, unless they too wait in the inbox.
+            cotangents = [jnp.where(item.last, x, w) for x, w in zip(cotangents, waiting, strict=True)] if cotangents else waiting
+        with scopes.recompute():
+            again = self._residuals_again(item, inputs_of, buffers.saved) if self.keep_input else None
+
+        def step(carry: tuple[Arrays, Arrays, GradientSums], i: jax.Array) -> tuple[tuple[Arrays, Arrays, GradientSums], None]:
+            cotangents, stashed, sums = carry
+            inputs = inputs_of(i, [])
+            residuals = [_at(b, i) for b in again] if again is not None else [_at(b, item.saved, i) for b in buffers.saved]
+            cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
+            sums = self._added(sums, ready, item, i, inputs.index)
+            if self.ticks.apart:
+                # Residuals that were computed again are gone after this item, so the weight gradients' item gets them too.
+                later = [*later, *(residuals if self.keep_input else [])]
+                stashed = [_put(b, x, item.stashed, i) for b, x in zip(stashed, later, strict=True)]
+            return (cotangents, stashed, sums), None
+
+        cotangents, stashed, sums = jax.lax.scan(step, (cotangents, buffers.stashed, buffers.sums), self._positions, reverse=True)[0]
+        inbox = self._send(item, sends.pairs, cotangents, buffers.inbox_back)
+        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(item.first, cotangents)
+
+    def weight_gradients(self, own: OnStage[WeightItem], everywhere: Everywhere) -> Changes:
+        """Adds the gradients that backward did not compute to the sums."""
+        item, buffers, num_stashed = own.item, own.buffers, len(self.layer.stashed_shapes)
+        inputs_of = self._inputs(own, everywhere)
+
+        def step(sums: GradientSums, i: jax.Array) -> tuple[GradientSums, None]:
+            inputs = inputs_of(i, [])
+            later = [_at(b, item.stashed, i) for b in buffers.stashed]
+            residuals = later[num_stashed:] if self.keep_input else [_at(b, item.saved, i) for b in buffers.saved]
+            gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
+            return self._added(sums, gradients, item, i, inputs.index), None
+
+        return StageBuffers(sums=jax.lax.scan(step, buffers.sums, self._positions)[0]), []
+
+    # -- what the items share ---------------------------------------------------------------------------------------------
+
+    @property
+    def _positions(self) -> jax.Array:
+        """The positions of a chunk's layers, to scan over."""
+        return jnp.arange(self.chunks.layers_per_chunk)
+
+    def _inputs(self, own: OnStage[ForwardItem] | OnStage[BackwardItem] | OnStage[WeightItem], everywhere: Everywhere) -> InputsOf:
+        """The inputs of the layers of the item's chunk. Values that are the same for all layers are computed here, once."""
+        item: StageItem = own.item
+        local = call(self.local, everywhere.batch.known(self.split, item.microbatch))
+
+        def inputs_of(i: jax.Array, travel: Arrays) -> LayerInputs[jax.Array]:
+            at = item.chunk * self.chunks.layers_per_chunk + i
+            sliced = [_at(w, at) for w in own.weights]
+            weights = [self.layout.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
+            return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
+
+        return inputs_of
+
+    def _if_wanted(self, item: StageItem, run: Callable[[], _T]) -> _T:
+        """The results of a layer's program; without an item garbage, or zeros if stages skip.
+
+        Only the layer is in the branch: XLA copies what a branch hands through, and buffers are large.
+        """
+        if not self.ticks.skips:
+            return run()
+
+        def nothing() -> _T:
+            return jax.tree.map(_zeros_of, jax.eval_shape(run))
+
+        return cast(_T, jax.lax.cond(item.on, run, nothing))
+
+    def _added(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
+        at = item.chunk * self.chunks.layers_per_chunk + i
+        is_real = item.on & (layer >= 0)
+        variables, weights, common = float_variables(self.split.weights), list(sums.weights), list(sums.common)
+        for index, gradient in gradients.weights.items():
+            total = weights[index]
+            # Garbage may be infinite: it is dropped, not multiplied away.
+            part = jnp.where(is_real, self.layout.scattered_layer(variables[index], gradient.astype(total.dtype)), 0)
+            weights[index] = _put(total, _at(total, at) + part, at)
+        for index, gradient in gradients.common.items():
+            common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)
+        return GradientSums(weights=weights, common=common)
+
+    def _send(self, item: SendingItem, pairs: Mapping[int, tuple[tuple[int, int], ...]], values: Arrays, inbox: Arrays) -> Arrays:
+        """The inbox after every stage sent its values along each shift of the table.
+
+        pairs: for each shift the (sender, receiver)s that ever need it. Stages that nothing is sent to receive zeros.
+        """
+        # A shift is static, because ppermute needs its pairs at compile time; which slot a stage writes is data.
+        for shift, slot in item.into.items():
+            inbox = [
+                _put(box, x if shift == 0 else jax.lax.ppermute(x, self.layout.axis, pairs[shift]), slot)
+                for box, x in zip(inbox, values, strict=True)
+            ]
+        return inbox
+
+    def _show(self, flag: Flags, values: Arrays) -> Arrays:
+        """The values of the one stage whose flag is set, on every stage."""
+        # One stage contributes its values and the others zeros, so the sum is a broadcast from a stage that only data names.
+        return [self._sum(jnp.where(flag, x, jnp.zeros_like(x))) for x in values] if self.chunks.num_stages > 1 else values
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        # XLA on CPU aborts on half-precision sums between stages; the sum of one value and zeros is exact in any precision.
+        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else jnp.int32 if x.dtype == bool else x.dtype
+        return cast(jax.Array, jax.lax.psum(x.astype(wide), self.layout.axis)).astype(x.dtype)
+
+
+def keep_cotangents(own: OnStage[Integers], everywhere: Everywhere) -> Changes:
+    """Puts the head's cotangents into the inbox of the last chunk's stage, for a later tick; the item is the slot."""
+    boxes = zip(own.buffers.inbox_back, everywhere.ends, strict=True)
+    return StageBuffers(inbox_back=[jax.lax.dynamic_update_index_in_dim(box, x, own.item, 0) for box, x in boxes]), []
+
+
+def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _at(buffer: jax.Array, *index: Integers) -> jax.Array:
+    """buffer[index], where the index may be traced."""
+    num = len(index)
+    start = [*index, *(0,) * (buffer.ndim - num)]
+    return jax.lax.dynamic_slice(buffer, start, (*(1,) * num, *buffer.shape[num:])).reshape(buffer.shape[num:])
+
+
+def _put(buffer: jax.Array, value: jax.Array, *index: Integers) -> jax.Array:
+    """The buffer with buffer[index] replaced, where the index may be traced."""
+    start = [*index, *(0,) * (buffer.ndim - len(index))]
+    return jax.lax.dynamic_update_slice(buffer, value.astype(buffer.dtype)[(None,) * len(index)], start)

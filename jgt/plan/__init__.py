@@ -1,1 +1,0 @@
-"""What XLA will do with a run, told before it runs."""

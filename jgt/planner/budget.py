@@ -1,0 +1,124 @@
+"""The `budget:` section of a run's file: what a plan may cost at most. Imports no JAX.
+
+A budget is for what a team agreed on before it looked at a plan: this run has to fit into 70 GB, and attention must not gather weights.
+
+    budget:
+      peak_gb: 70
+      layers/attn: {all-gather: 0}
+
+The section is read with the rest of the file, before JAX is imported, so a typo is answered at once; it is compared with a plan when
+there is one. Invariant: a limit never passes by accident. A signal that the program does not have is a problem, not 0 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from jgt.console import axes_text, size_text
+from jgt.document import Node, describe, nearest
+from jgt.hlo.instruction import COLLECTIVES
+from jgt.rules.rules import matches, prefixes
+
+# A plan needs JAX, and a budget is read before JAX is imported.
+if TYPE_CHECKING:
+    from jgt.planner.plan import Plan
+
+LIMITS = ("peak_gb", "step_ms", "sent_gb")
+"""The limits of the whole step; all other keys are signals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The most that something may cost.
+
+    key: within the section, such as `peak_gb` or `layers/attn.all-gather`. where: file:line. most: in the key's unit; GB for a signal.
+    signal, kind: a pattern of signals and a kind of collective; empty for a limit of the whole step.
+    """
+
+    key: str
+    where: str
+    most: float
+    signal: str = ""
+    kind: str = ""
+
+
+def read_budget(node: Node, problems: list[str]) -> tuple[Limit, ...]:
+    """The limits of a section. Appends what is wrong with it to `problems`."""
+    if not isinstance(node.value, dict):
+        problems.append(
+            node.problem(f"must be a mapping such as {{peak_gb: 70, layers/attn: {{all-gather: 0}}}}, not {describe(node.value)}")
+        )
+        return ()
+    return tuple(_limits(cast("Mapping[str, Node]", node.value), problems))
+
+
+def _limits(entries: Mapping[str, Node], problems: list[str]) -> Iterator[Limit]:
+    for name, child in entries.items():
+        if isinstance(child.value, dict):
+            for kind, most in cast("Mapping[str, Node]", child.value).items():
+                if kind in COLLECTIVES:
+                    yield from _limit(most, problems, f"{name}.{kind}", signal=name, kind=kind)
+                else:
+                    problems.append(most.problem(f"unknown kind of collective. {nearest(kind, COLLECTIVES)}"))
+        elif name in LIMITS:
+            yield from _limit(child, problems, name)
+        else:
+            problems.append(child.problem(f"unknown key. {nearest(name, LIMITS)} A signal has a mapping: {{all-gather: 0}}, in GB"))
+
+
+def _limit(node: Node, problems: list[str], key: str, *, signal: str = "", kind: str = "") -> Iterator[Limit]:
+    """The limit, unless its value is wrong."""
+    # In Python `true` is an int. Infinity would be a limit that nothing exceeds.
+    if isinstance(node.value, bool) or not isinstance(node.value, int | float) or not 0 <= node.value < math.inf:
+        problems.append(node.problem(f"must be a number of at least 0, not {describe(node.value)}"))
+    else:
+        yield Limit(key=key, where=node.where, most=float(node.value), signal=signal, kind=kind)
+
+
+def overruns(plan: Plan, limits: tuple[Limit, ...]) -> list[str]:
+    """A message for each limit that the plan exceeds, with the part of the plan that costs most."""
+    found = [(limit, _signal_overrun(plan, limit) if limit.signal else _step_overrun(plan, limit)) for limit in limits]
+    return [f"{limit.where}: budget.{limit.key}: {text}" for limit, text in found if text]
+
+
+def _step_overrun(plan: Plan, limit: Limit) -> str:
+    rows, memory = plan.signals, plan.memory
+    # The rows have the full names of signals, which `memory.activations` may lack.
+    stored = {**memory.groups, **{r.signal: r.activation_bytes for r in rows}}
+    value, unit, parts = {
+        "peak_gb": (memory.peak_bytes / 1e9, "GB on each device", stored),
+        "sent_gb": (plan.sent_bytes / 1e9, "GB sent by each device in a step", {r.signal: sum(r.sent.values()) for r in rows}),
+        "step_ms": (plan.step_time_ms, "ms per step", {r.signal: (r.compute_ms or 0) + (r.exposed_ms or 0) for r in rows}),
+    }[limit.key]
+    if value is None:
+        return "there is no time without --target"
+    if value <= limit.most:
+        return ""
+    largest, cost = max(parts.items(), key=lambda part: part[1], default=("nothing", 0))
+    size = f", {size_text(cost)}" if limit.key == "peak_gb" else ""
+    return f"the plan is over budget: {value:.3g} {unit}, but {limit.most:g} is allowed. The largest part: {largest}{size}"
+
+
+def _signal_overrun(plan: Plan, limit: Limit) -> str:
+    found = [c for c in plan.collectives if c.kind == limit.kind and _is_below(c.signal, limit.signal)]
+    sent = sum(c.total_bytes for c in found)
+    if sent <= limit.most * 1e9:
+        # No bytes at all are within the limit, or the signal's name is misspelt.
+        known = sorted({row.signal for row in plan.signals})
+        if not found and not any(_is_below(name, limit.signal) for name in known):
+            return f"the program has no signal {limit.signal!r}. {nearest(limit.signal, known)}"
+        return ""
+    # A plan's collectives are sorted by their bytes.
+    worst = found[0]
+    return (
+        f"the plan is over budget: {size_text(sent)}, but {limit.most:g} GB is allowed. The largest: {worst.kind} {worst.dtype} over "
+        f"{axes_text(worst.axes)}, {worst.count} x {size_text(worst.bytes)}, {worst.phase}, {worst.source or 'no source'}"
+    )
+
+
+def _is_below(signal: str, pattern: str) -> bool:
+    """Whether a pattern matches a signal, or a signal that it lies below."""
+    return any(matches(pattern, path) for path in prefixes(signal))

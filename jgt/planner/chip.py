@@ -1,0 +1,112 @@
+"""The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
+
+Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
+except for the efficiencies, which say what share of the peaks large operations reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from jgt.document import InputError, bind, nearest, read
+
+_FOLDER = Path(__file__).parent / "chips"
+# `h100` alone matches too, so that the message can say what is missing.
+_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The share of its peak that each part of a chip reaches in large operations: 0.8 is 80 %."""
+
+    matmul: float
+    hbm: float
+    link: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Microseconds: the launch of a kernel, and a collective inside a host (nvlink) or between hosts (nic)."""
+
+    launch: float
+    nvlink: float
+    nic: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One GPU and its links.
+
+    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). *_gbs: GB/s; of links, in one direction for
+    one GPU. xla: the description that XLA compiles for, a GpuTargetConfigProto in text form.
+    """
+
+    name: str
+    tflops: dict[str, float]
+    hbm_gb: float
+    hbm_gbs: float
+    nvlink_gbs: float
+    nic_gbs: float
+    efficiency: Efficiency
+    latency_us: Latency
+    xla: str
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
+        # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
+        name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
+        return self.tflops.get(name, self.tflops["bf16"]) * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hosts with GPUs of one kind; the machine that plans needs none of them. text: the target as written, such as h100:8x8."""
+
+    chip: Chip
+    text: str
+    num_hosts: int
+    per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        """The number of GPUs on all hosts."""
+        return self.num_hosts * self.per_host
+
+
+def chip_names() -> list[str]:
+    """The names of all chips."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+@functools.cache
+def load_chip(name: str) -> Chip:
+    """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
+    problems: list[str] = []
+    chip = bind(read(_FOLDER / f"{name}.yaml"), Chip, problems)
+    if chip is None or problems:
+        raise InputError(problems)
+    return chip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
+    # The longest name first, should one be the beginning of another.
+    names = sorted(chip_names(), key=len, reverse=True)
+    found = next((name for name in names if name.upper() in device_kind.upper()), None)
+    return None if found is None else load_chip(found)
+
+
+def parse_target(text: str) -> Target:
+    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError."""
+    match = _TARGET.fullmatch(text.strip())
+    name = match[1].lower() if match else text
+    if name not in chip_names():
+        raise InputError(
+            [f"--target {text}: there is no chip {name!r}. {nearest(name, chip_names())} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
+        )
+    if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
+        raise InputError([f"--target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
+    return Target(chip=load_chip(name), text=f"{name}:{int(match[2])}x{int(match[3])}", num_hosts=int(match[2]), per_host=int(match[3]))

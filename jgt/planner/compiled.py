@@ -1,0 +1,260 @@
+"""A function compiled from shapes alone: its trace, XLA's text and memory figures, and what XLA said on stderr.
+
+A plan needs the program that will run, not a model of it. So the function is traced, lowered and compiled as usual, with three
+differences. Its arguments are shapes, so nothing is allocated. Its mesh may be abstract, or of other devices: the traced program is
+moved onto the devices of the target, which need not exist (`described`). And XLA's warnings are collected: it writes them straight to
+file descriptor 2, and no API returns them.
+
+Invariant: planning leaves no traces. File descriptor 2 and JAX's configuration are restored, whatever happens, and nothing is put
+into JAX's persistent compilation cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jgt.document import InputError
+from jgt.hlo.text import Module
+from jgt.mesh.mesh import make_mesh
+from jgt.planner.chip import Target, chip_of
+from jgt.planner.described import HOST, described, devices_of, keep_on_host
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Program
+from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
+from jgt.sharding.placement import path_text
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Generator[list[str]]:
+    """Collects the lines that anything writes to file descriptor 2. If the block fails, they are written to stderr after all."""
+    lines: list[str] = []
+    # XLA is C++ in this process and writes to the descriptor itself, so replacing `sys.stderr` would not catch it. Descriptor 2
+    # therefore points to a file for the time of the block. This affects all threads of the process.
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        original = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        failed = True
+        try:
+            yield lines
+            failed = False
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            file.seek(0)
+            text = file.read().decode("utf-8", "replace")
+            lines += text.splitlines()
+            if failed:
+                sys.stderr.write(text)
+
+
+class MemoryStats(Protocol):
+    """JAX's CompiledMemoryStats: bytes on one device. alias: of outputs in the memory of donated arguments; host: in the host's memory."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    peak_memory_in_bytes: int
+    host_argument_size_in_bytes: int
+    host_temp_size_in_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An array that a function takes. position: of the argument that contains it, and path: within that argument."""
+
+    position: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: NamedSharding | None
+    is_on_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes on one device."""
+        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        return int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What JAX and XLA made of a function.
+
+    target: the hardware that it was compiled for; None for CPUs and for chips without a description. program: as traced. text: as
+    compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
+    """
+
+    target: Target | None
+    mesh: Mesh
+    program: Program
+    arguments: tuple[Argument, ...]
+    text: str
+    memory: MemoryStats
+    lines: tuple[str, ...]
+    seconds: float
+
+    @property
+    def module(self) -> Module:
+        """The compiled program, parsed; each call parses the text."""
+        return Module.parse(self.text)
+
+
+def compile_function(fn: Callable[..., object], args: Sequence[object], target: Target | None) -> Compiled:
+    """Traces, lowers and compiles `fn(*args)` for a target, or for JAX's own devices.
+
+    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. A sharding that jax.jit around `fn` gives to an argument
+    precedes the sharding of the argument itself. Raises InputError if devices and mesh do not fit, or if there is more than one mesh.
+    """
+    started = time.perf_counter()
+    leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
+    shapes = jax.tree.map(_shape, tuple(args))
+    with contextlib.nullcontext() if target is None else described():
+        traced = jax.make_jaxpr(fn)(*shapes)
+    # A function under jax.jit is traced as one call, which carries its shardings and donations.
+    call = jit_call_of(traced)
+    ins = [of_jit or _sharding(x) for of_jit, (_, x) in zip(call.in_shardings, leaves, strict=True)]
+    mesh = _mesh([*ins, *call.out_shardings], call.program, target)
+    # A described device has no kinds of memory, so a NamedSharding on it forgets its own. Note before which arrays are on the host.
+    ins_on_host, outs_on_host = ([s is not None and s.memory_kind == HOST for s in found] for found in (ins, call.out_shardings))
+    ins, outs = (
+        [None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found]
+        for found in (ins, call.out_shardings)
+    )
+    program = replace_mesh(call.program, mesh)
+
+    def run(*arrays: jax.Array) -> object:
+        return jx.evaluate(program, arrays)
+
+    # A name that no other function has: a program from a cache would be compiled without any of XLA's warnings.
+    run.__name__ = f"plan_{uuid.uuid4().hex}"
+    # An argument without a sharding is whole on every device. The layout of a result without one is left to XLA.
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(NamedSharding(mesh, jax.P()) if s is None else s for s in ins),
+        out_shardings=outs,
+        donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
+    )
+    # Autotuning runs candidate kernels on the GPU, and here there may be none. Triton's matmuls need it to choose their tiles.
+    options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+    with _uncached(), captured_stderr() as lines:
+        lowered = jitted.lower(*jax.tree.leaves(shapes))
+        if target is not None:
+            keep_on_host(lowered, ins_on_host, outs_on_host)
+        compiled = lowered.compile(compiler_options=options)
+    stats = compiled.memory_analysis()
+    # Only backends without memory figures return None, and XLA for CPU and for GPU has them.
+    assert stats is not None
+    arguments = tuple(
+        Argument(position=path[0].idx, path=path_text(path[1:]), shape=x.shape, dtype=_plain_type(x.dtype), sharding=s, is_on_host=h)
+        for (path, _), x, s, h in zip(leaves, jax.tree.leaves(shapes), ins, ins_on_host, strict=True)
+    )
+    return Compiled(
+        target=target or _target_of(mesh),
+        mesh=mesh,
+        program=call.program,
+        arguments=arguments,
+        text=compiled.as_text() or "",
+        memory=stats,
+        lines=tuple(lines),
+        seconds=time.perf_counter() - started,
+    )
+
+
+@contextlib.contextmanager
+def _uncached() -> Generator[None]:
+    """Keeps programs out of JAX's persistent cache: under their unique names, they would never be found there again."""
+    before = cast("float", jax.config.values["jax_persistent_cache_min_compile_time_secs"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def _target_of(mesh: Mesh) -> Target | None:
+    """The devices of a mesh as a target, if there is a description of their chip."""
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None
+    # JAX runs one process on each host.
+    num_hosts = len({d.process_index for d in mesh.devices.flat})
+    return Target(chip=chip, text=chip.name, num_hosts=num_hosts, per_host=mesh.size // num_hosts)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an argument, which may be a plain number."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x))
+
+
+def _plain_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """numpy's type; for a random key, the type of its bits."""
+    return np.dtype(np.uint64) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _sharding(x: object) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: Target | None) -> Mesh:
+    """The mesh that a program names, on the devices of the target, or on JAX's own."""
+    named = [s.mesh for s in shardings if s is not None and s.mesh.axis_names] + list(meshes_in(program))
+    # Inside a shard_map some axes are manual, but it is the same mesh. So sizes are compared, not meshes.
+    sizes = {tuple(mesh.shape.items()) for mesh in named}
+    if len(sizes) > 1:
+        shown = " and ".join(sorted(str(dict(s)) for s in sizes))
+        raise InputError([f"plan: the function names {len(sizes)} meshes: {shown}. A plan can have only one"])
+    concrete = next((mesh for mesh in named if isinstance(mesh, Mesh)), None)
+    # A function that names no mesh runs on one device.
+    axes = dict(sizes.pop()) if sizes else {"device": 1}
+    if target is not None:
+        _check_size(axes, target, is_named=bool(named))
+        # The function may have been sharded for described devices, or for real ones of the same chip.
+        if concrete is not None and concrete.devices.flat[0].device_kind == target.chip.name:
+            return concrete
+        return make_mesh(axes, devices=devices_of(target))
+    return make_mesh(axes, devices=_devices(math.prod(axes.values()))) if concrete is None else concrete
+
+
+def _check_size(axes: Mapping[str, int], target: Target, *, is_named: bool) -> None:
+    num_devices = math.prod(axes.values())
+    if num_devices != target.num_devices:
+        shown = " x ".join(f"{axis}={size}" for axis, size in axes.items()) if is_named else "of a function without shardings"
+        raise InputError(
+            [f"--target {target.text} has {target.num_devices} devices, but the mesh {shown} has {num_devices}. Make them equal"]
+        )
+
+
+def _devices(num_devices: int) -> Sequence[Any]:
+    """The first of JAX's devices."""
+    devices = cast("Sequence[Any]", jax.devices())
+    if len(devices) < num_devices:
+        raise InputError(
+            [
+                f"plan: the mesh has {num_devices} devices, but JAX has {len(devices)}. Give it more before it starts: "
+                f'jax.config.update("jax_num_cpu_devices", {num_devices}), or plan for a target'
+            ]
+        )
+    return devices[:num_devices]

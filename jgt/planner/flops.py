@@ -1,0 +1,102 @@
+"""FLOPs of a traced program by signal and phase: its matmuls and convolutions, times the trips of the loops around them.
+
+A multiply-add is two FLOPs. Element-wise work is left out: it is bound by memory, and the timeline counts its bytes. A matmul's signal
+and phase are read from its name stack, and its size from its shapes, which are those of the whole arrays: the counts are of all
+devices together, however XLA shares the work. Invariant: the sum over phases is the sum over all matmuls, none counted twice.
+
+The project counts FLOPs in three places, because there are three questions:
+
+- Here, from the traced program: what does the step compute? Recompute counts as a phase of its own. `executed` has what a pipeline's
+  stages compute in their bubbles and drop, and `useful` does not. Attention's scores count in full, also behind a causal mask, since
+  XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
+- `jgt.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
+  is how the finding `computed-alike` is made. XLA has dropped matmuls whose results are not used and merged equal ones. cuDNN's
+  backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
+- `train.records.progress`, from the model's sizes: what does the model need? 6 FLOPs for each parameter and token, plus the used half
+  of causal attention; neither recompute nor bubbles, whatever the kernel. It is the numerator of MFU, to compare with other trainers.
+
+So the three agree, but for the few parameters of norms, in a step without attention, recompute, pipeline and repeated work.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation, Program
+from jgt.program.kernels import kernel_of
+from jgt.program.scopes import taken_share, useful_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one signal in one phase, on all devices. executed counts what a pipeline computes in its bubbles; useful does not."""
+
+    signal: str
+    phase: Phase
+    executed: float
+    useful: float
+
+
+def flops(program: Program) -> tuple[Flops, ...]:
+    """The FLOPs of a program by signal and phase. Of a branch the largest alternative counts, and a loop of unknown length counts once."""
+    # Fractions are exact: a branch that a pipeline takes 8 of 9 times counts 8/9.
+    executed: dict[Origin, Fraction] = collections.defaultdict(Fraction)
+    useful: dict[Origin, Fraction] = collections.defaultdict(Fraction)
+    for name, count in _dots(program, "", Fraction(1)):
+        key = origin_of(name) or Origin(NONE, phase_of(name))
+        executed[key] += count * taken_share(name)
+        useful[key] += count * taken_share(name) * useful_share(name)
+    return tuple(Flops(signal=o.signal, phase=o.phase, executed=float(executed[o]), useful=float(useful[o])) for o in sorted(executed))
+
+
+def _dots(program: Program, around: str, times: Fraction) -> Iterator[tuple[str, Fraction]]:
+    """The whole name stack of each matmul, and its FLOPs, times the loops around it."""
+    for equation in jx.body(program).eqns:
+        name = f"{around}/{equation.source_info.name_stack}"
+        if count := _matmul_flops(equation):
+            yield name, count * times
+        inner = [list(_dots(p, name, times * _repeats(equation))) for p in jx.subprograms(equation)]
+        if "branches" in equation.params:
+            # Which branch is taken is not known from the program. The one with the most FLOPs counts.
+            inner = [max(inner, key=lambda dots: sum(count for _, count in dots))]
+        for dots in inner:
+            yield from dots
+
+
+def _repeats(equation: Equation) -> int:
+    """How often the programs inside an equation run in all."""
+    params = equation.params
+    if jx.is_scan(equation):
+        return params["length"]
+    if "newly_manual_axes" in params:
+        # Shapes inside a shard_map are one device's along its manual axes, so the devices along these axes count.
+        sizes = dict(params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def _matmul_flops(equation: Equation) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = jx.shape_of(equation.invars[0])
+        return 2 * math.prod(jx.shape_of(equation.outvars[0])) * math.prod(left[int(d)] for d in contracted)
+    if name == "ragged_dot_general":
+        # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group.
+        left, right = (jx.shape_of(v) for v in equation.invars[:2])
+        return 2 * math.prod(left) * right[-1]
+    if name == "conv_general_dilated":
+        numbers, right = params["dimension_numbers"], jx.shape_of(equation.invars[1])
+        # The inputs that one output is summed over: all of the kernel's dims but that of the output's features.
+        taps = math.prod(right) // right[int(numbers.rhs_spec[0])]
+        return 2 * math.prod(jx.shape_of(equation.outvars[0])) * taps
+    kernel = kernel_of(name)
+    if kernel is None or kernel.traced_flops is None:
+        return 0
+    return kernel.traced_flops(name, params, [jx.shape_of(v) for v in equation.invars])

@@ -1,0 +1,144 @@
+"""How the traced program lays out its arrays: its parameters, and the constraints on values in between.
+
+A plan wants a table of parameters, with their specs and their bytes on one device. But a function that jgt plans for is any function:
+its first argument is one tree in which parameters, moments and step counters lie side by side. Their use tells them apart. An array
+that the model reads under a signal is a parameter; one that only the optimizer reads is its state. A parameter's moments have its
+shape and the end of its path, so that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of
+the gradient. Constraints, in turn, are read from the equations of the program, because XLA pads or replicates without a word what a
+constraint cannot split evenly.
+
+Invariant: a function without signals has parameters too. Then every array of its first argument that holds floats is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import NamedSharding
+
+from jgt.hlo.origin import NONE
+from jgt.planner.compiled import Argument
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims, sharding_dims, show_dims
+from jgt.program.jaxpr import Equation, Place, Program
+from jgt.program.uses import Use, parameter_uses
+
+OPTIMIZER = "optimizer"
+"""The signal under which a training step updates its parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter.
+
+    dims: the mesh axes of each dim, and spec: the same as the YAML writes it. copies: the number of devices that store each part of
+    it. state_dims: the mesh axes of its optimizer state, and of its gradient; gradient_bytes: of the gradient on one device. source:
+    file:line of a use.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    signals: tuple[str, ...]
+    spec: str
+    dims: Dims
+    state_dims: Dims
+    copies: int
+    local_bytes: int
+    gradient_bytes: int
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The last two names of the path."""
+        return "/".join(self.path.split("/")[-2:])
+
+
+def parameters_of(program: Program, state: Sequence[Argument], num_devices: int) -> tuple[Parameter, ...]:
+    """The parameters among the arrays of a program's first argument."""
+    uses = parameter_uses(program, len(state))
+    by_model = [tuple(s for s in use.signals if s != OPTIMIZER) for use in uses]
+    has_signals = any(by_model)
+    rows = list(zip(state, by_model, uses, strict=True))
+    is_parameter = [bool(signals) if has_signals else a.dtype.kind not in "iub" for a, signals, _ in rows]
+    moments = [a for a, chosen in zip(state, is_parameter, strict=True) if not chosen]
+    return tuple(_parameter(*row, moments, num_devices) for row, chosen in zip(rows, is_parameter, strict=True) if chosen)
+
+
+def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequence[Argument], num_devices: int) -> Parameter:
+    # Of several candidates (mu and nu, a master copy) the one with the most names in common is as good as any: all have one sharding.
+    candidates = [m for m in moments if m.shape == a.shape and _common_end(m.path, a.path)]
+    moment = max(candidates, key=lambda m: _common_end(m.path, a.path), default=a)
+    dims = _dims(a)
+    return Parameter(
+        path=a.path,
+        shape=a.shape,
+        dtype=str(a.dtype),
+        signals=signals,
+        spec="" if a.sharding is None else _spec_text(dims),
+        dims=dims,
+        state_dims=_dims(moment),
+        copies=num_devices * a.local_bytes // max(a.num_bytes, 1),
+        local_bytes=a.local_bytes,
+        # The gradient has the moment's sharding, but the parameter's type: moments may be kept in another one.
+        gradient_bytes=moment.local_bytes // moment.dtype.itemsize * a.dtype.itemsize,
+        source=next((line for signal, line in zip(use.signals, use.sources, strict=True) if line and signal != OPTIMIZER), ""),
+    )
+
+
+def _dims(a: Argument) -> Dims:
+    return ((),) * len(a.shape) if a.sharding is None else sharding_dims(a.sharding, len(a.shape))
+
+
+def _common_end(a: str, b: str) -> int:
+    """The number of names that two paths have in common at their ends."""
+    pairs = zip(reversed(a.split("/")), reversed(b.split("/")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A sharding constraint of the traced program. misfits: (dim, axes) where the axes do not divide the size of the dim."""
+
+    signal: str
+    source: str
+    shape: tuple[int, ...]
+    spec: str
+    local_bytes: int
+    misfits: tuple[tuple[int, tuple[str, ...]], ...]
+
+
+def constraints(program: Program, around: Place = Place()) -> Iterator[Constraint]:  # noqa: B008 - a Place never changes
+    """Every sharding constraint of a program, and of the programs inside it."""
+    for equation in jx.body(program).eqns:
+        place = jx.place_of(equation, around)
+        sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
+        if isinstance(sharding, NamedSharding):
+            yield _constraint(equation, sharding, place)
+        for inner in jx.subprograms(equation):
+            yield from constraints(inner, place)
+
+
+def _constraint(equation: Equation, sharding: NamedSharding, place: Place) -> Constraint:
+    array = jx.struct_of(equation.invars[0])
+    dims = sharding_dims(sharding, len(array.shape))
+    sizes = dict(sharding.mesh.shape)
+    parts = [math.prod(sizes[axis] for axis in axes) for axes in dims]
+    # XLA pads each part to the same size, so a device stores the quotient, rounded up.
+    local = math.prod(-(-size // n) for size, n in zip(array.shape, parts, strict=True))
+    return Constraint(
+        signal=place.path or NONE,
+        source=jx.line_of(equation),
+        shape=tuple(array.shape),
+        spec=_spec_text(dims),
+        local_bytes=local * array.dtype.itemsize,
+        misfits=tuple((d, axes) for d, (axes, n, size) in enumerate(zip(dims, parts, array.shape, strict=True)) if size % n),
+    )
+
+
+def _spec_text(dims: Dims) -> str:
+    """Dims as the YAML writes them; [] for an array that every device stores whole."""
+    return show_dims(dims) if any(dims) else "[]"

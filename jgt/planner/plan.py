@@ -1,0 +1,169 @@
+"""A plan: what XLA will do with a function on a mesh, signal by signal, before anything runs.
+
+The specs in a rules file say where arrays lie. They do not say what follows from that: which collectives XLA inserts, how much memory
+a step needs, how long it takes. All of it is decided when XLA compiles the program, and stands in the compiled text. So a plan compiles
+the function from shapes, for hardware that need not exist, and reads the result back: collectives and their bytes, memory, FLOPs, and
+the seconds that the schedule should take. Every row carries a signal, because a signal is what a rule can change.
+
+Read `plan` first, then `read_plan`, which calls each part of this package once. Invariant: rows add up. The bytes of all signals are
+the bytes of the whole program, and their times are the time of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import jax
+
+from jgt.console import axes_text
+from jgt.hlo.collectives import Collective, collectives
+from jgt.planner.chip import Target, parse_target
+from jgt.planner.compiled import Argument, Compiled, compile_function
+from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
+from jgt.planner.flops import flops
+from jgt.planner.formulas import Expected, expected
+from jgt.planner.layouts import Parameter, parameters_of
+from jgt.planner.memory import Memory, read_memory
+from jgt.planner.signals import SignalRow, signal_rows
+from jgt.planner.timeline import Network, Timeline
+from jgt.rules import Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
+
+    versions: of jax and jaxlib. flops_per_device: matmul FLOPs of the traced program, with recompute and pipeline bubbles;
+    model_flops_per_device: without both. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh
+    axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
+    seconds: the time that planning took.
+    """
+
+    target: str
+    versions: Mapping[str, str]
+    devices: int
+    mesh: Mapping[str, int]
+    memory: Memory
+    flops_per_device: float
+    model_flops_per_device: float
+    step_time_ms: float | None
+    collectives: tuple[Collective, ...]
+    rematerializations: tuple[Rematerialization, ...]
+    findings: tuple[Finding, ...]
+    signals: tuple[SignalRow, ...]
+    parameters: tuple[Parameter, ...]
+    expected: tuple[Expected, ...]
+    links_ms: Mapping[str, float]
+    exposed_ms: Mapping[str, float]
+    assumptions: tuple[str, ...]
+    seconds: float
+
+    @property
+    def warnings(self) -> list[str]:
+        """The findings, a sentence each."""
+        return [finding.text for finding in self.findings]
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that one device sends in a step."""
+        return sum(c.total_bytes for c in self.collectives)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
+        memory = asdict(self.memory) | {"fits": self.memory.fits}
+        sent = [asdict(c) | {"total_bytes": c.total_bytes} for c in self.collectives]
+        values: dict[str, object] = {**asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
+        # Two plans of the same program have the same JSON.
+        del values["seconds"]
+        return values
+
+
+def plan(fn: Callable[..., object], *args: object, target: str | Target | None = None, rules: Rules | None = None) -> Plan:
+    """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
+
+    args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
+    Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
+    extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
+    the costs. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
+    """
+    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target), rules)
+
+
+def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
+    """Reads the plan of a compiled function."""
+    module, mesh, num_devices, target = compiled.module, dict(compiled.mesh.shape), compiled.mesh.size, compiled.target
+    # Without a target nothing is known of the links between the devices.
+    network = None if target is None else Network(target=target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
+    sent = collectives(module, mesh, num_devices)
+    walk = Timeline(module, mesh, num_devices, network).step()
+    traced = flops(compiled.program)
+    # By convention the first argument contains the parameters and their optimizer state.
+    state = [a for a in compiled.arguments if a.position == 0]
+    params = parameters_of(compiled.program, state, num_devices)
+    # A forward pass alone has no gradients, although its parameters have a layout for them.
+    is_trained = any(row.phase == "backward" for row in traced)
+    memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
+    # From here on, counts that were made independently of each other are compared.
+    formulas = expected(compiled, params)
+    rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
+    remats = rematerializations(compiled.lines, module)
+    return Plan(
+        target="cpu" if target is None else target.text,
+        versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
+        devices=num_devices,
+        mesh=mesh,
+        memory=memory,
+        flops_per_device=sum(row.executed for row in traced) / num_devices,
+        model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
+        step_time_ms=None if network is None else walk.seconds * 1e3,
+        collectives=sent,
+        rematerializations=remats,
+        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats)),
+        signals=rows,
+        parameters=params,
+        expected=formulas,
+        links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
+        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
+        assumptions=tuple(_assumptions(compiled)),
+        seconds=compiled.seconds,
+    )
+
+
+def _groups(arguments: Sequence[Argument], params: Sequence[Parameter]) -> dict[str, list[Argument]]:
+    """The arguments by kind; kinds without any are left out."""
+    names = {p.path for p in params}
+    groups: dict[str, list[Argument]] = {"parameters": [], "optimizer state": [], "inputs": []}
+    for a in arguments:
+        groups["inputs" if a.position != 0 else "parameters" if a.path in names else "optimizer state"].append(a)
+    return {name: group for name, group in groups.items() if group}
+
+
+def _assumptions(compiled: Compiled) -> Iterator[str]:
+    yield (
+        "FLOPs: 2 for each multiply-add of matmuls and convolutions. The scores of attention count in full, also behind a causal mask; "
+        "cuDNN's kernel computes half of causal ones, and half counts"
+    )
+    yield (
+        "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
+        "takes it"
+    )
+    if compiled.target is None:
+        yield (
+            "compiled for CPU: bf16 collectives travel as f32, and reduce-scatters are all-reduces. So bytes are CPU's, but kinds and axes "
+            "are the same on any target"
+        )
+        return
+    chip = compiled.target.chip
+    yield (
+        f"{chip.name}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (matmuls reach {chip.efficiency.matmul:.0%}), {chip.hbm_gb:g} GB of memory "
+        f"at {chip.hbm_gbs:g} GB/s ({chip.efficiency.hbm:.0%}), NVLink at {chip.nvlink_gbs:g} GB/s and network at {chip.nic_gbs:g} GB/s "
+        f"for each GPU and direction ({chip.efficiency.link:.0%})"
+    )
+    yield (
+        "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "
+        "prediction, not a measurement"
+    )
+    if any(a.is_on_host for a in compiled.arguments) or compiled.memory.host_temp_size_in_bytes:
+        yield "transfers between the host's memory and the device's are counted in bytes, but take no time here"

@@ -1,0 +1,94 @@
+"""The costs of each signal in one row: parameters, activations, bytes sent, FLOPs and time.
+
+Each of these is measured elsewhere, by its own means: bytes from the compiled text, FLOPs from both programs, time from the schedule.
+Here they are joined by the name of the signal, `layers/attn`. One problem stands in the way: JAX hoists constants out of loops, and
+their instructions keep only the end of the name, `attn`. `full_signal` restores it if exactly one known signal ends so.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jgt.console import axes_text
+from jgt.hlo.collectives import Collective
+from jgt.hlo.origin import NONE, full_signal
+from jgt.planner.flops import Flops
+from jgt.planner.layouts import Parameter
+from jgt.planner.memory import Memory
+from jgt.planner.timeline import Cost, Walk
+from jgt.rules import Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalRow:
+    """One signal. Bytes, FLOPs and milliseconds are one device's in one step.
+
+    rule: file:line of the rule for the signal; empty without rules. specs: its parameters and how they are stored. activation_bytes:
+    what the backward pass needs of the forward pass. sent: bytes by mesh axes. flops: of the compiled program, so work that several
+    devices repeat counts on each. flops_share: this device's part of the traced program's FLOPs, as if no device repeated any.
+    compute_ms, exposed_ms: of kernels, and of waiting for collectives; None without a target. roofline_ms: the time that its
+    matmuls, its memory traffic, and its collectives by axes would need alone; empty without a target.
+    """
+
+    signal: str
+    rule: str
+    specs: tuple[str, ...]
+    parameter_bytes: int
+    activation_bytes: int
+    sent: Mapping[str, int]
+    flops: float
+    flops_share: float
+    hbm_bytes: float
+    compute_ms: float | None
+    exposed_ms: float | None
+    roofline_ms: Mapping[str, float]
+
+
+def signal_rows(
+    params: Sequence[Parameter],
+    memory: Memory,
+    collectives: Sequence[Collective],
+    walk: Walk,
+    traced: Sequence[Flops],
+    num_devices: int,
+    rules: Rules | None,
+    *,
+    timed: bool,
+) -> Iterator[SignalRow]:
+    """A row for each signal that has any cost, the slowest first. timed: whether the walk has times."""
+    owned: dict[str, list[Parameter]] = collections.defaultdict(list)
+    for p in params:
+        owned[p.signals[0] if p.signals else NONE].append(p)
+    sent: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for c in collectives:
+        sent[c.signal][axes_text(c.axes)] += c.total_bytes
+    share: dict[str, float] = collections.defaultdict(float)
+    for row in traced:
+        share[row.signal] += row.executed / num_devices
+    # Names from the traced program and of collectives are full; those of kernels may have lost their beginning.
+    known = {*owned, *sent, *share}
+    costs: dict[str, Cost] = collections.defaultdict(Cost)
+    for origin, cost in walk.costs.items():
+        costs[full_signal(origin.signal, known)].add(cost)
+    activations: collections.Counter[str] = collections.Counter()
+    for name, count in memory.activations.items():
+        activations[full_signal(name, known)] += count
+    # Without a target all times are 0, and rows are sorted by name.
+    for name in sorted({*owned, *costs, *sent, *share, *activations}, key=lambda n: (-costs[n].compute - costs[n].exposed, n)):
+        cost = costs[name]
+        yield SignalRow(
+            signal=name,
+            rule="" if rules is None else rules.where_of(name),
+            specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in owned[name])),
+            parameter_bytes=sum(p.local_bytes for p in owned[name]),
+            activation_bytes=activations[name],
+            sent=dict(sent[name]),
+            flops=cost.flops,
+            flops_share=share[name],
+            hbm_bytes=cost.hbm_bytes,
+            compute_ms=cost.compute * 1e3 if timed else None,
+            exposed_ms=cost.exposed * 1e3 if timed else None,
+            roofline_ms={part: seconds * 1e3 for part, seconds in cost.roofline.items() if seconds},
+        )

@@ -1,0 +1,82 @@
+"""What jgt adds to a program: sharding constraints on values and their cotangents, and checkpoints around a program.
+
+A constraint in JAX pins a value, and by transposition its cotangent, to one sharding. Rules may ask for different shardings
+forward and backward, for which JAX has no primitive; a custom_vjp of the identity provides it. Both exist in two forms:
+`constrain` for a value that is being traced, `constraint_equations` for a variable of a program that is being rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+import jax
+from jax.sharding import NamedSharding
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation, Program, Var
+
+
+def constrain(x: jax.Array, forward: NamedSharding | None, backward: NamedSharding) -> jax.Array:
+    """A value with the sharding `forward` (None: left to the partitioner), whose cotangent gets the sharding `backward`."""
+    if forward == backward:
+        return jax.lax.with_sharding_constraint(x, forward)
+
+    def constrained_forward(x: jax.Array) -> jax.Array:
+        return x if forward is None else jax.lax.with_sharding_constraint(x, forward)
+
+    def with_residuals(x: jax.Array) -> tuple[jax.Array, None]:
+        return constrained_forward(x), None
+
+    def constrained_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        return (jax.lax.with_sharding_constraint(cotangent, backward),)
+
+    # The identity has two rules here, so jax.jvp through it is an error: a documented limit of `backward:`.
+    identity = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(constrained_forward))
+    identity.defvjp(with_residuals, constrained_backward)
+    return identity(x)
+
+
+def constraint_equations(
+    var: Var, forward: NamedSharding | None, backward: NamedSharding, like: Equation | None
+) -> tuple[list[Equation], Var]:
+    """Equations that constrain a variable and its cotangent as `constrain` does, and the constrained variable.
+
+    like: an equation whose place the new ones share: the same signals and, inside a shard_map, the same mesh context.
+    """
+    in_shard_map = like is not None and jx.manual_mesh(like) is not None
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return constrain(x, forward, backward)
+
+    with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
+        program = jax.make_jaxpr(constrained)(jx.struct_of(var) if forward == backward else var.aval)
+    inner = jx.body(program)
+    if forward == backward:
+        # The traced result has lost the weak type and the varying axes of `var`, and a scan around would not accept it as a
+        # carry any more. So only the equation is used, with a result that has the aval of `var`.
+        new = jx.new_var_like(var)
+        return [_placed_like(inner.eqns[0].replace(invars=[var], outvars=[new]), like)], new
+    (invar,), (out,) = inner.invars, inner.outvars
+    assert jx.is_var(out)
+    eqns = [e.replace(invars=[var if a is invar else a for a in e.invars]) for e in inner.eqns]
+    return [_placed_like(e, like) for e in eqns], out
+
+
+def _placed_like(equation: Equation, like: Equation | None) -> Equation:
+    return equation if like is None else equation.replace(source_info=like.source_info)
+
+
+def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan: bool) -> Program:
+    """The same program inside jax.checkpoint with this policy.
+
+    in_scan: whether it is the body of a scan, where XLA cannot merge the recomputation with the forward pass anyway and
+    JAX advises prevent_cse=False.
+    """
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        return jx.evaluate(program, args)
+
+    remat = jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)  # pyright: ignore[reportUnknownVariableType]
+    return jax.make_jaxpr(remat)(*[v.aval for v in jx.body(program).invars])

@@ -1,0 +1,69 @@
+"""Questions about how values flow through a program: what an output is made of, and where random numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.parts import dependency_bits, flatten
+
+
+def unchanged_arguments(program: Program) -> list[int | None]:
+    """For each output of a program, the index of the argument that it is, unchanged; None for an output that was computed.
+
+    An argument may pass through jits, checkpoints, loops and branches on its way, if all of them return it as they got it.
+    """
+    inner = jx.body(program)
+    origin = {var: index for index, var in enumerate(inner.invars)}
+    for equation in inner.eqns:
+        returned = [_unchanged_operands(equation, p) for p in jx.subprograms(equation) if len(jx.body(p).outvars) == len(equation.outvars)]
+        for out, *atoms in zip(equation.outvars, *returned, strict=True):
+            # Every branch of a cond has to return the same operand.
+            if atoms and all(a is not None and a is atoms[0] and a in origin for a in atoms):
+                origin[out] = origin[atoms[0]]
+    return [origin.get(atom) if jx.is_var(atom) else None for atom in inner.outvars]
+
+
+def _unchanged_operands(equation: Equation, program: Program) -> list[Var | None]:
+    operands = jx.outer_operands(equation, program)
+    atoms = [None if index is None else operands[index] for index in unchanged_arguments(program)]
+    return [a if a is not None and jx.is_var(a) else None for a in atoms]
+
+
+def result_depends_on(fn: Callable[[Any, Any], Any], args: Any, others: Any) -> bool:
+    """Whether any result of fn(args, others) depends on an array of `args`."""
+    # A jit counts as one equation: each of its results depends on all of its operands.
+    flat = flatten(jx.trace(fn, args, others)[0], dissolve=lambda _: False)
+    reached = dependency_bits(flat, dict.fromkeys(flat.invars[: len(jax.tree.leaves(args))], 1))
+    return any(jx.is_var(a) and reached.get(a) for a in flat.outvars)
+
+
+def is_random_key(program: Program, index: int) -> bool:
+    """Whether a program draws random numbers from its argument `index`: whether it turns the argument's bits into a key."""
+    reached = {jx.body(program).invars[index]}
+    for equation in jx.body(program).eqns:
+        if not any(jx.is_var(a) and a in reached for a in equation.invars):
+            continue
+        # A typed key (jax.random.key) is wrapped; an old-style one (jax.random.PRNGKey) goes into the generator as it is.
+        if equation.primitive.name in ("random_wrap", "threefry2x32"):
+            return True
+        for inner in jx.subprograms(equation):
+            operands = enumerate(jx.outer_operands(equation, inner))
+            if any(o in reached and is_random_key(inner, i) for i, o in operands if o is not None and jx.is_var(o)):
+                return True
+        # Splitting or reshaping the bits of a key, say: whatever is made of them may become a key later.
+        reached.update(equation.outvars)
+    return False
+
+
+def random_draws(equation: Equation) -> Iterator[Var]:
+    """The variables of the random bits that an equation draws, including those in programs inside it."""
+    if equation.primitive.name in ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma"):
+        yield from equation.outvars
+    for program in jx.subprograms(equation):
+        for inner in jx.body(program).eqns:
+            yield from random_draws(inner)

@@ -1,0 +1,130 @@
+"""A program taken apart: flattened, marked by what its values depend on, and split into parts that run on their own.
+
+A pipeline has to run some equations of a loss before its loop, some inside and some after. The jaxpr lists them in one
+sequence, but wraps many of them in jits, so the equation that belongs to another part may be hidden inside. So a program is
+flattened first: each jit is replaced by its equations, with new variables. Then `extract_part` collects, backward from the outputs, the
+equations that are needed, and makes a program of them. A part is wired to the others by the variables of the flat program, which
+are its keys: two parts fit together if one's outputs are the other's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+from jax.typing import ArrayLike
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """A program as one list of equations, without jits inside; `consts` are the arrays that it closes over."""
+
+    program: Program
+    invars: tuple[Var, ...]
+    eqns: tuple[Equation, ...]
+    outvars: tuple[Atom, ...]
+    consts: Mapping[Var, ArrayLike]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some equations of a flat program: a function from the values of `inputs` to the values of `outputs`."""
+
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    program: Program
+    consts: tuple[ArrayLike, ...] = field(repr=False, default=())
+
+    def changed(self, change: Callable[[Program], Program]) -> Part:
+        """The same part with `change` applied to its program."""
+        return replace(self, program=change(self.program))
+
+    def __call__(self, values: Sequence[ArrayLike]) -> list[jax.Array]:
+        """The outputs for values of the inputs, in order."""
+        return jx.evaluate(self.program, [*values, *self.consts])
+
+    def run(self, known: Mapping[Var, ArrayLike]) -> dict[Var, jax.Array]:
+        """The outputs by variable, from known values by variable."""
+        values = self([known[var] for var in self.inputs])
+        return {var: value for var, value in zip(self.outputs, values, strict=True) if jx.is_var(var)}
+
+
+def flatten(program: Program, dissolve: Callable[[Equation], bool] = jx.is_call) -> Flat:
+    """The program with every equation that `dissolve` selects replaced by the equations inside it. Signals are kept."""
+    inner = jx.body(program)
+    consts = dict(jx.constants(program))
+    rename: dict[Var, Atom] = {}
+    eqns = list(_dissolved(inner.eqns, rename, consts, dissolve))
+    outvars = tuple(rename.get(a, a) if jx.is_var(a) else a for a in inner.outvars)
+    return Flat(program=program, invars=tuple(inner.invars), eqns=tuple(eqns), outvars=outvars, consts=consts)
+
+
+def _dissolved(
+    eqns: Iterable[Equation], rename: dict[Var, Atom], consts: dict[Var, ArrayLike], dissolve: Callable[[Equation], bool]
+) -> Iterator[Equation]:
+    """The equations without calls. Adds to `rename` what the results of the calls are now, and to `consts` their constants."""
+    for equation in eqns:
+        invars = [rename.get(a, a) if jx.is_var(a) else a for a in equation.invars]
+        outer = equation if invars == list(equation.invars) else equation.replace(invars=invars)
+        if not dissolve(equation):
+            yield outer
+            continue
+        (program,) = jx.subprograms(equation)
+        inner = jx.body(program)
+        # JAX caches traces, so two calls may share one program: each call gets variables of its own.
+        local: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
+        for var, value in jx.constants(program).items():
+            new = local[var] = jx.new_var_like(var)
+            consts[new] = value
+        yield from _dissolved((_inlined(e, outer, local) for e in inner.eqns), rename, consts, dissolve)
+        for out, atom in zip(equation.outvars, inner.outvars, strict=True):
+            result = local.get(atom, atom) if jx.is_var(atom) else atom
+            # The result may in turn come from a call inside this one.
+            rename[out] = rename.get(result, result) if jx.is_var(result) else result
+
+
+def _inlined(equation: Equation, call: Equation, local: dict[Var, Atom]) -> Equation:
+    outvars: list[Var] = []
+    for var in equation.outvars:
+        new = var if jx.is_dropped(var) else jx.new_var_like(var)
+        local[var] = new
+        outvars.append(new)
+    return jx.inline_equation(equation, call, local, outvars)
+
+
+def extract_part(flat: Flat, outputs: Sequence[Atom], known: Collection[Var] = ()) -> Part:
+    """The equations that compute `outputs` from the program's arguments and from the variables `known`, however those are computed.
+
+    The part's inputs are the arguments and known variables that it needs, and no others.
+    """
+    available = {*flat.invars, *known}
+    needed = {a for a in outputs if jx.is_var(a)}
+    eqns: list[Equation] = []
+    for equation in reversed(flat.eqns):
+        if any(v in needed and v not in available for v in equation.outvars):
+            eqns.append(equation)
+            needed.update(a for a in equation.invars if jx.is_var(a))
+    # In the order of the program, not of their use, so that equal parts have equal signatures.
+    inputs = tuple(v for v in dict.fromkeys([*flat.invars, *known]) if v in needed)
+    consts = [v for v in flat.consts if v in needed and v not in available]
+    program = jx.program_of(flat.program, [*inputs, *consts], eqns[::-1], outputs)
+    return Part(inputs=inputs, outputs=tuple(outputs), program=program, consts=tuple(flat.consts[v] for v in consts))
+
+
+def dependency_bits(flat: Flat, sources: Mapping[Var, int], equations: Mapping[int, int] | None = None) -> dict[Var, int]:
+    """What each variable depends on, as a union of bits.
+
+    sources: the bits of arguments. equations: additional bits of the results of equations, by the equation's index.
+    """
+    found = dict(sources)
+    for index, equation in enumerate(flat.eqns):
+        bits = (equations or {}).get(index, 0)
+        for atom in equation.invars:
+            if jx.is_var(atom):
+                bits |= found.get(atom, 0)
+        found.update(dict.fromkeys(equation.outvars, bits))
+    return found

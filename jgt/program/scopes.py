@@ -1,0 +1,80 @@
+"""Named scopes that jgt adds to programs, and how to read them back from the op names of a compiled program.
+
+Signals are the scopes that the user chose. A plan or a profile also needs to know what a pipeline did with them: which
+operations belong to the pipeline rather than to the model, which run in the backward pass although jgt wrote it out (JAX marks
+only what it transposed itself), and how often a branch or a loop body does useful work. These facts have to survive XLA,
+and op names are the one place that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager
+from fractions import Fraction
+
+import jax
+
+from jgt.signal import PREFIX
+
+PIPELINE = "jgt.pipeline"
+BACKWARD = "jgt.backward"
+RECOMPUTE = "jgt.recompute"
+_TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
+_USEFUL = re.compile(r"jgt\.useful\.(\d+)of(\d+)")
+
+
+@contextlib.contextmanager
+def signals(path: Iterable[str]) -> Generator[None]:
+    """The region that these signals name, outermost first."""
+    with contextlib.ExitStack() as stack:
+        for name in path:
+            stack.enter_context(jax.named_scope(PREFIX + name))
+        yield
+
+
+def pipeline() -> AbstractContextManager[object]:
+    """Work that a pipeline does in addition to the model's own."""
+    return jax.named_scope(PIPELINE)
+
+
+def backward() -> AbstractContextManager[object]:
+    """A piece of a backward pass that jgt writes out instead of leaving it to JAX's transposition."""
+    return jax.named_scope(BACKWARD)
+
+
+def recompute() -> AbstractContextManager[object]:
+    """A piece of a forward pass that jgt runs a second time."""
+    return jax.named_scope(RECOMPUTE)
+
+
+def branch_taken(share: Fraction) -> AbstractContextManager[object]:
+    """A branch of a cond that runs in this share of the cond's executions."""
+    return jax.named_scope(f"jgt.taken.{share.numerator}of{share.denominator}")
+
+
+def useful(share: Fraction) -> AbstractContextManager[object]:
+    """Work that always runs, but whose result is used in this share of the cases only."""
+    return jax.named_scope(f"jgt.useful.{share.numerator}of{share.denominator}")
+
+
+def taken_share(name: str) -> Fraction:
+    """How often an operation runs according to the `branch_taken` scopes in its name; nested ones multiply."""
+    return _product(_TAKEN, name)
+
+
+def useful_share(name: str) -> Fraction:
+    """How often the result of an operation is used according to the `useful` scopes in its name."""
+    return _product(_USEFUL, name)
+
+
+def branch_share(names: Iterable[str]) -> Fraction:
+    """How often a branch is taken, from the names of the operations in it; 1 if none of them says."""
+    # XLA adds operations without a name, so any operation with one has to do.
+    return next((taken_share(name) for name in names if _TAKEN.search(name)), Fraction(1))
+
+
+def _product(pattern: re.Pattern[str], name: str) -> Fraction:
+    return math.prod((Fraction(int(taken), int(of)) for taken, of in pattern.findall(name)), start=Fraction(1))

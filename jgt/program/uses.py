@@ -1,0 +1,158 @@
+"""Where a program uses its parameters: under which signals, and which of their dims are sliced off before.
+
+A rule names a parameter by the signal under which the model uses it, but a program knows only its arguments. Between the argument and its
+use are casts, transposes, indexing and the slicing of a scan over layers. So each parameter is followed forward through
+the program. As long as an equation reads nothing but the parameter (and scalars), its result is still that parameter in another
+form, and a trail records which dims have become which. The first equation that combines it with another array is its
+use. `layers/attn/q` of shape [layers, embed, heads] is thus used under `layers/attn` with dim 0 sliced off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation, Place, Program, Var
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Use:
+    """The signals under which a parameter is used, and its dims that no longer exist there: scanned over or indexed.
+
+    sources: file:line of a use under each signal.
+    """
+
+    signals: tuple[str, ...]
+    sliced: frozenset[int]
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """A parameter in another form: for each dim of the variable the parameter's dim (None: unknown), and the dims sliced off."""
+
+    index: int
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    sliced: frozenset[int] = frozenset()
+
+    def without(self, positions: Iterable[int], *, at_least: int = 1) -> _Trail:
+        """The trail after these dims of the variable were sliced off; a parameter's dim smaller than `at_least` does not count."""
+        removed = set(positions)
+        dims = tuple(d for p, d in enumerate(self.dims) if p not in removed)
+        sliced = {d for p, d in enumerate(self.dims) if p in removed and d is not None and self.shape[d] >= at_least}
+        return replace(self, dims=dims, sliced=self.sliced | sliced)
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """An equation that reads a parameter; `meets` says that it reads another array too."""
+
+    signal: str
+    meets: bool
+    sliced: frozenset[int]
+    source: str
+
+
+_Trails = dict[Var, set[_Trail]]
+
+
+def parameter_uses(program: Program, num_parameters: int) -> list[Use]:
+    """The use of each of a program's first `num_parameters` arguments.
+
+    A parameter that never meets another array (only its norm is taken, for a penalty) is used wherever it is read.
+    """
+    consumers: list[set[_Consumer]] = [set() for _ in range(num_parameters)]
+    invars = jx.body(program).invars[:num_parameters]
+    shapes = [jx.shape_of(var) for var in invars]
+    trails: _Trails = {v: {_Trail(n, shape, tuple(range(len(shape))))} for n, (v, shape) in enumerate(zip(invars, shapes, strict=True))}
+    _follow(program, Place(), trails, consumers)
+    return [_use(entries) for entries in consumers]
+
+
+def _follow(program: Program, around: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> None:
+    for equation in jx.body(program).eqns:
+        followed = _union(trails[a] for a in equation.invars if jx.is_var(a) and a in trails)
+        if not followed:
+            continue
+        place = jx.place_of(equation, around)
+        programs = list(jx.subprograms(equation))
+        for inner in programs:
+            _follow_into(equation, inner, place, trails, consumers)
+        if programs:
+            continue
+        meets, ends = _meets(equation, trails)
+        for trail in followed:
+            consumers[trail.index].add(_Consumer(place.path, meets, trail.sliced, jx.line_of(equation)))
+        if not ends:
+            for out in equation.outvars:
+                trails.setdefault(out, set()).update(_through(equation, trail, len(jx.shape_of(out))) for trail in followed)
+
+
+def _meets(equation: Equation, trails: _Trails) -> tuple[bool, bool]:
+    """Whether a parameter meets an array that does not come from it, and whether its trail ends here.
+
+    A parameter that was summed to a scalar (its norm) does not count as met: a penalty may be added to anything. But its
+    trail ends at any other array.
+    """
+    origins: set[frozenset[int]] = set()
+    has_arrays = False
+    for atom in equation.invars:
+        operand: set[_Trail] = trails.get(atom, set()) if jx.is_var(atom) else set()
+        is_array = bool(jx.shape_of(atom))
+        has_arrays |= is_array
+        if is_array or any(trail.shape == () for trail in operand):
+            origins.add(frozenset(trail.index for trail in operand))
+    is_foreign = frozenset() in origins
+    meets = has_arrays and (len(_union(origins)) > 1 or (is_foreign and len(origins) > 1))
+    return meets, meets or is_foreign
+
+
+def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
+    """A trail after an equation that reads nothing but the parameter, whose result has this rank."""
+    permutation: tuple[int, ...] | None = equation.params.get("permutation")
+    squeezed: tuple[int, ...] | None = equation.params.get("dimensions")
+    if permutation is not None:
+        return replace(trail, dims=tuple(trail.dims[d] for d in permutation))
+    if squeezed is not None and rank == len(trail.dims) - len(squeezed):
+        # A dim of size 1 that is squeezed out is part of the parameter's own shape: a stack of one layer is scanned, not squeezed.
+        return trail.without(squeezed, at_least=2)
+    # unstack has `axis` and nothing else.
+    if equation.params.keys() == {"axis"} and rank == len(trail.dims) - 1:
+        return trail.without([equation.params["axis"]])
+    return trail if rank == len(trail.dims) else replace(trail, dims=(None,) * rank)
+
+
+def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> None:
+    inside: _Trails = {}
+    for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
+        if outer is not None and jx.is_var(outer) and outer in trails:
+            # A scan slices the leading dim off what it goes over.
+            scanned = range(len(jx.shape_of(outer)) - len(jx.shape_of(var)))
+            inside[var] = {trail.without(scanned) for trail in trails[outer]}
+    if not inside:
+        return
+    _follow(inner, place, inside, consumers)
+    for outer, var in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+        if outer is not None and jx.is_var(var) and var in inside:
+            stacked = (None,) * (len(jx.shape_of(outer)) - len(jx.shape_of(var)))
+            trails.setdefault(outer, set()).update(replace(trail, dims=stacked + trail.dims) for trail in inside[var])
+
+
+def _union(sets: Iterable[AbstractSet[_T]]) -> set[_T]:
+    return {item for one in sets for item in one}
+
+
+def _use(consumers: set[_Consumer]) -> Use:
+    # Where a parameter meets an array matters; where it is only cast on the way there does not.
+    meeting = {consumer for consumer in consumers if consumer.meets} or consumers
+    signals = sorted({consumer.signal for consumer in meeting})
+    innermost = tuple(s for s in signals if s and not any(other.startswith(f"{s}/") for other in signals))
+    relevant = (c.sliced for c in meeting if c.signal in innermost or not innermost)
+    sources = tuple(min((c.source for c in meeting if c.source and c.signal == signal), default="") for signal in innermost)
+    return Use(innermost, max(relevant, key=len, default=frozenset[int]()), sources)

@@ -1,0 +1,162 @@
+"""Which rule decides: the first one that matches, in the order of the file.
+
+A program asks one question for each of its parts: what is the spec of this parameter, of this named tensor, of the
+values that leave this signal? Every function here answers one question with a `Match` and changes nothing, so the
+answer depends on the rules and the question alone. A match also says which later rules matched but did not get a turn;
+`jgt.rules.coverage` adds these up and reports rules that never decide anything.
+
+The order of precedence is the same everywhere. For parameters and optimizer state, the rules at the top of the file
+come first, then those of each signal, in file order. A rule of a signal covers everything below that signal, except
+`out`, which is about the values that leave exactly that signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, matches_end
+from jgt.rules.spec import SpecRule, fits_rank, min_rank
+
+_R = TypeVar("_R", SpecRule, SaveRule)
+
+Slot = tuple[str | int, ...]
+"""The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
+
+Two rules with the same content are equal, so a rule by itself does not say which line of the file decided.
+"""
+
+Candidate = tuple[Slot, _R]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match(Generic[_R]):
+    """The answer to one question.
+
+    rule: the rule that decides; None if no rule matches, or if the first one is wrong for this part of the program.
+    decided: the slots of the rules that got a turn. shadowed: the slots of later rules that match too, each with the file:line
+    of the rule that came before it. problems: messages about rules that match but do not fit.
+    """
+
+    rule: _R | None = None
+    decided: tuple[Slot, ...] = ()
+    shadowed: tuple[tuple[Slot, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def match_param(rules: Rules, path: str, signals: Sequence[str], rank: int) -> Match[SpecRule]:
+    """The rule of a parameter that is used under these signals with `rank` dims (dims that a scan slices off not counted)."""
+    return _match_parameter(rules, "params", path, signals, lambda found: _fitting(found, rank, f"the parameter {path}"))
+
+
+def match_optimizer(rules: Rules, path: str, signals: Sequence[str], fits: Callable[[SpecRule], bool]) -> Match[SpecRule]:
+    """The rule of a parameter's optimizer state, if it differs from the parameter's own. Rules whose spec does not fit are skipped."""
+    return _match_parameter(rules, "optimizer", path, signals, lambda found: _first(one for one in found if fits(one[1])))
+
+
+def match_input(rules: Rules, path: str, rank: int) -> Match[SpecRule]:
+    """The rule of an argument that is not a parameter. A spec with more dims than the argument does not match it."""
+    found = _slots(rules.inputs, "inputs")
+    return _first(one for one in found if matches_end(one[1].pattern, path) and rank >= min_rank(one[1].spec))
+
+
+def match_tensor(rules: Rules, name: str, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:
+    """The rule of a tensor with this name under this signal, or of its cotangent."""
+    section = "backward_tensors" if backward else "tensors"
+    found = (
+        one
+        for index, rule in _covering(rules, signal)
+        for one in _slots(rule.backward_tensors if backward else rule.tensors, "signals", index, section)
+        if matches(one[1].pattern, name)
+    )
+    return _fitting(found, rank, f"the tensor {name!r} at the signal {signal!r}")
+
+
+def match_out(rules: Rules, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:
+    """The rule of a floating value of this rank that leaves exactly this signal, or of its cotangent."""
+    section = "backward_out" if backward else "out"
+    found: list[Candidate[SpecRule]] = []
+    for index, rule in enumerate(rules.signals):
+        out = rule.backward_out if backward else rule.out
+        if out is not None and matches(rule.pattern, signal) and fits_rank(out.spec, rank):
+            found.append((("signals", index, section), out))
+    return _first(found)
+
+
+def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
+    """Whether a tensor with this name under this signal is kept, recomputed or offloaded for the backward pass."""
+    covering = _covering(rules, signal)
+    return _first(one for index, rule in covering for one in _slots(rule.save, "signals", index, "save") if matches(one[1].name, name))
+
+
+def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:
+    for index, rule in enumerate(rules):
+        yield (*where, index), rule
+
+
+def _covering(rules: Rules, signal: str) -> Iterator[tuple[int, SignalRule]]:
+    return ((index, rule) for index, rule in enumerate(rules.signals) if rule.covers(signal))
+
+
+def _first(candidates: Iterable[Candidate[_R]]) -> Match[_R]:
+    found = list(candidates)
+    if not found:
+        return Match()
+    (slot, rule), *later = found
+    return Match(rule=rule, decided=(slot,), shadowed=tuple((other, rule.where) for other, _ in later))
+
+
+def _fitting(candidates: Iterable[Candidate[SpecRule]], rank: int, what: str) -> Match[SpecRule]:
+    """The first candidate; a problem if its spec has another number of dims. A later one that would fit gets no turn."""
+    match = _first(candidates)
+    if match.rule is None or fits_rank(match.rule.spec, rank):
+        return match
+    num_dims = min_rank(match.rule.spec)
+    remedy = "Shorten the spec" if num_dims > rank else "Write null for a dim that is not sharded, or ... for all others"
+    problem = (
+        f"{match.rule.where}: {match.rule.pattern}: the spec has {num_dims} dims, but {what} has {rank}"
+        f" (dims that a scan or an index takes away are not counted). {remedy}"
+    )
+    return Match(decided=match.decided, shadowed=match.shadowed, problems=(problem,))
+
+
+def _match_parameter(
+    rules: Rules,
+    section: Literal["params", "optimizer"],
+    path: str,
+    signals: Sequence[str],
+    choose: Callable[[Iterable[Candidate[SpecRule]]], Match[SpecRule]],
+) -> Match[SpecRule]:
+    top = rules.params if section == "params" else rules.optimizer
+    whole_file = [one for one in _slots(top, section) if matches_end(one[1].pattern, path)]
+    if whole_file:
+        return choose(whole_file)
+    found = {signal: choose(_below(rules, section, path, signal)) for signal in signals or ("",)}
+    merged = Match[SpecRule](
+        rule=next(iter(found.values())).rule,
+        decided=tuple(slot for match in found.values() for slot in match.decided),
+        shadowed=tuple(pair for match in found.values() for pair in match.shadowed),
+        problems=tuple(dict.fromkeys(problem for match in found.values() for problem in match.problems)),
+    )
+    # A tied parameter is used under several signals. They may all have a rule, as long as the rules agree.
+    if len({None if match.rule is None else match.rule.spec for match in found.values()}) > 1:
+        problem = _tied_problem(section, path, {signal: match.rule for signal, match in found.items()})
+        return Match(decided=merged.decided, shadowed=merged.shadowed, problems=(*merged.problems, problem))
+    return merged
+
+
+def _below(rules: Rules, section: str, path: str, signal: str) -> Iterator[Candidate[SpecRule]]:
+    for index, rule in _covering(rules, signal):
+        for one in _slots(rule.params if section == "params" else rule.optimizer, "signals", index, section):
+            if matches_end(one[1].pattern, path):
+                yield one
+
+
+def _tied_problem(section: str, path: str, found: Mapping[str, SpecRule | None]) -> str:
+    seen = ", ".join(f"{signal or '(no signal)'} ({rule.where if rule else 'no rule'})" for signal, rule in found.items())
+    place = next(rule.where for rule in found.values() if rule)
+    return (
+        f"{place}: {section}: the parameter {path} is used under several signals whose rules differ: {seen}. "
+        f"A tied parameter needs a rule of its own: write {path.rsplit('/', 1)[-1]!r} under {section}: at the top of the file"
+    )

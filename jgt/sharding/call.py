@@ -1,0 +1,199 @@
+"""One call of a sharded function, planned: where its parameters and inputs go, and the program to run.
+
+The function is traced, and the trace answers the questions that the rules need: under which signals each parameter is
+used and with how many dims. Parameters and inputs are placed first, because their places are pinned in the program;
+then the rewriter adds constraints and save policies inside. Each step returns its results together with the problems it
+found. No step looks at the problems of another, so every mistake is reported at once, and a value whose rule is wrong
+is simply left without a constraint.
+
+The spec of a parameter has one entry for each dim that the model uses, which may be fewer than the parameter has: a
+kernel [layers, embed, ffn] that a scan over layers reads as [embed, ffn] is matched by [null, tensor], and its first
+dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around the use, in the traced program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.document import InputError
+from jgt.pipeline.config import Pipeline
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims
+from jgt.program.jaxpr import Program
+from jgt.program.uses import Use, parameter_uses
+from jgt.rules import Match, Rules, Seen, SpecRule, expand, fits_rank, match_optimizer, match_param, misfit_problems, misfits, unreached
+from jgt.sharding.arguments import Arguments, Named
+from jgt.sharding.placement import ParameterPlace, Placement, Surroundings, match_argument, path_text
+from jgt.sharding.rewrite import rewrite
+from jgt.sharding.staging import StagedCall, stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCall:
+    """What a call of these shapes needs.
+
+    run: from the argument arrays, in order, to the leaves of the result. out_tree: the tree of the result.
+    is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
+    around it.
+    """
+
+    placement: Placement
+    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    out_tree: Any
+    is_reusable: bool
+
+
+def plan_call(
+    arguments: Arguments,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    *,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+) -> PlannedCall:
+    """Traces a call, places its parameters and inputs, and rewrites its program.
+
+    Raises InputError with every misfit, and with every rule that matches nothing (not with `partial`). Raises
+    ValueError for arguments that a sharded function cannot take.
+    """
+    tree = arguments.parameter_tree()
+    program, out_tree = arguments.trace()
+    site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
+    num_params = tree.num_leaves
+    params = _place_parameters(arguments.named[:num_params], program, rules, site)
+    inputs = _place_inputs(arguments.named[num_params:], num_params, rules, site)
+    # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
+    whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=pipeline is None)
+    matches = (*params.matches, *inputs.matches, *whole.matches)
+    found = [
+        *rules.axis_problems(mesh.axis_names),
+        *(problem for match in matches for problem in match.problems),
+        *params.problems,
+        *inputs.problems,
+        *whole.problems,
+    ]
+    if not partial:
+        seen = Seen(signals=whole.signals, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
+        found += unreached(rules, seen)
+
+    def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return jx.evaluate(whole.program, arrays)
+
+    staged = StagedCall(parameters=params.places, run=evaluate)
+    if pipeline is not None:
+        staged = stage(arguments, program, pipeline, rules, mesh, params.places)
+        found += staged.problems
+    if found:
+        raise InputError(found)
+    check_aliases(arguments.named, staged.parameters, rules)
+    return PlannedCall(
+        placement=Placement(rules=rules, mesh=mesh, parameters=staged.parameters, tree=tree, tensors=tuple(whole.tensors)),
+        run=staged.run,
+        out_tree=out_tree,
+        is_reusable=not jx.closes_over_tracers(program),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """Arguments placed by the rules, with the answers of the rules and what is wrong with them.
+
+    places: one for each parameter, in order. pins: by argument number, the dims of the value and of its gradient, for arguments without
+    problems.
+    """
+
+    places: tuple[ParameterPlace, ...] = ()
+    pins: Mapping[int, tuple[Dims, Dims]]
+    matches: tuple[Match[SpecRule], ...]
+    problems: tuple[str, ...]
+
+
+def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> _Placed:
+    """The place of each parameter by the rules of the signals that use it, and of its optimizer state."""
+    places: list[ParameterPlace] = []
+    pins: dict[int, tuple[Dims, Dims]] = {}
+    matches: list[Match[SpecRule]] = []
+    problems: list[str] = []
+    for index, ((path, x), use) in enumerate(zip(params, parameter_uses(program, len(params)), strict=True)):
+        name = path_text(path[2:])
+        match = match_param(rules, name, use.signals, len(x.shape) - len(use.sliced))
+        own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, site)]
+        dims = ((),) * len(x.shape) if match.rule is None else expand(match.rule.spec, len(x.shape), use.sliced)
+
+        def fits(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
+            return _fits(rule, shape, use, site)
+
+        state = match_optimizer(rules, name, use.signals, fits)
+        state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
+        places.append(ParameterPlace(path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims))
+        matches += [match, state]
+        problems += own[len(match.problems) :]
+        if not own:
+            pins[index] = (dims, state_dims)
+    return _Placed(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
+
+
+def _place_inputs(inputs: Sequence[Named], first: int, rules: Rules, site: Surroundings) -> _Placed:
+    """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
+    pins: dict[int, tuple[Dims, Dims]] = {}
+    matches: list[Match[SpecRule]] = []
+    problems: dict[str, None] = {}
+    reported: set[tuple[SpecRule, tuple[int, ...]]] = set()
+    for index, (path, x) in enumerate(inputs, start=first):
+        name = path_text(path[2:] or path[1:])
+        match, dims = match_argument(rules, name, x)
+        matches.append(match)
+        if match.rule is None:
+            continue
+        dims = site.free_dims(dims)
+        found = list(misfit_problems(match.rule, dims, x.shape, site.sizes, f"input {name}", label="inputs"))
+        # Inputs often come in dozens of one shape: the first one is enough.
+        if (match.rule, x.shape) not in reported:
+            problems |= dict.fromkeys(found)
+        reported.add((match.rule, x.shape))
+        if not found:
+            pins[index] = (dims, dims)
+    return _Placed(pins=pins, matches=tuple(matches), problems=tuple(problems))
+
+
+def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:
+    """Raises InputError if one array is passed as two parameters that the rules lay out differently."""
+    first: dict[int, ParameterPlace] = {}
+    problems: list[str] = []
+    for (_, x), place in zip(params, places, strict=False):
+        other = place if isinstance(x, jax.ShapeDtypeStruct) else first.setdefault(id(x), place)
+        if other.dims != place.dims:
+            problems.append(
+                f"{rules.where}: {place.path}: this array is {other.path} too, and the rules lay the two out differently: {place.spec} and "
+                f"{other.spec}. Pass it once (nnx.split), or give both the same spec under params: at the top of the file"
+            )
+    if problems:
+        raise InputError(problems)
+
+
+def _parameter_problems(
+    match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: Surroundings
+) -> Iterable[str]:
+    if match.rule is not None:
+        dims = expand(match.rule.spec, len(shape), use.sliced)
+        yield from misfit_problems(match.rule, site.free_dims(dims), shape, site.sizes, f"parameter {name}")
+        yield from site.stage_problems(match.rule, dims, use.signals, f"parameter {name}")
+    elif not match.problems and rules.default is None:
+        used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"
+        yield (
+            f"{rules.where}: {name}: no rule matches this parameter of shape {list(shape)}, {used}. "
+            "Add a pattern under params: of that signal, or `default: replicate`"
+        )
+
+
+def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, site: Surroundings) -> bool:
+    """Whether a spec has the right number of dims and its axes divide them."""
+    if not fits_rank(rule.spec, len(shape) - len(use.sliced)):
+        return False
+    dims = site.free_dims(expand(rule.spec, len(shape), use.sliced))
+    return not any(misfits(dims, shape, site.sizes))

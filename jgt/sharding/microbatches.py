@@ -1,0 +1,135 @@
+"""What each input of a pipelined call is: rows of the batch, a random key, or one value for all rows.
+
+A pipeline cuts the batch into microbatches, so it has to know which dims are the batch. Suppose a loss takes tokens
+[32, 128], weights [32, 128] and a table of frequencies [64, 16], and the rules say `inputs: [batch, ...]` with batch on the
+axis data. Then the first dim of the inputs that a rule shards is the batch, 32 rows over data; tokens and
+weights are cut, and the table is an error: its 64 rows are not the batch. A rule `[]` for it says that all rows share it.
+If the rules shard no input, the first dim of the first input counts as the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.ends import InputKind
+from jgt.program.dims import Dims
+from jgt.rules import Rules, SpecRule
+from jgt.rules.spec import min_rank
+from jgt.sharding.arguments import Named
+from jgt.sharding.placement import Shaped, is_key, match_argument, path_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """The inputs of a call, in order: their names, kinds and dims.
+
+    axes: the mesh axes of size above 1 that split the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no
+    input has a batch.
+    """
+
+    names: tuple[str, ...]
+    inputs: tuple[InputKind, ...]
+    dims: tuple[Dims, ...]
+    axes: tuple[str, ...]
+    num_rows: int
+    num_shards: int
+    problems: tuple[str, ...]
+
+    def division_problems(self, pipeline: Pipeline) -> Iterator[str]:
+        """The problem of a number of microbatches that does not divide the rows of each data shard, with the numbers that do."""
+        if not self.num_rows:
+            yield pipeline.problem("microbatches", "the function has no batch to split: besides the parameters it takes no array")
+            return
+        if pipeline.microbatches < 1 or self.num_rows % (pipeline.microbatches * self.num_shards) == 0:
+            return
+        per_shard, left = divmod(self.num_rows, self.num_shards)
+        shards = f" ({per_shard} on each of {self.num_shards} data shards)" if self.num_shards > 1 else ""
+        fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
+        multiple = pipeline.microbatches * self.num_shards
+        allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {multiple}"
+        batch = f"the batch of {self.num_rows}{shards}"
+        yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide {batch}. {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """An input with the rule that places it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: SpecRule | None
+    dims: Dims
+    is_key: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its rule is [], which says that all rows of the batch share it."""
+        return self.rule is not None and min_rank(self.rule.spec) == 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rule splits its first dim."""
+        return not self.is_key and bool(self.dims) and bool(self.dims[0])
+
+    def as_input(self, num_rows: int) -> InputKind:
+        """Its kind, given the rows of the batch."""
+        if self.is_key:
+            return "key"
+        is_whole = not self.shape or self.shape[0] != num_rows or self.is_shared
+        return "whole" if is_whole else "rows"
+
+
+def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, int], is_drawn_from: Callable[[int], bool]) -> Microbatches:
+    """What each input is, by the rules and the mesh sizes.
+
+    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like one (uint32[2]).
+    """
+    found = [_find(path_text(path[2:] or path[1:]), x, rules, lambda i=i: is_drawn_from(i)) for i, (path, x) in enumerate(named)]
+    split = [one for one in found if one.is_split]
+    free = [one for one in found if one.shape and not one.is_key and not one.is_shared]
+    batch = next(iter([*split, *free]), None)
+    num_rows = 0 if batch is None else batch.shape[0]
+    batch_axes = split[0].dims[0] if split else ()
+    axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1)
+    return Microbatches(
+        names=tuple(one.name for one in found),
+        inputs=tuple(one.as_input(num_rows) for one in found),
+        dims=tuple(one.dims for one in found),
+        axes=axes,
+        num_rows=num_rows,
+        num_shards=math.prod(mesh[axis] for axis in axes),
+        problems=(*_row_problems(split), *_dim_problems(found, batch_axes)),
+    )
+
+
+def _find(name: str, x: Shaped, rules: Rules, is_drawn_from: Callable[[], bool]) -> _Found:
+    # Two numbers in uint32 may be a key or may be data; only the program knows whether random bits are drawn from them.
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (is_key(x) and is_drawn_from())
+    match, dims = match_argument(rules, name, x)
+    return _Found(name=name, shape=x.shape, rule=match.rule, dims=dims, is_key=key)
+
+
+def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
+    for one in split:
+        if one.shape[0] != split[0].shape[0] and one.rule is not None:
+            yield (
+                f"{one.rule.where}: inputs: {one.name}: has {one.shape[0]} rows, but {split[0].name} has {split[0].shape[0]}: "
+                "which of them is the batch? Give the other one the rule []"
+            )
+
+
+def _dim_problems(found: Sequence[_Found], batch_axes: Sequence[str]) -> Iterator[str]:
+    for one in found:
+        for dim, axes in enumerate(one.dims[1:], start=1):
+            for axis in axes:
+                if axis in batch_axes and one.rule is not None:
+                    yield (
+                        f"{one.rule.where}: inputs: {one.name}: the batch must be the first dim in a pipeline, "
+                        f"but this spec splits dim {dim} of {list(one.shape)} over {axis}"
+                    )

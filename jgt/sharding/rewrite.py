@@ -1,0 +1,253 @@
+"""The rewriter: from a traced program and rules to the same program with constraints and save policies.
+
+jgt edits the program as data and evaluates it once; nothing is traced again. The rewriter walks through the equations
+and through every program inside them (scan, cond, jit, remat, custom derivatives), asks the rules about each result,
+and puts `with_sharding_constraint` equations behind those that a rule names. A forward spec constrains the value, a
+backward spec its cotangent. Every other equation stays as it is, so the rewritten program computes the same numbers.
+
+Two things come out of the walk besides the program: the answers of the rules, from which `jgt.rules.unreached` finds
+rules that never decide, and problems. They are only collected here. A rule that does not fit leaves its value without a
+constraint, and the caller raises all problems at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jgt.program import jaxpr as jx
+from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
+from jgt.program.dims import Dims, partition_spec
+from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
+from jgt.sharding.placement import Surroundings
+from jgt.sharding.saves import SavePolicy, actions_of, save_policy
+
+_R = TypeVar("_R", SpecRule, SaveRule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """A program with every rule applied, and what the rules met in it. A value whose rule does not fit is left without a constraint.
+
+    signals, tensors and out_ranks: see `jgt.rules.Seen`. matches: the answers that got a rule or a problem.
+    """
+
+    program: Program
+    signals: frozenset[str]
+    tensors: Mapping[str, frozenset[str]]
+    out_ranks: Mapping[str, frozenset[int]]
+    matches: tuple[AnyMatch, ...]
+    problems: tuple[str, ...]
+
+
+def rewrite(
+    program: Program, arguments: Mapping[int, tuple[Dims, Dims]], rules: Rules, site: Surroundings, *, applies: bool = True
+) -> Rewritten:
+    """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied.
+
+    Without `applies` nothing is changed: the rules are only checked against the program.
+    """
+    rewriter = _Rewriter(rules, site, applies=applies)
+    pinned: dict[Var, Var] = {}
+    eqns: list[Equation] = []
+    for index, (forward, backward) in arguments.items() if rewriter.constrains else ():
+        var = jx.body(program).invars[index]
+        ahead, behind = (rewriter.sharding(site.free_dims(dims), site.around) for dims in (forward, backward))
+        new, pinned[var] = constraint_equations(var, ahead, behind, None)
+        eqns += new
+    new_program, saves = rewriter.program(program, Place(), pinned, eqns)
+    if saves and applies:
+        new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
+    return rewriter.result(new_program)
+
+
+def rewrite_part(program: Program, place: Place, rules: Rules, mesh: Mesh | AbstractMesh) -> Program:
+    """A part of a program that lies at this place, with every rule applied. Nothing is reported: the whole was checked before."""
+    new, saves = _Rewriter(rules, Surroundings.here(mesh), applies=True).program(program, place)
+    return wrap_in_checkpoint(new, save_policy(saves), in_scan=True) if saves else new
+
+
+class _Rewriter:
+    """One walk through a program. The lists and sets are filled on the way and read only at the end, by `result`."""
+
+    def __init__(self, rules: Rules, site: Surroundings, *, applies: bool):
+        self._rules, self._site, self._applies = rules, site, applies
+        # On one device there is nothing to lay out.
+        self.constrains = applies and site.mesh.size > 1
+        self._matches: list[AnyMatch] = []
+        self._problems: list[str] = []
+        self._signals: set[str] = set()
+        self._tensors: dict[str, set[str]] = {}
+        self._out_ranks: dict[str, set[int]] = {}
+
+    def result(self, program: Program) -> Rewritten:
+        """The rewritten program with everything that was found on the way."""
+        return Rewritten(
+            program=program,
+            signals=frozenset(self._signals),
+            tensors={name: frozenset(signals) for name, signals in self._tensors.items()},
+            out_ranks={signal: frozenset(ranks) for signal, ranks in self._out_ranks.items()},
+            matches=tuple(self._matches),
+            problems=tuple(self._problems),
+        )
+
+    def sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
+        """The sharding of these dims, on the mesh of a shard_map around if there is one."""
+        return NamedSharding(self._site.mesh if manual is None else manual, partition_spec(dims, free=free))
+
+    def program(
+        self,
+        program: Program,
+        around: Place,
+        pinned: dict[Var, Var] | None = None,
+        eqns: list[Equation] | None = None,
+        *,
+        guarded: bool = False,
+    ) -> tuple[Program, dict[str, SaveRule]]:
+        """The rewritten program, and the save rules inside it that no checkpoint region has taken yet.
+
+        guarded: the program lies inside a jax.checkpoint of the model's own, which will take them.
+        """
+        renamed = dict(pinned or {})
+        new_eqns = list(eqns or ())
+        saves: dict[str, SaveRule] = {}
+        consumers = _consumers(program, around)
+        for equation in jx.body(program).eqns:
+            place = jx.place_of(equation, around)
+            self._signals.add(place.path)
+            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded)
+            new_eqns.append(rewritten)
+            self._add_saves(saves, inner_saves)
+            self._add_saves(saves, self._save_of(equation, place))
+            for var in equation.outvars:
+                extra, new = self._pin(equation, var, place, consumers.get(var, ()))
+                if extra:
+                    new_eqns += extra
+                    renamed[var] = new
+        old = jx.body(program)
+        if len(new_eqns) == len(old.eqns) and all(a is b for a, b in zip(new_eqns, old.eqns, strict=True)):
+            return program, saves
+        outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
+        return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
+
+    def _equation(
+        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool
+    ) -> tuple[Equation, dict[str, SaveRule]]:
+        saves: dict[str, SaveRule] = {}
+
+        def change(inner: Program) -> Program:
+            new, found = self.program(inner, place, guarded=guarded or jx.is_remat(equation))
+            if found and jx.is_scan(equation) and not guarded:
+                # The body of a layer scan becomes one region: what it saves is saved once per layer.
+                return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
+            self._add_saves(saves, found)
+            return new
+
+        params = jx.map_subprograms(equation, change)
+        if saves and jx.is_remat(equation):
+            params = params or dict(equation.params)
+            params["policy"] = SavePolicy(actions_of(saves), around=params["policy"])
+            saves = {}
+        invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
+        if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):
+            equation = equation.replace(invars=invars)
+        return (equation if params is None else equation.replace(params=params)), saves
+
+    def _save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
+        name = jx.tensor_name(equation)
+        rule = None if name is None else self._noted(match_save(self._rules, name, place.path))
+        if rule is not None and rule.action == "offload" and self._site.is_in_stage(place.path):
+            self._problems.append(
+                f"{rule.where}: save: {name}: offload is not possible inside a pipeline, whose buffers stay on the device. "
+                "Use keep or recompute, or pipeline.remat"
+            )
+        return {} if rule is None or name is None else {name: rule}
+
+    def _add_saves(self, saves: dict[str, SaveRule], more: Mapping[str, SaveRule]) -> None:
+        for name, rule in more.items():
+            other = saves.setdefault(name, rule)
+            if other.action != rule.action:
+                self._problems.append(
+                    f"{rule.where}: save: {name}: {rule.action} here, but {other.action} at {other.where}, in one region that is "
+                    "recomputed. A region knows values by name only: give the two tensors different names"
+                )
+
+    def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
+        """The constraints that follow an equation for one of its results, and the variable to read in its stead."""
+        rank = len(jx.shape_of(var)) - place.num_vmaps
+        if jx.is_dropped(var) or rank <= 0:
+            return [], var
+        forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
+        manual = jx.manual_mesh(equation) or self._site.around
+        ahead = self._checked(forward, var, place, manual, what)
+        behind = self._checked(backward, var, place, manual, f"{what} (backward)")
+        last = behind or ahead
+        if last is None or not self.constrains:
+            return [], var
+        return constraint_equations(var, ahead, last, equation)
+
+    def _rules_of(
+        self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
+    ) -> tuple[SpecRule | None, SpecRule | None, str]:
+        """The rules of a value and of its cotangent, and what messages call it. A name decides before the signals that the value leaves."""
+        name = jx.tensor_name(equation)
+        if name is not None:
+            self._tensors.setdefault(name, set()).add(place.path)
+            forward = self._noted(match_tensor(self._rules, name, place.path, rank))
+            backward = self._noted(match_tensor(self._rules, name, place.path, rank, backward=True))
+            if forward or backward:
+                return forward, backward, f"tensor {name} at {place.path or 'the top'}"
+        if not jx.is_real(var):
+            return None, None, ""
+        forward, backward, left = None, None, ""
+        # A value may leave several regions at once; the outermost one that has a rule decides, the others are noted as reached.
+        for signal in reversed(prefixes(place.path)):
+            region = tuple(signal.split("/")) if signal else ()
+            if signal and any(not consumer.inside(region) for consumer in consumers):
+                self._out_ranks.setdefault(signal, set()).add(rank)
+                outer = self._noted(match_out(self._rules, signal, rank))
+                outer_backward = self._noted(match_out(self._rules, signal, rank, backward=True))
+                if forward is None and backward is None and (outer or outer_backward):
+                    forward, backward, left = outer, outer_backward, signal
+        return forward, backward, f"value that leaves {left}"
+
+    def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:
+        """The sharding that a rule gives a value; None if the rule does not fit, or if no axis is left to shard by."""
+        if rule is None:
+            return None
+        shape = jx.shape_of(var)
+        dims = expand(rule.spec, len(shape), range(place.num_vmaps))
+        # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
+        wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
+        free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
+        found = [
+            *misfit_problems(rule, free, shape, dict((manual or self._site.mesh).shape), what),
+            *self._site.stage_problems(rule, free, [place.path], what),
+        ]
+        self._problems += found
+        if found or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
+            return None
+        return self.sharding(free, manual, place.num_vmaps)
+
+    def _noted(self, match: Match[_R]) -> _R | None:
+        if match.decided:
+            self._matches.append(cast(AnyMatch, match))
+        return match.rule
+
+
+def _consumers(program: Program, around: Place) -> dict[Var, list[Place]]:
+    """The places that read each variable of a program; what it returns is read where the program stands."""
+    consumers: dict[Var, list[Place]] = {}
+    for equation in jx.body(program).eqns:
+        place = jx.place_of(equation, around)
+        for atom in equation.invars:
+            if jx.is_var(atom):
+                consumers.setdefault(atom, []).append(place)
+    for atom in jx.body(program).outvars:
+        if jx.is_var(atom):
+            consumers.setdefault(atom, []).append(around)
+    return consumers

@@ -1,0 +1,62 @@
+"""Which named tensors a backward pass finds on the device, on the host, or computes again: `save:` as remat policies.
+
+`jax.checkpoint` asks its policy about every value of a region. A value has no identity there but the name that
+`signal.tensor` gave it, so the rules of a region become a table from names to actions. If the model has a
+`jax.checkpoint` around the tensor, its own policy is asked about everything that the table does not name. If it has none, jgt
+makes a region, and there every other value is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jgt.program import jaxpr as jx
+from jgt.rules import Action, SaveRule
+
+Policy = Callable[..., Any]
+"""What jax.checkpoint takes: from a primitive, avals and params to whether the results are saved, or where."""
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """A remat policy by tensor name.
+
+    around: the policy that decides about values without an action; None: they are recomputed. named: a named value without an
+    action is kept, as the rules of a region that jgt made speak only of some names.
+    """
+
+    actions: tuple[tuple[str, Action], ...]
+    around: Policy | None = None
+    named: bool = False
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if jx.is_name(primitive, params):
+            for name, action in self.actions:
+                if name == params["name"]:
+                    return _policy_of(action, name)(primitive, *avals, **params)
+            if self.named:
+                return _policy_of("keep", params["name"])(primitive, *avals, **params)
+        return self.around(primitive, *avals, **params) if self.around is not None else False
+
+
+def save_policy(saves: Mapping[str, SaveRule]) -> SavePolicy:
+    """The policy of a region that jgt makes for these rules."""
+    return SavePolicy(actions_of(saves), named=True)
+
+
+def actions_of(saves: Mapping[str, SaveRule]) -> tuple[tuple[str, Action], ...]:
+    """The action of each name, in an order that does not depend on the program."""
+    return tuple(sorted((name, rule.action) for name, rule in saves.items()))
+
+
+def _policy_of(action: Action, name: str) -> Policy:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name] if action == "keep" else [],
+        names_which_can_be_offloaded=[name] if action == "offload" else [],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

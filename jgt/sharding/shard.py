@@ -1,0 +1,192 @@
+"""The door: `shard` wraps a forward or loss function, and everything else is asked of the wrapped function.
+
+    loss = jgt.shard(loss_fn, rules, mesh)
+    loss(params, batch)                  # the same signature, values and gradients, laid out over the mesh
+    loss.placement(params, batch)        # where parameters, gradients, optimizer state and inputs go
+    loss.init(init_fn, key, batch=batch) # parameters made where they belong
+
+All three need the traced program of the function, so the wrapper keeps one for each set of argument shapes. A trainer
+that asks for the placement, compiles its step and makes a plan of it calls the user's function once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.document import InputError
+from jgt.pipeline.config import Pipeline
+from jgt.rules import Rules
+from jgt.sharding.arguments import Arguments
+from jgt.sharding.call import PlannedCall, check_aliases, plan_call
+from jgt.sharding.placement import Placement
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Sharded(Generic[_P, _R]):
+    """A function rewritten by rules; made by `shard`. It can be differentiated, vmapped and jitted like the function itself.
+
+    Like jax.jit, it calls the function once for each set of argument shapes and constants and may reuse that trace later, so values that
+    the function reads from elsewhere should not change.
+    """
+
+    def __init__(
+        self, fn: Callable[_P, _R], rules: Rules, mesh: Mesh | AbstractMesh, *, partial: bool = False, pipeline: Pipeline | None = None
+    ):
+        _check_arguments(rules, mesh)
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._rules, self._mesh = fn, rules, mesh
+        self._partial, self._pipeline = partial, pipeline
+        self._planned: dict[Hashable, PlannedCall] = {}
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
+        arguments = Arguments(self._fn, args, kwargs)
+        planned = self._plan(arguments)
+        return jax.tree.unflatten(planned.out_tree, planned.run(arguments.arrays))
+
+    def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
+        """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
+
+        Nothing is computed and no device is touched. Raises InputError as a call does.
+        """
+        return self._plan(Arguments(self._fn, args, kwargs)).placement
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
+        """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.
+
+        `batch` contains the function's other arguments, as arrays or ShapeDtypeStructs, in a tuple if there are several. With an optax
+        `optimizer` the result is (parameters, optimizer state). The random bits are the same on every mesh. Raises InputError.
+        """
+        batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
+        arguments = Arguments(self._fn, (jax.eval_shape(init_fn, *args), *batches), {})
+        placement = self._plan(arguments).placement
+        if optimizer is None:
+            made: Any = jax.jit(init_fn, out_shardings=placement.params)(*args)
+            return made
+
+        def params_and_state(*args: Any) -> Any:
+            params = init_fn(*args)
+            return params, optimizer.init(params)
+
+        _, state = jax.eval_shape(params_and_state, *args)
+        both: Any = jax.jit(params_and_state, out_shardings=(placement.params, placement.optimizer(state)))(*args)
+        return both
+
+    def under(self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None) -> Sharded[_P, _R]:
+        """The same function under these rules; this very object, with its traces, if they are its own."""
+        if (self._rules, self._mesh, self._partial, self._pipeline) == (rules, mesh, partial, pipeline):
+            return self
+        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline)
+
+    def _plan(self, arguments: Arguments) -> PlannedCall:
+        key = arguments.key()
+        planned = None if key is None else self._planned.get(key)
+        if planned is not None:
+            # The key does not say whether two parameters are one array.
+            check_aliases(arguments.named, planned.placement.parameters, self._rules)
+            return planned
+        planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline)
+        if key is not None and planned.is_reusable:
+            self._planned[key] = planned
+        return planned
+
+
+@overload
+def shard(
+    fn: Callable[_P, _R], rules: Rules, mesh: Mesh | AbstractMesh, *, partial: bool = False, pipeline: Pipeline | None = None
+) -> Sharded[_P, _R]: ...
+
+
+@overload
+def shard(
+    fn: Callable[_P, _R], rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False, pipeline: Pipeline | None = None
+) -> Callable[_P, _R]: ...
+
+
+def shard(
+    fn: Callable[_P, _R], rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False, pipeline: Pipeline | None = None
+) -> Callable[_P, _R]:
+    """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
+
+    The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
+    and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
+    gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
+
+    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
+    nothing is one, unless `partial` says that `fn` is only a part of the program that the rules describe (inference without a loss).
+
+    With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
+    the batch, and only the first one has a gradient, with respect to the parameters.
+    """
+    if rules is None or mesh is None:
+        return fn
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline)
+
+
+def place(
+    fn: Callable[..., Any],
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    *args: Any,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+    problems: Sequence[str] = (),
+    **kwargs: Any,
+) -> Placement:
+    """Where the parameters, gradients, optimizer state and inputs of `fn(params, ...)` go: `shard(fn, ...).placement(...)`.
+
+    `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
+    rule that matches nothing (not with `partial`), and `problems`, which were found before.
+    """
+    try:
+        placement = _sharded(fn, rules, mesh, partial, pipeline).placement(*args, **kwargs)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
+    if problems:
+        raise InputError(problems)
+    return placement
+
+
+def init(
+    init_fn: Callable[..., Any],
+    rules: Rules,
+    mesh: Mesh,
+    *args: Any,
+    loss: Callable[..., Any],
+    batch: Any,
+    optimizer: Any = None,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+) -> Any:
+    """Parameters from `init_fn(*args)`, made where `loss(params, batch)` uses them: `shard(loss, ...).init(...)`.
+
+    `loss` may be sharded already; then the trace is shared. Raises InputError.
+    """
+    return _sharded(loss, rules, mesh, partial, pipeline).init(init_fn, *args, batch=batch, optimizer=optimizer)
+
+
+def _sharded(
+    fn: Callable[..., Any], rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None
+) -> Sharded[..., Any]:
+    if isinstance(fn, Sharded):
+        return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline)
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline)
+
+
+def _check_arguments(rules: object, mesh: Mesh | AbstractMesh) -> None:
+    """Raises TypeError unless rules are Rules, and ValueError unless all axes of the mesh are Auto."""
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            f"rules must be jgt.Rules, not {type(rules).__name__}; make them with jgt.load_rules(path) or jgt.make_rules(mapping)"
+        )
+    if not mesh.are_all_axes_auto:
+        raise ValueError(
+            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh"
+        )

@@ -1,0 +1,182 @@
+"""A call put into a pipeline: whether it can be, where its program is split, and where its parameters are stored.
+
+The pipeline runs the loss microbatch by microbatch, so it needs the program of one microbatch. jgt gets it by tracing the
+user's function again with fewer rows, and a third time with another batch size, to prove that the results of the
+whole batch can be added up from its parts (`jgt.batch`). Then the program is split around the layer scan: the part
+before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
+
+The parameters of layers are stored by stage if the stages divide the layers evenly, so that no step has to move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jgt.document import InputError, collect, nearest
+from jgt.pipeline.config import Pipeline
+from jgt.pipeline.executor import Executor
+from jgt.pipeline.layout import axes_inside
+from jgt.pipeline.pipelined import Pipelined
+from jgt.pipeline.split import Split, split_loss
+from jgt.pipeline.whole import SplitError
+from jgt.program import jaxpr as jx
+from jgt.program.constraints import constrain
+from jgt.program.dataflow import is_random_key
+from jgt.program.dims import Dims, partition_spec
+from jgt.program.jaxpr import Program
+from jgt.rules import Rules
+from jgt.schedule.find import find_table
+from jgt.schedule.table import Table
+from jgt.sharding.arguments import Arguments
+from jgt.sharding.microbatches import Microbatches, find_microbatches
+from jgt.sharding.placement import ParameterPlace
+from jgt.sharding.rewrite import rewrite_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedCall:
+    """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
+
+    With problems, there is nothing to run.
+    """
+
+    parameters: tuple[ParameterPlace, ...]
+    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    problems: tuple[str, ...] = ()
+
+
+def stage(
+    arguments: Arguments,
+    program: Program,
+    pipeline: Pipeline,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    parameters: tuple[ParameterPlace, ...],
+) -> StagedCall:
+    """Puts a call whose trace is `program` into its pipeline. Raises ValueError inside a shard_map or a vmap over a mesh axis."""
+    if jx.mesh_around() is not None or jx.vmapped_axes():
+        raise ValueError("a pipelined function cannot be called inside shard_map or a vmap over a mesh axis. Put these inside the function")
+    num_params, sizes = len(parameters), dict(mesh.shape)
+    found = find_microbatches(arguments.named[num_params:], rules, sizes, lambda index: is_random_key(program, num_params + index))
+    problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
+    table = _table(pipeline, sizes, problems)
+    if problems or table is None:
+        return _unstaged(parameters, problems)
+    try:
+        parts = _split_call(arguments, program, pipeline, found, num_params)
+    except SplitError as error:
+        return _unstaged(parameters, [pipeline.problem("signal", str(error))])
+    if table.num_chunks > parts.num_layers:
+        return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
+    parameters = _staged_places(parameters, parts, pipeline.axis, table.num_stages)
+    executor = Executor(
+        split=parts,
+        table=table,
+        pipeline=pipeline,
+        mesh=mesh,
+        batch_axes=found.axes,
+        inputs=found.inputs,
+        param_dims=[p.dims for p in parameters],
+        param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
+        # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
+        rewrite=lambda program, place: rewrite_part(program, place, rules, mesh),
+    )
+
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
+        inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
+        return Pipelined(executor)(params, inputs)
+
+    return StagedCall(parameters=parameters, run=run)
+
+
+def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -> StagedCall:
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        raise InputError(problems)
+
+    return StagedCall(parameters=parameters, run=run, problems=tuple(problems))
+
+
+def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
+    axes = list(sizes)
+    if pipeline.axis not in axes:
+        yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
+        return
+    if pipeline.axis in found.axes:
+        yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
+    inside = axes_inside(sizes, pipeline.axis, found.axes)
+    if pipeline.idle == "skip" and inside:
+        yield pipeline.problem(
+            "idle",
+            f"stages can skip layers only if each device computes its layers alone, but the mesh splits them over {', '.join(inside)}. "
+            "Write compute, or leave it out",
+        )
+    late = [axis for axis in found.axes if axes.index(axis) > axes.index(pipeline.axis)]
+    if late:
+        # XLA requires the manual axes of nested shard_maps in the order of the mesh.
+        yield pipeline.problem(
+            "axis",
+            f"in the mesh {pipeline.axis} must come after {', '.join(late)}, over which the batch is split. "
+            "To keep the placement of devices, pass the order as jgt.make_mesh(sizes, axis_names=...)",
+        )
+
+
+def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Table | None:
+    if pipeline.axis not in sizes:
+        return None
+    with collect(problems):
+        return find_table(pipeline.schedule, sizes[pipeline.axis], pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
+    return None
+
+
+def _split_call(arguments: Arguments, program: Program, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
+    """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
+    batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
+    keys = [num_params + index for index, kind in enumerate(found.inputs) if kind == "key"]
+
+    def trace(num_rows: int) -> Program:
+        try:
+            return arguments.trace_rows(batched, num_rows)
+        except Exception as error:
+            names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind == "rows")
+            raise SplitError(
+                f"with {num_rows} instead of {found.num_rows} rows in {names} the function fails: "
+                f"{str(error).splitlines()[0].rstrip('.')}. If one of them is not the batch, give it the rule [] under inputs:"
+            ) from error
+
+    rows = found.num_rows // (pipeline.microbatches * found.num_shards)
+    micro = program if rows == found.num_rows else trace(rows)
+    # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.
+    larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
+    return split_loss(micro, program, larger, pipeline, ratio=ratio, num_params=num_params, keys=keys)
+
+
+def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
+    held = f"{table.num_stages} stages" if table.virtual == 1 else f"{table.num_stages} stages with {table.virtual} chunks each"
+    layers = f"{num_layers} layer{'s' * (num_layers != 1)}"
+    return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
+
+
+def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str, num_stages: int) -> tuple[ParameterPlace, ...]:
+    """Places of the parameters with those of the layers split over the stages, if the stages divide the layers."""
+    if cut.num_layers % num_stages:
+        return parameters
+    staged = {cut.like[var] for var in cut.weights if var in cut.like}
+    first: Dims = ((axis,),)
+
+    def place(index: int, one: ParameterPlace) -> ParameterPlace:
+        if index not in staged or one.dims[0] or one.optimizer_dims[0]:
+            return one
+        return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])
+
+    return tuple(place(i, p) for i, p in enumerate(parameters))
+
+
+def _pinned(x: jax.Array, forward: Dims, backward: Dims, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """A value constrained to one layout, and its gradient to another."""
+    ahead, behind = (NamedSharding(mesh, partition_spec(dims)) for dims in (forward, backward))
+    return constrain(x, ahead, behind)

@@ -1,0 +1,47 @@
+"""Reading rewritten programs, and comparing them with what they were."""
+
+import jax
+import numpy as np
+
+from jgt.program import jaxpr as jx
+
+
+def constraints(fn, *args, **kwargs):
+    """(signal path, spec) of each sharding constraint of a program below a signal, in order."""
+    return [(path, spec) for path, spec in all_constraints(fn, *args, **kwargs) if path]
+
+
+def all_constraints(fn, *args, **kwargs):
+    """The same with those at the top: parameters and inputs."""
+    found = []
+
+    def walk(program, around):
+        for equation in jx.body(program).eqns:
+            place = jx.place_of(equation, around)
+            if equation.primitive.name == "sharding_constraint":
+                found.append((place.path, equation.params["sharding"].spec))
+            for inner in jx.subprograms(equation):
+                walk(inner, place)
+
+    walk(jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs), jx.Place())
+    return found
+
+
+def assert_same(got, want, atol=1e-6):
+    """Trees of arrays are equal to within `atol`."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), got, want)
+
+
+def derivatives(fn, *args):
+    """Compiled: the outputs of `fn`, and the gradient of their mean square with respect to the first argument."""
+
+    def scalar(*args):
+        out = fn(*args)
+        return (out**2).mean(), out
+
+    return jax.jit(jax.grad(scalar, has_aux=True))(*args)
+
+
+def assert_same_derivatives(sharded, plain, *args, atol=1e-6):
+    """Values of both, and gradients with respect to the first argument, are the same."""
+    assert_same(derivatives(sharded, *args), derivatives(plain, *args), atol)

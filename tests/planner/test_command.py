@@ -1,0 +1,208 @@
+"""`jgt plan`: exit codes, what it prints, what it writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import pytest
+from plugin import needs_plugin
+
+from jgt import document
+from jgt.planner import described as topology
+from jgt.planner.chip import chip_names
+from train.plan.__main__ import main
+
+RULES = Path(__file__).parents[2] / "configs" / "rules"
+GPUS = "h100:1x8"
+RUN = {
+    "run": {"name": "small"},
+    "model": {"kind": "llama", "layers": 1, "embed": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab": 64, "seq": 16},
+    "mesh": {"data": 2, "tensor": 4},
+    "rules": str(RULES / "tensor.yaml"),
+    "data": {"source": "stdlib"},
+    "train": {"steps": 1, "batch": 8},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly():
+    """What XLA's last passes on CPU leave out changes nothing that is looked at here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working directory, with the file of a small run."""
+    monkeypatch.chdir(tmp_path)
+    write("run.yaml")
+    return tmp_path
+
+
+def write(name, **changes):
+    """Writes the file of a run."""
+    Path(name).write_text(document.dump(RUN | changes))
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs the command; its exit code, stdout and stderr."""
+
+    def _command(*arguments):
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    return _command
+
+
+@pytest.fixture
+def refused(command):
+    """The problems of an input that is refused."""
+
+    def _refused(*arguments):
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        return err.splitlines()
+
+    return _refused
+
+
+# ---------------------------------------------------------------------------------------------- what it refuses
+
+
+def test_an_unknown_chip(refused):
+    (problem,) = refused("--config", "run.yaml", "--target", "mi300:1x8")
+    assert problem.startswith("--target mi300:1x8: there is no chip 'mi300'.")
+    assert all(name in problem for name in chip_names())
+
+
+@pytest.mark.parametrize("target", ["h100", "h100:8", "h100:0x8", "h100:1x0"])
+def test_a_target_without_hosts_and_gpus(refused, target):
+    (problem,) = refused("--config", "run.yaml", "--target", target)
+    assert problem.startswith(f"--target {target}: ") and "h100:8x8" in problem
+
+
+@pytest.mark.parametrize("arguments", [["--target", "h100:2x8"], ["--devices", "16"]])
+def test_devices_that_the_mesh_does_not_have(refused, arguments):
+    (problem,) = refused("--config", "run.yaml", *arguments)
+    line = Path("run.yaml").read_text().splitlines().index("mesh:") + 1
+    place, _, said = problem.partition(": ")
+    assert place.startswith("run.yaml:") and int(place.rpartition(":")[2]) in (line, line + 1)
+    assert "16" in said and "8" in said
+
+
+def test_a_config_is_needed(refused):
+    assert refused()[0].startswith("--config FILE is missing")
+
+
+def test_all_problems_are_told_at_once(refused):
+    write("run.yaml", mesh={"data": 2, "tensr": 4}, budget={"peak_gbs": 1})
+    problems = "\n".join(refused("--config", "run.yaml", "--target", "mi300"))
+    assert "there is no chip" in problems and "'peak_gb'" in problems
+
+
+def test_a_lock_of_another_format(refused):
+    Path("plan.lock").write_text("something else\n")
+    (problem,) = refused("--config", "run.yaml", "--check", "plan.lock")
+    assert problem.startswith("plan.lock:1: ") and "'something else'" in problem and "--lock plan.lock" in problem
+
+
+def test_the_plugin_is_missing(refused, monkeypatch):
+    monkeypatch.setattr(topology.util, "find_spec", lambda name: None)
+    (problem,) = refused("--config", "run.yaml", "--target", GPUS)
+    assert "needs JAX's CUDA plugin" in problem and "pip install 'jgt[plan-gpu]'" in problem
+
+
+def test_the_plugin_is_not_of_this_jaxlib(refused, monkeypatch):
+    real = metadata.version
+    monkeypatch.setattr(topology.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(topology.metadata, "version", lambda name: "0.0.1" if "plugin" in name else real(name))
+    (problem,) = refused("--config", "run.yaml", "--target", GPUS)
+    assert "the CUDA plugin is version 0.0.1" in problem and f"jaxlib is {real('jaxlib')}" in problem
+
+
+# ---------------------------------------------------------------------------------------------- what it plans
+
+
+def test_a_plan_its_page_its_lock_and_its_budget(command, folder):
+    write("run.yaml", budget={"peak_gb": 1, "layers/attn": {"all-gather": 0}})
+    code, out, err = command("--config", "run.yaml", "--json", "--html", "plan.html", "--lock", "plan.lock")
+    assert code == 0
+    assert err.splitlines() == ["Wrote plan.html", "Wrote plan.lock"]
+    assert Path("plan.html").read_text().startswith("<!doctype html>")
+    found = json.loads(out)
+    assert found.keys() >= {
+        "target",
+        "devices",
+        "mesh",
+        "memory",
+        "flops_per_device",
+        "step_time_ms",
+        "collectives",
+        "rematerializations",
+        "warnings",
+    }
+    assert (found["target"], found["devices"], found["mesh"]) == ("cpu", 8, {"data": 2, "tensor": 4})
+    assert found["memory"].keys() >= {"args_bytes", "temp_bytes", "peak_bytes", "fits"}
+    assert found["step_time_ms"] is None and found["memory"]["fits"] is None
+    assert found["flops_per_device"] > 0 and found["rematerializations"] == [] == found["warnings"]
+    assert found["collectives"]
+    for row in found["collectives"]:
+        assert row.keys() >= {"kind", "dtype", "bytes", "count", "axes", "signal", "phase", "source"}
+        assert set(row["axes"]) <= {"data", "tensor"} and row["phase"] in ("forward", "backward", "recompute")
+
+    # Another budget, and another rule than the one that was locked.
+    rules = document.read(RULES / "tensor.yaml").plain()
+    rules["signals"]["layers/mlp"]["params"] = {}
+    del rules["signals"]["layers/mlp"]["tensors"]
+    Path("rules.yaml").write_text(document.dump(rules))
+    write("run.yaml", rules="rules.yaml", budget={"sent_gb": 0, "layers/attn": {"all-reduce": 0}})
+    code, out, err = command("--config", "run.yaml", "--check", "plan.lock")
+    assert code == 1
+    assert "Plan for cpu: data 2 x tensor 4 = 8 devices" in out
+    total, attention, changed, *lines = err.splitlines()
+    assert "budget.sent_gb: " in total and "The largest part: layers/attn" in total
+    assert "budget.layers/attn.all-reduce: " in attention and "train/models/attention.py:" in attention
+    assert all(text.startswith("run.yaml:") for text in (total, attention))
+    assert changed.startswith("plan.lock: the plan has changed") and "--lock plan.lock" in changed
+    assert any(line.startswith("-layers/mlp  all-reduce  f32  tensor  ") for line in lines)
+    assert not any("layers/attn" in line for line in lines)
+
+
+def test_two_rules_files_side_by_side(command):
+    code, out, err = command("--config", "run.yaml", "--diff", str(RULES / "tensor.yaml"), str(RULES / "replicated.yaml"))
+    assert (code, err) == (0, "")
+    assert "peak_bytes" in out and "sent_bytes" in out and "flops_per_device" in out
+    assert any(line.split()[:3] == ["layers/mlp", "all-reduce", "tensor"] for line in out.splitlines())
+
+
+def test_two_runs_side_by_side(command):
+    write("b.yaml", rules=str(RULES / "replicated.yaml"), mesh={"data": 8})
+    code, out, err = command("--diff", "run.yaml", "b.yaml", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    totals = found["totals"]
+    assert totals["args_bytes"]["b"] > 2 * totals["args_bytes"]["a"] > 0
+    assert totals["flops_per_device"]["a"] == totals["flops_per_device"]["b"]
+    rows = {(row["signal"], row["kind"], row["axes"]): (row["a"], row["b"]) for row in found["collectives"]}
+    assert rows["layers/mlp", "all-reduce", "tensor"][1] == 0 < rows["layers/mlp", "all-reduce", "tensor"][0]
+
+
+@needs_plugin
+def test_a_plan_for_gpus(command):
+    write("run.yaml", budget={"step_ms": 1e-6})
+    code, out, err = command("--config", "run.yaml", "--target", GPUS, "--json")
+    found = json.loads(out)
+    assert code == 1 and "budget.step_ms: " in err and "ms per step, but 1e-06 is allowed" in err
+    assert found["target"] == GPUS and found["memory"]["fits"] is True and found["step_time_ms"] > 0
+
+
+def test_help_comes_before_jax():
+    program = "import sys\nfrom jgt.__main__ import main\ntry:\n    main(['plan', '--help'])\nfinally:\n    assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: jgt plan" in done.stdout and "--target" in done.stdout

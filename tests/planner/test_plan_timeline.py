@@ -1,0 +1,182 @@
+"""Predicted time of hand-written schedules, on hardware that does one FLOP a second and sends one byte a second."""
+
+import dataclasses
+
+import pytest
+
+from jgt.hlo.text import Module
+from jgt.planner.chip import Efficiency, Latency, Target, load_chip
+from jgt.planner.timeline import Network, Timeline
+
+MESH = {"data": 2, "tensor": 4}
+SLOW = dataclasses.replace(
+    load_chip("h100"),
+    tflops={"bf16": 1e-12, "tf32": 1e-12},
+    hbm_gbs=float("inf"),
+    nvlink_gbs=1e-9,
+    nic_gbs=1e-9 / 4,
+    efficiency=Efficiency(matmul=1, hbm=1, link=1),
+    latency_us=Latency(launch=0, nvlink=0, nic=0),
+)
+DOT, SMALL, TINY = 2 * 8 * 8 * 8, 2 * 8 * 8, 2 * 8
+GATHER = 3 * 4 * 4
+"""FLOPs of the matmuls, and bytes that a device sends for an all-gather of its f32[4] over 4 devices."""
+
+NAMED = 'metadata={op_name="jit(f)/%s/x"}'
+OVER_TENSOR = "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true, dimensions={0}"
+OVER_DATA = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, dimensions={0}"
+LINES = {
+    "start": f"%start = (f32[4], f32[16]) all-gather-start(%shard), {OVER_TENSOR}, {NAMED % 'sig.weights'}",
+    "done": f"%done = f32[16] all-gather-done(%start), {NAMED % 'sig.weights'}",
+    "start again": f"%start2 = (f32[4], f32[16]) all-gather-start(%shard), {OVER_TENSOR}, {NAMED % 'sig.others'}",
+    "done again": f"%done2 = f32[16] all-gather-done(%start2), {NAMED % 'sig.others'}",
+    "sync": f"%sync = f32[16] all-gather(%shard), {OVER_TENSOR}, {NAMED % 'sig.weights'}",
+    "async start": f"%begin = ((f32[4]), f32[16]) async-start(%shard), calls=%gather, {NAMED % 'sig.weights'}",
+    "async done": f"%finish = f32[16] async-done(%begin), {NAMED % 'sig.weights'}",
+    "between": f"%far = f32[8] all-gather(%shard), {OVER_DATA}, {NAMED % 'sig.weights'}",
+    "dot": f"%dot = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {NAMED % 'transpose(jvp(sig.mlp))'}",
+    "small": f"%small = f32[8] dot(%x, %v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {NAMED % 'sig.mlp'}",
+    "tiny": f"%tiny = f32[] dot(%v, %v), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}, {NAMED % 'sig.mlp'}",
+    "add": f"%add = f32[8,8] add(%x, %x), {NAMED % 'sig.mlp'}",
+    "loop": '%loop = (s32[]) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}',
+    "loop of unknown length": "%loop = (s32[]) while(%init), condition=%cond, body=%body",
+    "branch": "%branch = f32[8,8] conditional(%flag, %x, %x), branch_computations={%one, %other}",
+}
+PARAMETERS = """\
+  %shard = f32[4] parameter(0)
+  %x = f32[8,8] parameter(1)
+  %v = f32[8] parameter(2)
+  %flag = pred[] parameter(3)
+  %init = (s32[]) tuple()
+"""
+OTHERS = f"""\
+%cond (p: (s32[])) -> pred[] {{
+  %p = (s32[]) parameter(0)
+  ROOT %more = pred[] constant(true)
+}}
+
+%gather (p: f32[4]) -> f32[16] {{
+  %shard = f32[4] parameter(0)
+  ROOT {LINES["sync"]}
+}}
+
+%one (p: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  ROOT {LINES["add"]}
+}}
+
+%other (p: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  ROOT {LINES["dot"]}
+}}
+"""
+
+
+def hosts(num, chip=SLOW):
+    """8 devices on that many hosts."""
+    return Network(target=Target(chip=chip, text="slow", num_hosts=num, per_host=8 // num), hosts=[d * num // 8 for d in range(8)])
+
+
+ONE_HOST = hosts(1)
+
+
+def timeline(*schedule, body=(), network=ONE_HOST):
+    """The walk through a program with these lines, in a mesh of 8 devices."""
+    text = f"HloModule step, is_scheduled=true\n\n{OTHERS}\n%body (p: (s32[])) -> (s32[]) {{\n{lines(body)}}}\n\nENTRY %main () -> (s32[]) {{\n{lines(schedule)}}}\n"
+    return Timeline(Module.parse(text), MESH, 8, network).step()
+
+
+def lines(schedule):
+    """Those lines in order; a name that comes again gets a number."""
+    numbered = [LINES[line].replace(" =", f".{n} =", 1) if line in schedule[:n] else LINES[line] for n, line in enumerate(schedule)]
+    return PARAMETERS + "".join(f"  {line}\n" for line in numbered) + "  ROOT %end = (s32[]) tuple()\n"
+
+
+def exposed(walk):
+    """Seconds by signal, of what was waited for."""
+    return {signal: cost.exposed for (signal, _), cost in walk.costs.items() if cost.exposed}
+
+
+def test_a_collective_behind_more_work_than_it_takes_is_hidden():
+    walk = timeline("start", "dot", "done")
+    assert walk.seconds == DOT > GATHER
+    assert exposed(walk) == walk.exposed == {}
+    assert walk.links == {("tensor",): GATHER}
+
+
+def test_what_is_left_of_a_collective_after_the_work_beside_it_is_exposed():
+    walk = timeline("start", "start again", "tiny", "done", "done again")
+    assert TINY < GATHER
+    assert walk.seconds == 2 * GATHER
+    assert exposed(walk) == {"weights": GATHER - TINY, "others": GATHER}
+
+
+def test_a_collective_runs_beside_what_stands_between_its_start_and_its_end_only():
+    walk = timeline("small", "start", "add", "done", "small")
+    assert walk.seconds == SMALL + GATHER + SMALL
+    assert exposed(walk) == {"weights": GATHER}
+
+
+def test_a_collective_that_is_not_asynchronous_is_exposed_in_full():
+    walk = timeline("small", "sync", "dot")
+    assert walk.seconds == SMALL + GATHER + DOT
+    assert exposed(walk) == {"weights": GATHER}
+
+
+def test_a_collective_in_an_asynchronous_computation_is_an_asynchronous_collective():
+    walk = timeline("async start", "tiny", "async done")
+    assert walk.seconds == GATHER
+    assert exposed(walk) == {"weights": GATHER - TINY}
+    assert walk.links == {("tensor",): GATHER}
+    assert walk.exposed == {("tensor",): GATHER - TINY}
+
+
+def test_collectives_share_the_link():
+    walk = timeline("start", "start again", "done", "done again")
+    assert walk.seconds == 2 * GATHER
+    assert exposed(walk) == {"weights": GATHER, "others": GATHER}
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    walk = timeline("small", "loop", body=("small", "sync"))
+    assert walk.seconds == SMALL + 5 * (SMALL + GATHER)
+    assert exposed(walk) == {"weights": 5 * GATHER}
+    assert walk.links == walk.exposed == {("tensor",): 5 * GATHER}
+    assert sum(cost.flops for cost in walk.costs.values()) == 6 * SMALL
+
+
+def test_a_loop_of_unknown_length_counts_once():
+    assert timeline("loop of unknown length", body=("small",)).seconds == SMALL
+
+
+def test_the_longest_branch_counts():
+    assert timeline("branch").seconds == DOT
+
+
+def test_flops_belong_to_signal_and_phase():
+    walk = timeline("dot", "small", "small")
+    assert {key: cost.flops for key, cost in walk.costs.items()} == {("mlp", "backward"): DOT, ("mlp", "forward"): 2 * SMALL}
+
+
+def test_between_hosts_the_port_is_what_counts():
+    # Two hosts of 4: a group over data has one device in each, and the port is four times slower.
+    assert timeline("between", network=hosts(2)).seconds == 4 * (4 * 4)
+    assert timeline("sync", network=hosts(2)).seconds == GATHER
+
+
+def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes_and_a_launch():
+    chip = dataclasses.replace(SLOW, hbm_gbs=1e-9, latency_us=Latency(launch=7e6, nvlink=0, nic=0))
+    assert DOT > 3 * 8 * 8 * 4
+    assert timeline("dot", network=hosts(1, chip)).seconds == pytest.approx(DOT + 7)
+    assert SMALL < (8 * 8 + 8 + 8) * 4
+    assert timeline("small", network=hosts(1, chip)).seconds == pytest.approx((8 * 8 + 8 + 8) * 4 + 7)
+
+
+@pytest.mark.parametrize("schedule", [("start", "dot", "done"), ("sync", "dot")])
+def test_without_a_network_only_flops_count(schedule):
+    walk = timeline(*schedule, network=None)
+    assert walk.seconds == 0
+    assert exposed(walk) == {}
+    assert sum(cost.compute for cost in walk.costs.values()) == 0
+    assert set(walk.links.values()) == {0.0}
+    assert sum(cost.flops for cost in walk.costs.values()) == DOT

@@ -1,0 +1,67 @@
+"""A disk that is full during a save, on a real small file system: training goes on, and saving too once there is room."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.saved import find_checkpoint
+from train.run.loop import train
+
+MEGABYTES = 6
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with a file system of its own, of a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def run_on(tiny, small_disk, monkeypatch):
+    """A run on that disk, of which all but `left` bytes are taken from one save on to another."""
+    plain, ballast = Checkpoints.save, small_disk / "ballast"
+
+    def _run_on(left, *, full_from, free_from):
+        def save(self, state, step, samples):
+            if step == full_from:
+                self.wait()
+                ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - left))
+            elif step == free_from:
+                ballast.unlink()
+            plain(self, state, step, samples)
+
+        monkeypatch.setattr(Checkpoints, "save", save)
+        run = tiny(f"run.dir={small_disk / 'run'}", "train.steps=10", "checkpoint.every=1")
+        train(run)
+        return run.config.run.path
+
+    return _run_on
+
+
+def check(folder, read_rows, capsys):
+    failed = [event["step"] for event in read_rows(folder / "events.jsonl") if event["phase"] == "save_failed"]
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(1, 11))
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [8, 9, 10]
+    assert find_checkpoint(folder)[0].manifest.step == 10
+    assert capsys.readouterr().err.count("a checkpoint could not be saved") == len(failed)
+    return failed
+
+
+def test_a_save_that_would_not_fit_is_not_begun(run_on, read_rows, capsys):
+    assert check(run_on(300_000, full_from=4, free_from=7), read_rows, capsys) == [4, 5, 6]
+
+
+# What Orbax leaves behind when it fails complains that its event loop is gone.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_that_finds_the_disk_full_half_way_is_undone(run_on, read_rows, capsys, monkeypatch):
+    monkeypatch.setattr("train.run.faults.Faults.free", lambda self, folder: 10**12)
+    failed = check(run_on(100_000, full_from=4, free_from=7), read_rows, capsys)
+    assert failed and set(failed) <= {4, 5, 6, 7}

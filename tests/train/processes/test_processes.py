@@ -1,0 +1,218 @@
+"""Two real processes of four devices each: the numbers of one process with eight, and checkpoints that either reads."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from runs import flags, run_both
+
+from train.checkpoint.checkpoint import Checkpoints, restore
+from train.command_line import Cluster, cluster_problems, find_cluster, flag_problems
+from train.config import load
+from train.processes.processes import start_jax
+from train.run.loop import train
+from train.run.start import local_rows
+from train.setup import prepare
+
+STEPS = 20
+SRUN = {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+OVERRIDES = ("mesh={data: 2, fsdp: 4}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}")
+RULES = {
+    "axes": {"batch": ["data", "fsdp"]},
+    "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
+    "default": "replicate",
+}
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory):
+    """The override that names these rules."""
+    from jgt import document
+
+    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    path.write_text(document.dump(RULES))
+    return f"rules={path}"
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
+    """The directory of some steps on two processes, and what each of them printed."""
+    folder = tmp_path_factory.mktemp("two")
+    command = ["-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES, "devices.virtual_cpu=4"]
+    return folder, run_both(tmp_path_factory.mktemp("logs"), lambda port, i: [*command, *flags(port, 2, i)], pytestconfig.rootpath)
+
+
+def losses(rows):
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_file, rules, tmp_path_factory):
+    """The directory of the same steps on this process alone, with all eight devices."""
+    folder = tmp_path_factory.mktemp("one")
+    train(load(tiny_file, [f"run.dir={folder}", rules, *OVERRIDES]))
+    return folder
+
+
+def test_two_processes_have_the_curve_of_one(two_processes, one_process, read_rows):
+    alone, both = (losses(read_rows(folder / "metrics.jsonl")) for folder in (one_process, two_processes[0]))
+    assert len(both) == STEPS
+    np.testing.assert_allclose(both, alone, rtol=0, atol=1e-5)
+
+
+def test_only_the_first_process_speaks(two_processes):
+    first, second = two_processes[1]
+    assert "Mesh: data 2 x fsdp 4 = 8 x cpu on 2 processes" in first
+    assert f"step {STEPS}/{STEPS}" in first
+    assert "step" not in second
+
+
+def test_one_device_reads_the_checkpoint_of_two_processes(two_processes, one_process, tiny_file):
+    (params, samples), (expected, _) = (restored(load(tiny_file, [f"run.dir={folder}"])) for folder in (two_processes[0], one_process))
+    assert samples == STEPS * 16
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), params, expected)
+
+
+INIT = """
+import sys, jax, numpy as np
+from train.command_line import Cluster
+from train.config import load
+from train.processes.processes import start_jax
+from train.setup import prepare
+config, port, process, folder, *overrides = sys.argv[1:]
+start_jax(Cluster(coordinator=f"localhost:{port}", num_processes=2, process=int(process)), 4)
+leaves = jax.tree.leaves(prepare(load(config, overrides, num_processes=2)).init().params)
+np.savez(f"{folder}/{process}.npz", *[shard.data for leaf in leaves for shard in leaf.addressable_shards])
+np.savez(f"{folder}/{process}-index.npz", *[np.array([[s.start or 0, -1 if s.stop is None else s.stop] for s in shard.index]) for leaf in leaves for shard in leaf.addressable_shards])
+"""
+
+
+def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, tmp_path, pytestconfig):
+    overrides = [rules, *OVERRIDES]
+    run_both(
+        tmp_path,
+        lambda port, i: ["-c", INIT, str(tiny_file), str(port), str(i), str(tmp_path), *overrides, "devices.virtual_cpu=4"],
+        pytestconfig.rootpath,
+    )
+    alone = jax.device_get(jax.tree.leaves(prepare(load(tiny_file)).init().params))
+    for process in range(2):
+        shards, indices = (list(np.load(tmp_path / f"{process}{name}.npz").values()) for name in ("", "-index"))
+        for place, (shard, index) in enumerate(zip(shards, indices, strict=True)):
+            whole = alone[place // 4]
+            part = tuple(slice(start, None if stop < 0 else stop) for start, stop in index)
+            np.testing.assert_array_equal(shard, whole[part])
+
+
+def restored(run):
+    setup = prepare(run)
+    checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
+    found, _ = checkpoints.find()
+    state = restore(found, setup.shapes, setup.shardings)
+    checkpoints.close()
+    assert found.manifest.step == STEPS
+    return jax.device_get(state.params), found.manifest.samples
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+class Sharding:
+    """Stands for the sharding of an array of which this process's devices hold some parts."""
+
+    def __init__(self, *indices):
+        self._indices = dict(enumerate(indices))
+
+    def addressable_devices_indices_map(self, shape):
+        return self._indices
+
+
+def test_a_process_reads_the_rows_that_its_devices_hold_and_no_other():
+    every = slice(None)
+    assert local_rows(Sharding((slice(4, 6), every), (slice(6, 8), every)), (8, 32)) == [4, 5, 6, 7]
+    assert local_rows(Sharding((slice(0, 2), every), (slice(4, 6), every)), (8, 32)) == [0, 1, 4, 5]
+
+
+def test_rows_that_several_devices_hold_are_read_once():
+    assert local_rows(Sharding((slice(2, 4), slice(0, 16)), (slice(2, 4), slice(16, 32)), None), (8, 32)) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (PartitionSpec("data"), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (PartitionSpec(), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (PartitionSpec(None, "data"), list(range(8))),
+    ],
+)
+def test_one_process_reads_all_rows(spec, expected):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    assert local_rows(NamedSharding(mesh, spec), (8, 32)) == expected
+
+
+# -- who joins whom ----------------------------------------------------------------------------------------------
+
+
+def test_flags_name_a_cluster():
+    assert find_cluster("host:1", 2, 1) == Cluster(coordinator="host:1", num_processes=2, process=1)
+    assert list(flag_problems("host:1", 2, 1)) == []
+    assert list(flag_problems(None, None, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("host:1", None, None), "command line: --processes, --process: missing"),
+        ((None, None, 0), "command line: --coordinator, --processes: missing"),
+        (("host:1", 2, 2), "command line: --process: must be between 0 and 1 (--processes 2), not 2"),
+        (("host:1", 0, 0), "command line: --processes: must be at least 1, not 0"),
+        (("host", 2, 0), "command line: --coordinator: 'host' has no port. Write HOST:PORT, for example localhost:8476"),
+    ],
+)
+def test_flags_that_name_none(flags, expected):
+    (problem,) = flag_problems(*flags)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_NTASKS": "16"}, None),
+        ({"SLURM_NTASKS": "16", **SRUN}, Cluster(num_processes=16)),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, Cluster(num_processes=4)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Cluster()),
+    ],
+)
+def test_the_environment_names_a_cluster(monkeypatch, environment, expected):
+    for name in ("SLURM_NTASKS", *SRUN, "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_cluster(None, None, None) == expected
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_kubernetes_needs_its_package_unless_flags_are_given(monkeypatch, installed):
+    monkeypatch.setattr("train.command_line.importlib.util.find_spec", lambda name: object() if installed else None)
+    problems = list(cluster_problems(Cluster()))
+    assert [problem.startswith("environment: JOB_COMPLETION_INDEX: ") for problem in problems] == [True] * (not installed)
+    for cluster in (None, Cluster(num_processes=2), Cluster(coordinator="host:1", num_processes=2, process=0)):
+        assert list(cluster_problems(cluster)) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "detected"), [(Cluster(num_processes=2), True), (Cluster(coordinator="host:1", num_processes=2, process=1), False)]
+)
+def test_with_flags_jax_looks_for_no_cluster(monkeypatch, cluster, detected):
+    calls = []
+    initialize = types.SimpleNamespace(initialize=lambda *flags, **options: calls.append((flags, options)))
+    fake = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=initialize)
+    monkeypatch.setattr("train.processes.processes.jax", fake)
+    start_jax(cluster, None)
+    ((flags, options),) = calls
+    assert flags == (() if detected else ("host:1", 2, 1))
+    assert options.get("cluster_detection_method") == (None if detected else "deactivate")

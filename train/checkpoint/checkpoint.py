@@ -1,0 +1,238 @@
+"""Saving and restoring a run's state: parameters, optimizer state, and the position in the data. The only file that uses Orbax.
+
+A save must cost training little, and a failed save must cost nothing. Training waits only until Orbax has copied the arrays from the
+devices; Orbax then writes the files, and a thread waits for it and finishes the step, in this order: all arrays written, checksums of
+all files, manifest, the step's name, and only then the removal of older steps. Wherever the run is killed, the newest listed step is
+whole (see `train.checkpoint.steps`).
+
+A save may fail at any point: no room, an error of the disk, another process that fails. Its leftovers are removed, since they would keep
+the disk full, and SaveError says why; the caller decides whether to continue. Orbax's writes contain collectives, so whether a save
+starts is decided by all processes together. The invariants: at most one save is under way, and every failure is raised exactly once, by
+the next call of `save`, `poll` or `wait`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jgt.console import size_text
+from train.checkpoint.manifest import Manifest, file_entries
+from train.checkpoint.saved import SavedStep, array_entries, check_arrays, newest_whole
+from train.checkpoint.steps import Steps
+from train.processes.processes import barrier, true_on_all_processes
+from train.sections import CheckpointConfig
+from train.step.step import State
+
+_ARRAYS = "state"
+_ROOM = 1.1
+"""Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on a folder's disk."""
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a manifest says about the run that wrote it: axis sizes of the mesh, fingerprints of config and data."""
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SaveError(Exception):
+    """A save failed; the message says why. Earlier checkpoints are untouched."""
+
+
+def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = False) -> State:
+    """The state of a step, laid out by `shardings`, whatever mesh it was saved on.
+
+    Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError if the
+    checkpoint's arrays differ from `shapes`.
+    """
+    return shapes._replace(**_restore_parts(saved, _parts(shapes), _parts(shardings), cast=cast))
+
+
+def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+    """The parameters alone, as in `restore`."""
+    return _restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, written in the background; the last `keep` remain.
+
+    All processes make the same calls in the same order. Only the first one names and removes folders. free(folder): bytes free on its
+    disk.
+    """
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, identity: Identity | None = None, *, free: Callable[[Path], int] = free_bytes
+    ):
+        self._steps = Steps(folder)
+        self._config = config
+        self._identity = identity or Identity()
+        self._free = free
+        self._is_first = jax.process_index() == 0
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._writer = _make_writer()
+        if self._is_first:
+            self._steps.clear()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the steps."""
+        return self._steps.folder
+
+    def find(self) -> tuple[SavedStep | None, list[str]]:
+        """The newest whole step, and a line for each damaged step that was set aside to get to it."""
+        reports: list[str] = []
+
+        def set_aside(step: int, problem: str) -> None:
+            if self._is_first:
+                aside = self._steps.set_aside(step)
+                reports.append(f"the checkpoint of step {step} is damaged ({problem}); it is not used, and was renamed to {aside}")
+            # The others must not list the step once more before it is renamed.
+            barrier("set aside")
+
+        return newest_whole(self._steps, lambda: max(self._steps.listed(), default=0), set_aside), reports
+
+    def describe(self) -> str:
+        """Which checkpoint a restart would resume from, for a message."""
+        steps = self._steps.listed()
+        if not steps:
+            return "no checkpoint was saved"
+        return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}; the same command resumes from it"
+
+    def save(self, state: State, step: int, samples: int) -> None:
+        """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
+
+        Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
+        continue.
+        """
+        arrays = array_entries(_parts(state))
+        failure = self._finish_last_save() or self._space_problem(state)
+        # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
+        if not true_on_all_processes(failure is None):
+            self._abandon()
+            raise SaveError("another process failed" if failure is None else _first_line(failure)) from failure
+        try:
+            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(_parts(state)), force=True)
+        except Exception as error:
+            self._abandon()
+            raise SaveError(_first_line(error)) from error
+        listing = Manifest(
+            step=step,
+            samples=samples,
+            mesh=dict(self._identity.mesh),
+            versions={name: metadata.version(name) for name in ("jax", "orbax-checkpoint")},
+            fingerprints=dict(self._identity.fingerprints),
+            arrays=arrays,
+            files=(),
+        )
+        # Not a daemon: a regular exit waits until the step is finished.
+        self._thread = threading.Thread(target=self._finish, args=(listing,), name="checkpoint")
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raises SaveError if a save has failed since the last call. Does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk. Raises SaveError if it failed."""
+        failure = self._finish_last_save()
+        if failure is not None:
+            self._abandon()
+            raise SaveError(_first_line(failure)) from failure
+
+    def close(self, seconds: float | None = None) -> None:
+        """Waits for the last save and closes the writer. After `seconds` it gives up: the save may need processes that are gone."""
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+            if self._thread.is_alive():
+                return
+        with contextlib.suppress(SaveError):
+            self.wait()
+        self._writer.close()
+
+    def _finish_last_save(self) -> Exception | None:
+        """Waits for the last save. Returns its failure, and forgets it, so that it is raised only once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _finish(self, listing: Manifest) -> None:
+        """Runs in the thread of a save."""
+        try:
+            # Returns when every process has written its shards.
+            self._writer.wait_until_finished()
+            if self._is_first:
+                saving = self._steps.saving(listing.step)
+                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._config.sha256)))
+                self._steps.retire(self._config.keep)
+        except Exception as error:
+            # Read by the training thread after it has joined this one.
+            self._failure = error
+
+    def _abandon(self) -> None:
+        """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""
+        # The old writer raises the failure of its save once more when it is closed.
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        self._writer = _make_writer()
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self._steps.clear()
+
+    def _space_problem(self, state: State) -> OSError | None:
+        """Why this process's part of a save does not fit on the disk; None if it does."""
+        # A replicated shard is written once, by the device that has replica 0.
+        needed = _ROOM * sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.replica_id == 0)
+        folder = self._steps.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = self._free(folder)
+        except OSError as error:
+            return error
+        return None if free >= needed else OSError(f"{size_text(needed)} are needed in {folder}, but {size_text(free)} are free")
+
+
+def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+    arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
+    check_arrays(saved.folder, arrays, array_entries(shapes), cast=cast)
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    is_part = len(arrays) < len(saved.manifest.arrays)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(saved.folder / _ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+
+
+def _make_writer() -> ocp.AsyncCheckpointer:
+    # When a save fails, Orbax leaves one asyncio task behind for each array, and asyncio prints a traceback for each. SaveError says it
+    # once. The level is set here, where the first writer is made, so that importing this file changes no logging.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)
+
+
+def _parts(state: State) -> dict[str, Any]:
+    """The parts of a state that contain arrays; Orbax expects every part that it saved to be restored."""
+    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,140 @@
+"""One run on several processes: starts JAX's devices, joins the other processes, and waits for them or compares values with them.
+
+The processes run the same program, and every collective needs all of them. If one process raises an error before a collective and the
+others do not, the others wait for ever. Therefore no process acts alone on what only it can see (a missing file, a failed save): the
+processes first exchange their findings, then all of them continue or all of them raise. `agree_on_input`, `true_on_all_processes` and
+`number_of_first_process` are such exchanges. The invariant: all processes call them in the same order.
+
+This is the only file that uses the internals of `jax.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+from jgt.document import InputError
+from jgt.mesh.mesh import use_virtual_cpu
+from train.command_line import Cluster
+
+MAX_VIRTUAL_CPU = 1_024
+"""JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
+_SHUTDOWN_SECONDS = 60
+
+
+class Store(Protocol):
+    """Short texts by name that all processes of the run can read and write."""
+
+    def set(self, name: str, text: str) -> None:
+        """Writes a text; replaces an earlier one of the same name."""
+        ...
+
+    def below(self, folder: str) -> dict[str, str]:
+        """The texts whose names start with `folder/`, by the rest of their names."""
+        ...
+
+
+class CoordinatorStore:
+    """The key-value store of JAX's coordination service, which runs inside the first process and dies with it."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def set(self, name: str, text: str) -> None:
+        """Writes a text; replaces an earlier one of the same name."""
+        self._client.key_value_set(f"jgt/{name}", text, allow_overwrite=True)
+
+    def below(self, folder: str) -> dict[str, str]:
+        """The texts whose names start with `folder/`, by the rest of their names."""
+        prefix = f"jgt/{folder}/"
+        return {name.removeprefix(prefix): text for name, text in self._client.key_value_dir_get(prefix)}
+
+
+def start_jax(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_seconds: int = 100, where: str = "run") -> None:
+    """Gives JAX its devices and joins the other processes. Must be called before anything asks JAX for devices.
+
+    virtual_cpu: number of virtual CPU devices, None for the machine's own devices. heartbeat_seconds: after this long without a sign of
+    life JAX itself declares a process dead and aborts the others. where: file and line of `devices.virtual_cpu`, for the message.
+    Raises InputError for more virtual devices than JAX starts in reasonable time.
+    """
+    if virtual_cpu is not None:
+        if virtual_cpu > MAX_VIRTUAL_CPU:
+            most = f"A run starts at most {MAX_VIRTUAL_CPU:,}; jgt check and jgt plan accept any number"
+            raise InputError([f"{where}: devices.virtual_cpu: {virtual_cpu:,} is too large. {most}"])
+        use_virtual_cpu(virtual_cpu)
+    if cluster is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's preemption service would install its own SIGTERM handler; signals belong to train.processes.watch.
+    jax.config.update("jax_enable_preemption_service", False)
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_seconds, "shutdown_timeout_seconds": _SHUTDOWN_SECONDS}
+    if cluster.coordinator is None:
+        jax.distributed.initialize(**options)
+    else:
+        # Even with an explicit address JAX looks for a cluster. Under Slurm it would then leave each process only one of its devices.
+        options["cluster_detection_method"] = "deactivate"
+        jax.distributed.initialize(cluster.coordinator, cluster.num_processes, cluster.process, **options)
+
+
+def shared_store() -> Store | None:
+    """The store that the processes of this run share; None if the run has only one process."""
+    client = distributed.global_state.client
+    return None if client is None or jax.process_count() == 1 else CoordinatorStore(client)
+
+
+def exit_if_distributed(code: int) -> None:
+    """Ends this process at once if it belongs to a run of several processes; returns otherwise."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if distributed.global_state.client is not None:
+        # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
+        os._exit(code)
+
+
+def agree_on_input(problems: Sequence[str], values: Any) -> None:
+    """Returns when no process has a problem and all processes have the same `values` (plain Python values).
+
+    Otherwise raises InputError on every process: with its own problems, or with the number of a process that has some, or with the number
+    of a process whose values differ.
+    """
+    if jax.process_count() == 1:
+        if problems:
+            raise InputError(problems)
+        return
+    mine = np.array([len(problems), zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())], np.uint32)
+    # [process, 2]. The exchange comes before any raise: a process that raised first would leave the others waiting in it.
+    everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)
+    if problems:
+        raise InputError(problems)
+    me = f"process {jax.process_index()}"
+    failed = np.flatnonzero(everyone[:, 0]).tolist()
+    if failed:
+        raise InputError([f"{me}: stopped because of the problems that process {failed[0]} reports"])
+    other = np.flatnonzero(everyone[:, 1] != mine[1]).tolist()
+    if other:
+        raise InputError([f"{me}: its config or its data differs from process {other[0]}'s. Give all processes the same"])
+
+
+def true_on_all_processes(mine: bool) -> bool:
+    """Whether every process passes True."""
+    return mine if jax.process_count() == 1 else bool(np.asarray(multihost_utils.process_allgather(np.array([mine]))).all())
+
+
+def number_of_first_process(mine: int) -> int:
+    """The number that the first process passes, on every process."""
+    return mine if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(mine)))
+
+
+def barrier(name: str) -> None:
+    """Waits until all processes have called it with this name."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

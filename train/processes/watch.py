@@ -1,0 +1,246 @@
+"""The watch over a process that trains: it handles signals, ends a process that hangs, and ends one whose peers are gone.
+
+The failure that this file is for: the thread that trains waits inside XLA for devices, and may wait for ever, because a kernel hangs or
+because another process of the run is dead. Python delivers signals and exceptions only to a thread that runs Python code, so that thread
+can neither notice nor be interrupted. A second thread watches: it reads signals from a socket, measures how long the training thread has
+made no progress, and hears about the other processes (`train.processes.peers`).
+
+A first SIGTERM or SIGINT asks all processes to stop after a common step, which the training thread learns from `may_begin`. What the
+watch cannot mend, it ends, in this order: it tells the other processes why (while this one still can), prints the reason, writes the
+stacks of all threads to stderr and to the run directory, notes the reason in the run's events, and leaves with `os._exit` and a code that
+says what happened (`train.command_line.Exit`). A regular exit is not possible: it would wait for the thread that hangs.
+
+Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
+count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
+
+import jax
+
+from jgt.document import InputError
+from train.command_line import Exit
+from train.processes.peers import Agreement, Peers
+from train.processes.processes import Store
+from train.sections import WatchdogConfig
+
+_TICK = 0.25
+_SLOW = 10
+"""A step may take this many times as long as the slowest one so far."""
+_LAST_WORD_SECONDS = 2.0
+"""How long the first process stays when it fails: the shared store is inside it, and the others need a round to read the reason."""
+_UNMEASURED = 2
+"""The host runs this many steps ahead of the devices, so its first steps return at once and say nothing about a step's time."""
+_SAME_REQUEST_SECONDS = 0.5
+"""Signals within this time are one request: a scheduler often signals a process and its group together."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Watch:
+    """The watch over this process: a context manager, to be entered in the main thread.
+
+    The training thread reports what it does through `phase` and `may_begin`. stopped_code: exit code if a signal ends the process before
+    its first step.
+    """
+
+    def __init__(self, config: WatchdogConfig, folder: Path, store: Store | None, stopped_code: int = Exit.DONE):
+        self._config, self._stopped_code = config, stopped_code
+        self.on_end: Callable[[str], None] = lambda why: None
+        """Called once, with the reason, before the watch ends the process."""
+        self._process, count = jax.process_index(), jax.process_count()
+        self._stacks = folder / f"stacks-{self._process}.txt"
+        self._agreement = Agreement(store, self._process, count)
+        self._peers = None
+        if store is not None:
+            self._peers = Peers(store, self._process, count, self._agreement, seconds=config.peer_seconds, on_loss=self._end_after_loss)
+        # Opening has no limit, because reading a corpus may take any time.
+        self._idle, self._limit, self._doing = 0.0, float("inf"), "opening model and data"
+        self._steps, self._slowest = 0, 0.0
+        self._begun: float | None = None
+        self._stop_signal: str | None = None
+        self._stop_requested_at = 0.0
+        self._closed = threading.Event()
+        self._ending = threading.Lock()
+
+    def __enter__(self) -> Watch:
+        self._signals = contextlib.ExitStack()
+        # A Python handler runs only when the main thread returns to Python code, which may never happen. The byte that Python's C handler
+        # writes to this socket arrives at once, and wakes the watch's thread.
+        self._wake, waker = socket.socketpair()
+        for end in (self._wake, waker):
+            end.setblocking(False)
+            self._signals.callback(end.close)
+        # Python allows only the main thread to set handlers.
+        if threading.current_thread() is threading.main_thread():
+            self._signals.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False))
+            for number in _SIGNALS:
+                self._signals.callback(signal.signal, number, signal.signal(number, _ignore))
+        if self._peers is not None:
+            self._peers.start()
+        # A daemon, so that a regular exit never waits for it.
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Every process finds wrong input on its own, or hears of it in `agree_on_input`.
+        if self._peers is not None and error is not None and not isinstance(error, InputError):
+            self._report_error(self._peers, error)
+        self._closed.set()
+        self._thread.join(timeout=5)
+        if self._peers is not None:
+            self._peers.close(done=error is None)
+            if error is not None:
+                self._linger()
+        self._signals.close()
+
+    # -- called by the training thread ---------------------------------------------------------------------------
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The name of the signal that asked this process to stop; None if there was none, or if another process received it."""
+        return self._stop_signal
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Announces something other than a step, such as a save; inside it and until the next step the limit is `start_seconds`."""
+        self._begin_phase(what)
+        yield
+        self._begin_phase(f"what follows {what}")
+
+    def may_begin(self, step: int) -> bool:
+        """Announces that all earlier steps are dispatched. Returns whether to begin this one; False stops all processes here."""
+        self._measure_step()
+        self._begun = time.monotonic()
+        self._steps += 1
+        limit = max(self._config.step_seconds, _SLOW * self._slowest) if self._slowest else self._config.start_seconds
+        self._note_progress(f"step {step}", limit)
+        return self._agreement.may_begin(step)
+
+    def _begin_phase(self, what: str) -> None:
+        # Every phase begins by waiting for the steps in flight, so the step before it is a whole one and counts.
+        self._measure_step()
+        self._note_progress(what, self._config.start_seconds)
+
+    def _measure_step(self) -> None:
+        if self._begun is not None and self._steps > _UNMEASURED:
+            self._slowest = max(self._slowest, time.monotonic() - self._begun)
+        self._begun = None
+
+    def _note_progress(self, what: str, limit: float) -> None:
+        self._doing, self._limit, self._idle = what, limit, 0.0
+        if self._peers is not None:
+            self._peers.doing = what
+
+    def _report_error(self, peers: Peers, error: BaseException) -> None:
+        """Tells the other processes about an error of this one, unless it may only be the echo of another process's death.
+
+        When a process dies, the collectives of the others fail with an error of the runtime, often before anyone knows which process it
+        was. Waiting lets the watch's thread end this process with the right reason and code.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._note_progress("failing", float("inf"))
+            seconds = self._config.peer_seconds + 5
+            _say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
+            self._closed.wait(seconds)
+        peers.report_failure(f"failed: {type(error).__name__}: {_first_line(error)}")
+
+    # -- the watch's own thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closed.is_set():
+            readable, _, _ = select.select([self._wake], [], [], _TICK)
+            if self._closed.is_set():
+                return
+            # Each byte is the number of a signal.
+            for number in self._wake.recv(64) if readable else b"":
+                self._handle_signal(number)
+            now = time.monotonic()
+            # A longer tick means that the whole process was suspended, or starved; that time is not the training thread's.
+            self._idle += min(now - last, 2 * _TICK)
+            last = now
+            self._check_limits(now)
+
+    def _handle_signal(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        name = signal.Signals(number).name
+        if self._stop_signal is not None:
+            if time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
+                return
+            self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
+        self._stop_signal, self._stop_requested_at = name, time.monotonic()
+        _say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
+        self._agreement.request_stop()
+
+    def _check_limits(self, now: float) -> None:
+        if self._agreement.is_before_first_step:
+            who = self._stop_signal or "another process"
+            self._end(self._stopped_code, f"stopped by {who} before the first step: there is nothing to save", stacks=False)
+        if self._idle > self._limit:
+            why = f"hangs: {self._doing} has taken more than {self._limit:.0f} s"
+            others = "" if self._peers is None else self._peers.describe_others()
+            if self._peers is not None:
+                self._peers.report_failure(why)
+            self._end(Exit.HUNG, f"process {self._process} {why}{'; ' if others else ''}{others}")
+        # 5 s longer than the first process's own limit: if it lives, its report names the lost process and arrives before this.
+        if self._peers is not None and now - self._peers.answered > (seconds := self._config.peer_seconds + 5):
+            self._end_after_loss(f"the coordinator, in process 0, has not answered for {seconds:.0f} s")
+
+    def _end_after_loss(self, why: str) -> NoReturn:
+        self._end(Exit.PEER, f"process {self._process} stops, because {why}")
+
+    def _end(self, code: int, why: str, *, stacks: bool = True) -> NoReturn:
+        # Never released. The watch's thread and the peers' thread may both come here; the second one waits for the end.
+        self._ending.acquire()
+        remedy = "; the same command resumes from the newest checkpoint"
+        _say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
+        with contextlib.suppress(OSError):
+            if stacks:
+                with self._stacks.open("a", encoding="utf-8") as file:
+                    print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
+                    _dump_stacks(file)
+                _dump_stacks(sys.stderr)
+            self.on_end(why)
+        if stacks:
+            self._linger()
+        # sys.exit would end only this thread, and a regular exit waits for threads and devices that hang.
+        os._exit(code)
+
+    def _linger(self) -> None:
+        if self._peers is not None and self._process == 0:
+            time.sleep(_LAST_WORD_SECONDS)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Does nothing, but a handler has to be set: without one the signal would end the process. The byte in the socket does the work."""
+
+
+def _dump_stacks(file: TextIO) -> None:
+    # stderr may not be a file, as in a test, or may be closed.
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"jgt: {text}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,160 @@
+"""Step times, measured on finished work.
+
+JAX dispatches asynchronously: a jitted step returns at once, with arrays that the devices compute later. A clock around the
+call would measure how fast Python can enqueue work. A clock around `block_until_ready` after every step would measure
+correctly and slow the run down, because the devices would idle while the host prepares the next step. So the host runs a few
+steps ahead of the devices (`InFlight`), and a step ends when its result is first seen to be finished, not when it was
+dispatched. The time between two such ends is the time of the steps between them (`StepClock`).
+
+Two clocks are in use. `time.perf_counter` measures durations: it never jumps. `time.time` gives the moments that events files
+contain, so that the files of several hosts can be compared; it can be set, and no duration is computed from it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+WARMUP_STEPS = 2
+"""Steps at a start that are not measured: they fill caches and allocate memory."""
+STRETCH_SECONDS = 10.0
+
+
+class Finished(NamedTuple):
+    """A finished result, and the time.perf_counter() at which it was first seen to be finished."""
+
+    result: Any
+    at: float
+
+
+class InFlight:
+    """The results (trees of arrays) of dispatched steps, oldest first. At most `limit` of them are unfinished while the host continues."""
+
+    def __init__(self, limit: int):
+        self._results: collections.deque[Any] = collections.deque()
+        self._finished_at: collections.deque[float] = collections.deque()
+        self._limit = limit
+
+    def __len__(self) -> int:
+        """The number of results that `add` and `next` have not returned yet."""
+        return len(self._results)
+
+    def add(self, result: Any) -> Finished | None:
+        """Adds the result of a step. If more than `limit` results are then in flight, waits for the oldest and returns it."""
+        # If the host is slower than the devices, it never waits for them: the results that finished meanwhile get their time here.
+        # Devices finish results in order, so the first unfinished one ends the search.
+        while len(self._finished_at) < len(self._results) and _is_ready(self._results[len(self._finished_at)]):
+            self._finished_at.append(time.perf_counter())
+        self._results.append(result)
+        return self.next() if len(self._results) > self._limit else None
+
+    def next(self) -> Finished:
+        """Waits for the oldest result and returns it."""
+        result = jax.block_until_ready(self._results.popleft())
+        return Finished(result, self._finished_at.popleft() if self._finished_at else time.perf_counter())
+
+
+def steps_ahead(mesh: Mesh | AbstractMesh) -> int:
+    """The number of steps by which the host may be ahead of the devices of a mesh.
+
+    0 for several CPU devices in one process. They share a small pool of threads. If two programs ran at once, each could occupy the
+    threads that a collective of the other waits for: a deadlock.
+    """
+    local = mesh.local_devices if isinstance(mesh, Mesh) else []
+    # 2: while one step runs, the next is enqueued. More would only delay the logs and the reaction to a bad step.
+    return 0 if len(local) > 1 and local[0].platform == "cpu" else 2
+
+
+def _is_ready(result: Any) -> bool:
+    # Results may have leaves that are not arrays of JAX; they are ready.
+    return all(x.is_ready() for x in jax.tree.leaves(result) if hasattr(x, "is_ready"))
+
+
+class StepClock:
+    """Measures the seconds per step between laps, without pauses. `done` is the number of steps before the first one measured."""
+
+    def __init__(self, done: int = 0) -> None:
+        self._last = time.perf_counter()
+        self._last_step = self._start = done
+        self._paused = 0.0
+
+    def lap(self, step: int, at: float) -> float | None:
+        """Seconds per step since the last lap; None if the lap includes a warm-up step.
+
+        at: when `step` was finished, by time.perf_counter(). It must not lie before the end of a pause.
+        """
+        # A pause lies between two laps, because `at` is never before its end: it is subtracted from one lap only.
+        elapsed = at - self._last - self._paused
+        steps, is_warm = step - self._last_step, self._last_step - self._start >= WARMUP_STEPS
+        self._last, self._last_step, self._paused = at, step, 0.0
+        return elapsed / steps if is_warm else None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time inside, for evaluations and checkpoints."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
+
+
+class Stretches:
+    """Writes the time spent in steps as events, one for each stretch of about ten seconds.
+
+    An event per step would fill the disk of a fast run, and one for the whole run would be lost if the process is killed. `done` is
+    the number of steps before the first stretch; note(begun, seconds, **details) writes an event.
+    """
+
+    def __init__(self, done: int, note: Callable[..., None]):
+        self._note = note
+        self._begin(done)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as waiting for devices. The rest of a stretch is the host's own work, `busy` in the event."""
+        started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - started
+
+    def step(self, step: int) -> None:
+        """The host is done with a step. Ends the stretch if it is long enough."""
+        if time.perf_counter() - self._clock > STRETCH_SECONDS:
+            self.end(step)
+
+    def end(self, step: int) -> None:
+        """Ends the stretch with this step, and begins the next."""
+        seconds = time.perf_counter() - self._clock
+        # A stretch without a step, such as between two evaluations, is not an event.
+        if step > self._done:
+            busy = round(seconds - self._waited, 4)
+            self._note(self._begun, seconds, first=self._done + 1, last=step, steps=step - self._done, busy=busy)
+        self._begin(step)
+
+    @contextlib.contextmanager
+    def interrupted(self, step: int) -> Iterator[None]:
+        """Ends the stretch with this step, and begins the next one after the time inside."""
+        self.end(step)
+        yield
+        self._begin(step)
+
+    def _begin(self, done: int) -> None:
+        # Both clocks: `_begun` is the moment in the event, `_clock` measures its length.
+        self._done, self._begun, self._clock, self._waited = done, time.time(), time.perf_counter(), 0.0
+
+
+def process_started() -> float:
+    """When this process was created, in seconds since 1970. On a system without /proc: now."""
+    try:
+        # Field 22 of stat, counted behind the command's name in parentheses, which may contain spaces: clock ticks since boot.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.time() - age

@@ -1,0 +1,160 @@
+"""The progress of a run: each step from its dispatch until its metrics are checked, logged and printed.
+
+The host dispatches a step while the steps before it still run. To read a step's metrics is to wait for that step, so reading
+them right away would leave the devices idle until the host has prepared the next one. `Progress` therefore keeps the metrics
+on the devices, and fetches them when the step is known to be finished and later steps are already enqueued
+(`clock.InFlight`). Steps are handled in order, one or two behind the loop, and before anything that is not a step (an
+evaluation, a checkpoint, the end) all of them are handled.
+
+The same place looks for updates that were not applied: the compiled step itself refuses an update whose loss or gradient is
+not finite, or whose loss is a spike, and says so in its metrics. `UpdateGuard` records them and decides whether the run may
+continue. The metrics are the same on all processes, so all processes decide alike without asking each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jgt.planner.chip import chip_of
+from train.records.clock import Finished, InFlight, StepClock, Stretches, steps_ahead
+from train.records.console import Screen
+from train.records.records import Records
+from train.sections import TrainConfig
+from train.setup import Setup
+from train.step.optimizer import build_schedule, rates_on_host
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bf16 FLOP/s of a device kind as JAX names it; None where no figure is known (CPU)."""
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.peak_flops("bf16")
+
+
+class SkippedError(Exception):
+    """The run has to stop because of updates that were not applied. The message names the step and its samples."""
+
+
+class StepResult(NamedTuple):
+    """A step and its metrics. samples: the first and the last position in the training data that the step read, both included."""
+
+    step: int
+    samples: tuple[int, int]
+    metrics: dict[str, Any]
+
+
+class UpdateGuard:
+    """Records updates that were not applied. Stops the run at the first if the config says so, or after too many in a row.
+
+    enabled: whether this process prints a warning for each.
+    """
+
+    def __init__(self, config: TrainConfig, records: Records, *, enabled: bool):
+        self._config, self._records, self._enabled = config, records, enabled
+        self._in_a_row = 0
+
+    def check(self, done: StepResult) -> None:
+        """Looks at a finished step, whose metrics are on the host. Raises SkippedError, on all processes or on none."""
+        if bool(done.metrics["applied"]):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        first, last = done.samples
+        loss, norm = (float(done.metrics[name]) for name in ("loss", "grad_norm"))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        # A finite update is only refused for its loss.
+        kind = "spike" if finite else "nonfinite"
+        # As text: JSON has no NaN and no infinity, which is what these values often are.
+        self._records.event(kind, time.time(), 0.0, step=done.step, samples=[first, last], loss=str(loss), grad_norm=str(norm))
+        values = f"the loss is {loss} and the norm of the gradient {norm}, on samples {first} to {last}"
+        message = f"step {done.step}: {values}; the update was not applied"
+        # A spike never stops the run at once: skipping spikes was asked for with `train.skip_spikes`.
+        if self._config.on_nonfinite == "stop" and not finite:
+            raise SkippedError(f"{message}. To skip such updates and continue, set train.on_nonfinite: skip")
+        if self._in_a_row >= self._config.max_skipped:
+            raise SkippedError(f"{message}. It is number {self._in_a_row} in a row (train.max_skipped)")
+        if self._enabled:
+            print(f"jgt: {message}", file=sys.stderr)
+
+
+class Progress:
+    """Follows the steps of one start of a run: times them, checks them, and logs them in order. `done`: the steps before this start."""
+
+    def __init__(self, setup: Setup, screen: Screen, records: Records, done: int):
+        self._setup, self._config = setup, setup.run.config
+        self._screen, self._records = screen, records
+        self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
+        self._stretches = Stretches(done, functools.partial(records.event, "step"))
+        self._guard = UpdateGuard(self._config.train, records, enabled=jax.process_index() == 0)
+        # The learning rate is computed here from the step's number, so that it needs no transfer from the devices.
+        self._rate = rates_on_host(build_schedule(self._config.optimizer, self._config.train.steps))
+        self._dispatched = done
+
+    def dispatched(self, step: StepResult) -> None:
+        """The loop has dispatched a step. Waits until the host is no more steps ahead than it may be.
+
+        Like all methods here, it handles the steps that it waited for and may raise SkippedError for one of them.
+        """
+        self._dispatched = step.step
+        with self._stretches.waiting():
+            finished = self._in_flight.add(step)
+        if finished is not None:
+            self._handle(finished)
+
+    def step_over(self) -> None:
+        """The loop has done everything that belongs to the step."""
+        self._stretches.step(self._dispatched)
+
+    def wait(self) -> None:
+        """Waits until every dispatched step is finished and logged."""
+        while self._in_flight:
+            with self._stretches.waiting():
+                finished = self._in_flight.next()
+            self._handle(finished)
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Surrounds something that is not a step. First waits for all steps; the time inside is not counted as theirs."""
+        self.wait()
+        # The screen's step times leave the pause out, and the events give it to its own phase.
+        with self._clock.paused(), self._stretches.interrupted(self._dispatched):
+            yield
+
+    def end(self) -> None:
+        """Waits for all steps; no more will come."""
+        self.wait()
+        self._stretches.end(self._dispatched)
+
+    def _handle(self, finished: Finished) -> None:
+        """Fetches the metrics of a finished step, logs them, and checks them."""
+        done: StepResult = finished.result
+        # One transfer for all metrics of the step.
+        done = done._replace(metrics=jax.device_get(done.metrics))
+        total = self._config.train.steps
+        if done.step % self._config.train.log_every == 0 or done.step == total:
+            row = self._row(done, self._clock.lap(done.step, finished.at))
+            self._records.metrics(done.step, row)
+            self._screen.step(done.step, total, row)
+        # Checked after it is logged: if the check ends the run, the step that ended it is in the records.
+        self._guard.check(done)
+
+    def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
+        """The metrics of a logged step. seconds: per step, or None if not known."""
+        loss, norm = (float(done.metrics[name]) for name in ("loss", "grad_norm"))
+        # The schedule counts updates from 0, the log counts steps from 1.
+        return {"loss": loss, "grad_norm": norm, "lr": self._rate(done.step - 1), "step_time_s": seconds, **self._speed(seconds)}
+
+    def _speed(self, seconds: float | None) -> dict[str, float | None]:
+        if seconds is None:
+            return {"tokens_per_s": None, "mfu": None}
+        tokens = self._config.train.batch * self._config.model.seq / seconds
+        peak = peak_flops(jax.devices()[0].device_kind)
+        flops = tokens * self._config.model.flops_per_token(self._setup.num_parameters)
+        return {"tokens_per_s": tokens, "mfu": flops / (peak * self._setup.mesh.size) if peak else None}

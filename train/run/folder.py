@@ -1,0 +1,241 @@
+"""The run directory: whether this run may use it, and whether it continues the run that is in it.
+
+Two mistakes cost days. Starting a changed model or other data in an old run's directory would resume the old state and train on with it;
+so the directory stores the config and a fingerprint of the data, and a start that differs in a key of `FIXED` is refused, by name, unless
+`--allow-change` permits it. And two runs in one directory would overwrite each other's checkpoints; so a run holds a lock on it.
+
+A directory may also come from a stranger. A link in it would lead a run to write somewhere else, and a pipe would block it for ever; so
+every name that a run itself uses must be a regular file or a folder. The checks need no JAX, and happen before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jgt import document
+from jgt.document import InputError, shown
+from train.config import Run
+from train.profile.steps import PROFILE
+
+FIXED = ("model", "data", "run.seed")
+"""Keys that must not change between two starts of a run. Everything else (mesh, rules, steps, batch, ...) may."""
+LOGS = "logs"
+"""The folder for the output of the launcher's processes."""
+_LOCK = "lock"
+_NOT_MOVED = ("data", LOGS, _LOCK)
+"""Stays when an earlier run is moved away: encoded text serves any run, and the launcher has its logs open while the run starts."""
+_FILES = re.compile(rf"(config\.yaml|data\.json|metrics\.jsonl)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}")
+_FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS, PROFILE)
+_MAX_BYTES = 1_000_000
+
+
+class InUseError(Exception):
+    """Another run is using this directory; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What a run resumes from: its own newest checkpoint, or the newest one in `path` if it has none of its own.
+
+    never: start from step 0 instead. allow: keys below `FIXED` that may differ from the run that is resumed.
+    """
+
+    never: bool = False
+    path: Path | None = None
+    allow: tuple[str, ...] = ()
+
+
+def read_resume(resume: str, allow: Sequence[str]) -> Resume:
+    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys). Raises InputError."""
+    problems = []
+    for key in allow:
+        if not any(_is_below(key, section) for section in FIXED):
+            keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
+            problems.append(f"command line: --allow-change: {key}: is not a key that needs to be allowed. {keys}")
+    path = None if resume in ("auto", "never") else Path(resume)
+    if path is not None and not document.is_folder(path):
+        problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
+    if problems:
+        raise InputError(problems)
+    return Resume(never=resume == "never", path=path, allow=tuple(allow))
+
+
+def check_folder(run: Run, resume: Resume) -> None:
+    """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`."""
+    folder = run.config.run.path
+    path = folder / "config.yaml"
+    if problems := [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]:
+        raise InputError(problems)
+    # No config.yaml: no run was started here yet.
+    if resume.never or not path.is_file():
+        return
+    before = document.read(path).plain()
+    problems = _changed(run, {key: _get(before, key) for key in FIXED}, str(path), resume.allow)
+    if problems:
+        raise InputError(problems)
+
+
+def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
+    """Raises InputError if the data's fingerprint differs from the one in the run directory."""
+    path = run.config.run.path / "data.json"
+    if resume.never or not path.is_file():
+        return
+    try:
+        before = json.loads(document.read_bytes(path, _MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        before = error
+    if not isinstance(before, dict):
+        why = before if isinstance(before, Exception) else "it is not a JSON object"
+        raise InputError([f"{path}: is damaged: {why}. Remove it if the data has not changed"])
+    if problems := _changed_data(run, before, fingerprint, str(run.config.run.path), resume.allow):
+        raise InputError(problems)
+
+
+def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], where: str, allow: Sequence[str]) -> None:
+    """Raises InputError if another run's checkpoint, whose fingerprints are `before`, was made with another model or other data."""
+    config, old = (value if isinstance(value := before.get(key), dict) else {} for key in ("config", "data"))
+    problems = [*_changed(run, config, where, allow), *_changed_data(run, old, data, where, allow)]
+    if problems:
+        raise InputError(problems)
+
+
+def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint records about its run, as plain values."""
+    return {"config": _fixed(run), "data": dict(data)}
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Creates the run directory and locks it against other runs while inside.
+
+    seconds: how long to wait for the lock, because a process that was just killed may take a moment to disappear. Raises InUseError after
+    that, and InputError if nothing can be written there. On file systems without locks there is no protection.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise InputError([f"run.dir: {error.filename} cannot be written: {error.strerror or error}. Name another directory"]) from None
+    with opened as file:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                # flock, because the kernel releases it when the process dies, however it dies. A file that marks the lock would stay.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    remedy = "Wait until it ends, or give this one another name (run.name=...)"
+                    raise InUseError(f"another run is using {folder}. {remedy}") from None
+                time.sleep(0.2)
+            except OSError:
+                # The file system has no locks.
+                break
+        yield
+
+
+def move_earlier_run(folder: Path) -> Path | None:
+    """Moves an earlier run from this folder into a new folder beside it. Returns the new folder; None if there was nothing to move."""
+    earlier = [path for path in folder.iterdir() if path.name not in _NOT_MOVED] if folder.is_dir() else []
+    if not earlier:
+        return None
+    beside = (folder.absolute().with_name(f"{folder.absolute().name}.{n}") for n in itertools.count(1))
+    target = next(path for path in beside if not os.path.lexists(path))
+    target.mkdir()
+    # One by one instead of the whole folder, because the launcher's logs and the lock stay.
+    for path in earlier:
+        path.rename(target / path.name)
+    return target
+
+
+def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
+    """Creates the run directory, and writes the resolved config and the data's fingerprint into it."""
+    folder = run.config.run.path
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_whole(folder / "config.yaml", document.dump(run.resolved()))
+    _write_whole(folder / "data.json", json.dumps(dict(fingerprint), indent=1) + "\n")
+
+
+def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
+    """Why a run cannot write in its directory, or would write outside of it.
+
+    moved: an earlier run is going to be moved out of the directory, so only what stays has to be right.
+    """
+    # The directory itself, or the nearest one above it that exists. lexists, because a broken link is in the way too.
+    above = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path())
+    if not document.is_folder(above):
+        yield f"{above} is not a folder. Name another directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"no permission to write in {above}"
+    elif above == folder:
+        for entry in sorted(folder.iterdir()):
+            wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
+            # Another process of this run may rename it between the listing and this line.
+            with contextlib.suppress(FileNotFoundError):
+                if wanted not in (None, stat.S_IFMT(entry.lstat().st_mode)) and (entry.name in _NOT_MOVED or not moved):
+                    kind = "a regular file" if wanted == stat.S_IFREG else "a folder"
+                    yield f"{entry} is not {kind}, as a run's own would be. Remove it, or name another directory"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _fixed(run: Run) -> dict[str, Any]:
+    # Written and read once more, so that values compare equal to the ones in a file: a tuple is a list there.
+    resolved = document.parse(document.dump(run.resolved()), "config").plain()
+    return {key: _get(resolved, key) for key in FIXED}
+
+
+def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    return [
+        f"{run.where(key)}: {key}: is {shown(new)}, but {where} was started with {shown(old)}. "
+        f"Change it back, give the run another name (run.name=...), or allow it (--allow-change {key})"
+        for section, value in _fixed(run).items()
+        for key, old, new in _differences(section, before.get(section), value)
+        if not any(_is_below(key, allowed) for allowed in allow)
+    ]
+
+
+def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    changed = [f"{key} was {shown(before.get(key))}, is {shown(after.get(key))}" for key in keys]
+    if not changed or any(_is_below(key, "data") for key in allow):
+        return []
+    return [
+        f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. "
+        "Give the run another name (run.name=...), or allow it (--allow-change data)"
+    ]
+
+
+def _is_below(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        # A key that is missing in the run's file was introduced after the run started. Its default is what the run was started with.
+        for name in [name for name in old if name in new]:
+            yield from _differences(f"{key}.{name}", old[name], new[name])
+    elif old != new:
+        yield key, old, new
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,257 @@
+"""The run itself: open the directory, start or resume, train, evaluate, save, and write a sample at the end.
+
+Two things hold the order of this file together. First, any process may fail at any line, and all others then wait in their next
+collective. So whatever only one process can see (wrong input, a directory in use) is found before training and exchanged by
+`agree_on_input` or a barrier, and the watch, which ends a process whose peers are gone, is entered first and left last.
+
+Second, the host runs ahead of its devices: it dispatches a step while the steps before it still run, and reads their metrics later
+(`train.records.progress`). Whatever needs finished steps (an evaluation, a save, a profile) happens inside `progress.interrupted()`,
+which first waits for them.
+
+The invariant of the loop: `done` updates and `samples` sequences of data describe `state` exactly. A save records all three together, so
+a run that resumes computes the same numbers as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jgt.document import collect
+from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint.steps import FOLDER
+from train.command_line import Exit
+from train.config import Run
+from train.data.batches import Data, open_data
+from train.processes.processes import agree_on_input, barrier, shared_store
+from train.processes.watch import Watch
+from train.profile.profiler import Profiler
+from train.profile.steps import StepRange
+from train.records.clock import InFlight, steps_ahead
+from train.records.console import Screen
+from train.records.progress import Progress, StepResult
+from train.records.records import Records
+from train.run.faults import Faults
+from train.run.folder import Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
+from train.run.sample import sample_text, terminal_text
+from train.run.start import Feed, Position, Start
+from train.sections import Fault
+from train.setup import Setup, prepare
+from train.step.step import State
+
+_LAST_SAVE_SECONDS = 10
+"""How long a failing process waits for a save that needs the other processes, which may be gone."""
+
+
+def train(
+    run: Run, resume: Resume | None = None, *, profiled: StepRange | None = None, begun: float | None = None, stopped_code: int = Exit.DONE
+) -> int:
+    """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
+
+    profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
+    first. Returns the exit code. Raises InputError for wrong input, and SkippedError or SaveError if the run cannot continue.
+    """
+    resume, entered = resume or Resume(), time.time()
+    folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
+    screen, done = Screen(enabled=process == 0), False
+    with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
+        setup, data = open_run(run, resume)
+        if process == 0:
+            # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.
+            closing.enter_context(lock_folder(folder))
+            if resume.never and (moved := move_earlier_run(folder)):
+                screen.say(f"The earlier run was moved to {moved}")
+            write_folder(run, data.fingerprint)
+        # The others write into the directory only now, after an earlier run was moved out of it.
+        barrier("run directory")
+        records = closing.enter_context(contextlib.closing(Records(folder, process=process)))
+        watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
+        begun = begun or entered
+        who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
+        records.event("start", begun, entered - begun, **who, jax=jax.__version__)
+        records.event("open", entered, time.time() - entered)
+        screen.setup(setup)
+        screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
+
+        def note_fault(fault: Fault) -> None:
+            records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
+
+        faults = Faults(run.config.debug.faults, folder, process, note_fault)
+        identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
+        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free)
+        closing.callback(screen.stop_steps)
+        profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
+        try:
+            done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler).run(resume)
+        except Exception as error:
+            # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
+            checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
+            records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+            raise
+        checkpoints.close()
+    return Exit.DONE if done else stopped_code
+
+
+def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
+    """The program and the data of a run. Raises InputError, on all processes, with everything that is wrong with either."""
+    config = run.config
+    problems: list[str] = []
+    setup = data = None
+    # The data is opened even if the program is wrong, so that all problems are reported at once.
+    with collect(problems):
+        setup = prepare(run)
+    in_data: list[str] = []
+    with collect(in_data):
+        cache = config.run.path / "data"
+        data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
+    problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+    # One process suffices for this check: if it fails, the others stop in agree_on_input too.
+    if data is not None and jax.process_index() == 0:
+        with collect(problems):
+            check_data(run, data.fingerprint, resume or Resume())
+    agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
+    assert setup is not None and data is not None
+    return setup, data
+
+
+class Loop:
+    """A run in its directory, from its start to its last step."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        data: Data,
+        screen: Screen,
+        records: Records,
+        checkpoints: Checkpoints,
+        watch: Watch,
+        faults: Faults,
+        profiler: Profiler,
+    ):
+        self._setup, self._data = setup, data
+        self._screen, self._records, self._checkpoints = screen, records, checkpoints
+        self._watch, self._faults, self._profiler = watch, faults, profiler
+        self._config = setup.run.config
+        self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
+        self._eval_step: Any = None
+
+    def run(self, resume: Resume) -> bool:
+        """Starts or resumes, trains, and writes a sample. Returns whether all steps are done."""
+        position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
+        self._profiler.check(position.step)
+        # Steps after the checkpoint are trained again, and would be logged twice.
+        self._records.forget_after(position.step)
+        last = self._config.train.steps
+        if position.step >= last:
+            more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
+            self._screen.say(f"Already at step {position.step} of {last}. {more}")
+        else:
+            position = self._steps(position)
+            self._screen.say(f"Checkpoint of step {position.step} in {self._checkpoints.folder}")
+        if position.step < last:
+            why = self._watch.stop_signal or "a signal to another process"
+            self._screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
+        elif self._config.sample.tokens:
+            self._sample(position.state)
+        why = "done" if position.step >= last else self._watch.stop_signal or "peer"
+        self._records.event("stop", time.time(), 0.0, step=position.step, why=why)
+        return position.step >= last
+
+    def _steps(self, position: Position) -> Position:
+        """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
+        config, state, samples = self._config.train, position.state, position.samples
+        # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
+        with self._phase("compile"):
+            train_step = self._setup.compile_train_step()
+        self._screen.start_steps(position.step, config.steps)
+        progress = Progress(self._setup, self._screen, self._records, position.step)
+        done = saved = position.step
+        for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
+            if not self._watch.may_begin(step):
+                break
+            if self._profiler.begins(step):
+                # Otherwise the trace would contain the end of earlier steps.
+                progress.wait()
+                self._profiler.start()
+            with self._profiler.around(step):
+                state, metrics = train_step(state, self._faults.inject(step, batch))
+            # The metrics are still being computed; progress reads them when the devices have the next steps to do.
+            progress.dispatched(StepResult(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
+            done, samples = step, samples + config.batch
+            if self._profiler.ends(step):
+                self._profile(step, train_step, progress)
+            if self._due(step, config.eval_every) and self._data.has_eval:
+                with progress.interrupted():
+                    self._evaluate(state, step)
+            if self._due(step, self._config.checkpoint.every):
+                with progress.interrupted(), self._phase("save", step=step), self._saving(step):
+                    self._checkpoints.save(state, step, samples)
+                    saved = step
+            # A failed save is reported within a step, not at the next save.
+            with self._saving(step):
+                self._checkpoints.poll()
+            progress.step_over()
+        progress.end()
+        if self._profiler.tracing:
+            self._profile(done, train_step, progress)
+        self._screen.stop_steps()
+        with self._phase("save", step=done):
+            if saved < done:
+                # A signal stopped the run between two saves, or the last save could not start.
+                self._checkpoints.save(state, done, samples)
+            self._checkpoints.wait()
+        return Position(state=state, step=done, samples=samples)
+
+    def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
+        known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}
+        with progress.interrupted(), self._phase("profile", step=step):
+            self._profiler.finish(step, train_step.as_text(), known)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, **details: Any) -> Iterator[None]:
+        with self._watch.phase(name), self._records.phase(name, **details):
+            yield
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Inside, a failed save is reported and training continues. Only at the last step SaveError ends the run."""
+        try:
+            yield
+        except SaveError as error:
+            if step == self._config.train.steps:
+                raise
+            self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
+            print(f"jgt: a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}", file=sys.stderr)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self._config.train.steps or (every > 0 and step % every == 0)
+
+    def _sample(self, state: State) -> None:
+        with self._phase("sample"):
+            text = sample_text(self._setup, state, self._data)
+        self._records.text("sample.txt", text)
+        self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
+
+    def _evaluate(self, state: State, step: int) -> None:
+        """Logs the mean loss over the held-out split, weighted by tokens, in nats per token."""
+        if self._eval_step is None:
+            with self._phase("compile", what="evaluation"):
+                self._eval_step = self._setup.compile_eval_step()
+        with self._phase("eval", step=step):
+            # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
+            sums, in_flight = [], InFlight(steps_ahead(self._setup.mesh))
+            for batch in self._feed.evaluation(self._config.train.eval_batches):
+                sums.append(self._eval_step(state.params, batch))
+                in_flight.add(sums[-1])
+            nats, weights = (float(sum(jax.device_get(part))) for part in zip(*sums, strict=True))
+        row = {"eval_loss": nats / weights}
+        self._records.metrics(step, row)
+        self._screen.step(step, self._config.train.steps, row)

@@ -1,0 +1,57 @@
+"""Text from a model: tokens drawn one after another, in one compiled loop.
+
+The loop calls the model on a whole sequence for each token and keeps no cache of keys and values. That costs more compute than a decoder
+needs, but a sample is short, and the model needs no second code path that would have to agree with the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jgt
+from train.data.batches import Data
+from train.setup import Setup
+from train.step.step import State
+
+
+def sample_text(setup: Setup, state: State, data: Data) -> str:
+    """The prompt and what the model writes after it: `sample.tokens` tokens, or fewer if the model's sequence length ends before."""
+    config = setup.run.config
+    # The model's vocabulary may be smaller than the tokenizer's. An empty prompt becomes one token, so that there is a last logit.
+    prompt = [token for token in data.encode(config.sample.prompt) if token < config.model.vocab] or [0]
+    # Of a long prompt the end counts, and one position remains to be written.
+    prompt = prompt[-max(config.model.seq - 1, 1) :]
+    count = min(config.sample.tokens, config.model.seq - len(prompt))
+    # The rules lay out rows over devices, so a single row may not be possible. All rows start equal, and only the first is shown.
+    per_device, _ = setup.batch_shardings["inputs"].shard_shape((config.train.batch, config.model.seq))
+    tokens = np.zeros((config.train.batch // per_device, config.model.seq), np.int32)
+    tokens[:, : len(prompt)] = prompt
+    apply = jgt.shard(setup.model.apply, setup.placement.rules, setup.mesh, partial=True)
+
+    def generate(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
+            # [rows, vocab]: the logits after the last token so far.
+            logits = jax.lax.dynamic_index_in_dim(apply(params, tokens), position - 1, axis=1, keepdims=False)
+            # The model's vocabulary may be rounded up: tokens that the tokenizer does not know are never drawn.
+            known = jnp.arange(config.model.vocab)[None, :] < data.vocab_size
+            logits = jnp.where(known, logits, -jnp.inf)
+            if config.sample.temperature == 0:
+                chosen = jnp.argmax(logits, -1)
+            else:
+                chosen = jax.random.categorical(jax.random.fold_in(key, position), logits / config.sample.temperature)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, chosen.astype(jnp.int32)[:, None], position, axis=1)
+
+        return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
+
+    run = jax.jit(generate, out_shardings=setup.placement.replicated())
+    ids = np.asarray(run(state.params, tokens, jax.random.key(config.run.seed)))[0, : len(prompt) + count]
+    return data.decode(ids.tolist())
+
+
+def terminal_text(text: str) -> str:
+    """The text with a replacement character for each one that is not printable: a model may write control sequences of a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

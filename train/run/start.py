@@ -1,0 +1,153 @@
+"""Where training begins: the state that a run starts from, and the batches of data from that position on.
+
+A run may be started any number of times with the same command, by a scheduler that knows nothing about it, and must find its own way.
+So the order is fixed: the run's own checkpoints come first; only a run that has none uses `--resume PATH`, and only without that a fresh
+state is made, into which `checkpoint.weights` may put another run's parameters. With this order a second start with `--resume PATH`
+continues the run instead of beginning once more from PATH. Another run's folder is only ever read.
+
+A position is a state together with the number of sequences of training data that it has consumed. `Feed` reads from that number on. Each
+process reads only the rows that its own devices hold, which follow from the sharding of the batch. The invariants: all processes start
+from the same step (`train.checkpoint.saved` sees to that), and the same rows reach the model on every mesh and with any number of
+processes, so a run that resumes neither repeats nor skips one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jgt.document import InputError
+from train.checkpoint.checkpoint import Checkpoints, restore, restore_params
+from train.checkpoint.saved import SavedStep, find_checkpoint
+from train.data.batches import Data
+from train.run.folder import Resume, check_origin
+from train.setup import Setup
+from train.step.step import State, no_losses
+
+Phase = Callable[..., AbstractContextManager[None]]
+"""phase(name, **details): a context manager that records how long a phase of the run takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far training has come: the state, the number of updates, and the sequences of training data consumed."""
+
+    state: State
+    step: int = 0
+    samples: int = 0
+
+
+class Start:
+    """Finds and restores the state that a run starts from. data: the data's fingerprint; say(text) prints a line for a person."""
+
+    def __init__(self, setup: Setup, data: Mapping[str, Any], phase: Phase, say: Callable[[str], None]):
+        self._setup, self._data, self._phase, self._say = setup, data, phase, say
+        self._config = setup.run.config.checkpoint
+
+    def position(self, checkpoints: Checkpoints, resume: Resume) -> Position:
+        """The position to train from. Raises InputError for a checkpoint that does not fit the run."""
+        with self._phase("verify"):
+            saved, reports = checkpoints.find()
+        _report(reports)
+        if saved is not None:
+            position = self._restore_position(saved)
+            self._say(f"Resumed from step {position.step} in {self._setup.run.config.run.path}")
+            return position
+        if resume.path is not None:
+            saved = self._find_elsewhere("--resume", resume.path)
+            # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
+            check_origin(self._setup.run, saved.manifest.fingerprints, self._data, str(saved.folder), resume.allow)
+            position = self._restore_position(saved)
+            self._say(f"Continues from {saved.folder}, at step {position.step}")
+            return position
+        return Position(state=self.fresh())
+
+    def fresh(self) -> State:
+        """The state before the first step of a new run. Raises InputError if the parameters of `checkpoint.weights` do not fit."""
+        with self._phase("init"):
+            # Waits, so that the phase includes the work on the devices.
+            state = jax.block_until_ready(self._setup.init())
+        if self._config.weights is None:
+            return state
+        where = f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights"
+        saved = self._find_elsewhere(where, Path(self._config.weights))
+        with self._phase("restore", step=0):
+            params = restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
+        self._say(f"Starts with the parameters of {saved.folder}")
+        return state._replace(params=params)
+
+    def _restore_position(self, saved: SavedStep) -> Position:
+        with self._phase("restore", step=saved.manifest.step):
+            state = restore_state(self._setup, saved)
+        return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples)
+
+    def _find_elsewhere(self, where: str, path: Path) -> SavedStep:
+        with self._phase("verify"):
+            saved, reports = find_checkpoint(path)
+        _report(reports)
+        if saved is None:
+            raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])
+        return saved
+
+
+def restore_state(setup: Setup, saved: SavedStep) -> State:
+    """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit."""
+    shapes, shardings, config = setup.shapes, setup.shardings, setup.run.config
+    has_losses = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in saved.manifest.arrays)
+    if has_losses:
+        return restore(saved, shapes, shardings, cast=config.checkpoint.cast)
+    # train.skip_spikes may be switched on, or its window changed, between two starts. The window of losses then starts empty.
+    state = restore(saved, shapes._replace(losses=()), shardings._replace(losses=()), cast=config.checkpoint.cast)
+    return state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
+
+
+class Feed:
+    """Reads global batches: dicts of arrays [batch, seq], laid out by `shardings`, which has one for each key of the dict."""
+
+    def __init__(self, data: Data, shardings: Mapping[str, NamedSharding], batch: int, seq: int):
+        self._data = data
+        self._shardings = shardings
+        self._batch, self._shape = batch, (batch, seq)
+        self._rows = local_rows(shardings["inputs"], self._shape)
+
+    def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
+        """Training batches without end, after the first `samples` sequences of the training data."""
+        for local in self._data.train_batches(samples, self._batch, self._rows):
+            yield self._global(local)
+
+    def evaluation(self, max_batches: int | None) -> Iterator[dict[str, jax.Array]]:
+        """The held-out split, once, in order; at most `max_batches` batches."""
+        for local in self._data.eval_batches(self._batch, self._rows, max_batches):
+            yield self._global(local)
+
+    def _global(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: self._array(local[name], sharding) for name, sharding in self._shardings.items()}
+
+    def _array(self, local: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        # `local` has this process's rows one after another. They need not be neighbours in the global batch.
+        place = {row: i for i, row in enumerate(self._rows)}
+
+        def part(index: Any) -> np.ndarray:
+            rows = range(*index[0].indices(self._batch))
+            return local[[place[row] for row in rows]][:, index[1]]
+
+        return jax.make_array_from_callback(self._shape, sharding, part, dtype=local.dtype)
+
+
+def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
+    """The rows of a global [batch, seq] array that this process's devices need, in order."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
+
+
+def _report(reports: list[str]) -> None:
+    for report in reports:
+        print(f"jgt: {report}", file=sys.stderr)

@@ -1,0 +1,143 @@
+"""The training loss: cross entropy that never holds the logits of a whole sequence.
+
+Logits [b, s, v] are the largest array of a training step: at a vocabulary of 128,000, thirty times the activations of a layer of width
+4096. But each position's logits are used once, for one number and its gradient, and both are known as soon as the logits are. So the loss
+takes the sequence in chunks, and computes a chunk's gradient right after its value, before the next chunk begins, as in Liger's fused
+linear cross entropy (arXiv 2410.10989). No array has both the whole vocabulary and the whole sequence, and no matmul runs twice. The
+backward pass only multiplies the finished gradients by the cotangent, a scalar.
+
+b batch, s seq, d embed, v vocab, g groups: devices that split the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgt import signal
+from jgt.program import scopes
+from train.models.decoder import scores
+
+Arrays = dict[str, jax.Array]
+"""A batch on the devices: inputs, targets and weights, [b, s] each."""
+Loss = Callable[[Any, Arrays], jax.Array]
+Features = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+Chunk = tuple[jax.Array, jax.Array, jax.Array]
+"""x [b, s, d], targets [b, s] and weights [b, s] of some positions."""
+
+LOGITS_BYTES = 1 << 30
+
+
+def make_loss(features: Features, *, chunks: int = 1, groups: int = 1) -> Loss:
+    """loss(params, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
+
+    features(params, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. chunks: a divisor of s. groups: the number of
+    devices that split the batch. With several chunks each device adds up the table's gradient from its own rows, and they are summed
+    over devices once, after the last chunk.
+    """
+
+    def loss(params: Any, batch: Arrays) -> jax.Array:
+        x, table = features(params, batch["inputs"])
+        with signal.context("head"):
+            return _loss(chunks, groups, x, table, batch["targets"], batch["weights"])
+
+    return loss
+
+
+def num_chunks(rows: int, seq: int, vocab: int, num_devices: int, *, local_seq: int) -> int:
+    """The fewest chunks that leave each device at most LOGITS_BYTES of f32 logits, if all devices share them evenly.
+
+    local_seq: positions of the sequence on one device, of which the result is a divisor; all of them are chunks if no divisor suffices.
+    """
+    wanted = -(-rows * seq * vocab * 4 // (num_devices * LOGITS_BYTES))
+    return next(n for n in range(1, local_seq + 1) if local_seq % n == 0 and (n >= wanted or n == local_seq))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats [b, s] of the targets [b, s] under logits [b, s, v]."""
+    return jax.nn.logsumexp(logits, axis=-1) - _logits_of(targets, logits)
+
+
+def _logits_of(targets: jax.Array, logits: jax.Array) -> jax.Array:
+    # By comparison, not by a gather: a vocabulary that is split over devices stays split, and each device sums its own part.
+    return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0), axis=-1)  # [b, s, v] → [b, s]
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """The loss alone, for an evaluation."""
+    del groups
+
+    def nats_of(chunk: Chunk) -> jax.Array:
+        x, targets, _ = chunk
+        return cross_entropy(scores(x, table), targets)
+
+    whole = x, targets, weights
+    nats = nats_of(whole) if chunks == 1 else _joined(jax.lax.map(nats_of, _split(whole, chunks)))
+    return jnp.sum(weights * nats)
+
+
+def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    """The loss, and as residuals its gradients by x, table and weights."""
+
+    def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
+        x, targets, weights = chunk
+        logits = scores(x, table)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        nats = total - _logits_of(targets, logits)
+        # A plan shall count what follows as the backward pass, although it runs inside the forward pass.
+        with scopes.backward():
+            errors = jnp.exp(logits - total[..., None]) - _is_target(logits, targets)  # softmax minus one-hot
+            # As for every other gradient, both sides of the matmuls have the type of the activations.
+            by_logits = (weights[..., None] * errors).astype(x.dtype)
+            return nats, jnp.einsum("bsv,vd->bsd", by_logits, table), by_logits
+
+    def add(by_table: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        nats, by_x, by_logits = differentiated(chunk)
+        with scopes.backward():
+            errors, features = (a.reshape(groups, -1, *a.shape[1:]) for a in (by_logits, chunk[0]))  # [b, s, ...] → [g, b / g, s, ...]
+            by_group = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
+        return by_table + by_group, (nats, by_x)
+
+    if chunks == 1:
+        nats, by_x, by_logits = differentiated((x, targets, weights))
+        with scopes.backward():
+            # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
+            by_table = jnp.einsum("bsd,bsv->dv", x, by_logits).T
+    else:
+        # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.
+        zero = jnp.zeros((groups, *table.shape), jnp.float32)
+        by_group, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
+        # The sum over groups crosses devices. In the table's type, as other gradients; jnp.sum would widen bf16 to f32.
+        by_table = jax.lax.reduce(by_group.astype(table.dtype), table.dtype.type(0), jax.lax.add, (0,))
+        nats, by_x = _joined(nats), _joined(by_x)
+    return jnp.sum(weights * nats), (by_x, by_table, nats)
+
+
+def _backward(chunks: int, groups: int, gradients: Any, cotangent: jax.Array) -> Any:
+    by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
+    return by_x, by_table, None, by_weights
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _split(whole: Chunk, chunks: int) -> Chunk:
+    # Chunk i takes positions i, i + chunks, ...: each chunk has positions of every device, so a split sequence does not move.
+    x, targets, weights = (jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0) for a in whole)
+    return x, targets, weights
+
+
+def _joined(parts: jax.Array) -> jax.Array:
+    """[chunks, b, s / chunks, ...] → [b, s, ...], the inverse of `_split`."""
+    by_row = jnp.moveaxis(parts, 0, 2)  # [b, s / chunks, chunks, ...]
+    return by_row.reshape(by_row.shape[0], -1, *by_row.shape[3:])
