@@ -171,7 +171,7 @@ def test_a_replicated_embedding(replicated, right):
 
 def test_the_line_of_a_replicated_embedding(replicated):
     """The look-up, or its call in the model: files with a backward pass of their own are left out of tracebacks."""
-    lines = (line_of(MODELS, "self.table()[tokens]"), line_of(MODELS / "llama.py", "self.embed(tokens)"))
+    lines = (line_of(MODELS, "self.table()[tokens]"), line_of(MODELS / "decoder.py", "self.embed(tokens)"))
     assert place(only(replicated, "replicated", "embed").source) in lines
 
 
