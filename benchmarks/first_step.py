@@ -1,4 +1,4 @@
-"""A run of the trainer that ends when its first step has been logged: `python -m benchmarks.first_step --config FILE [key.sub=value ...]`."""
+"""A run of the trainer that ends when its first step is logged: `python -m benchmarks.first_step --config FILE [key.sub=value ...]`."""
 
 from __future__ import annotations
 

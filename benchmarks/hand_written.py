@@ -39,7 +39,7 @@ PARAM_SPECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the parameters' shapes do not tell. dtype: of matmuls and activations; attention: jax.nn.dot_product_attention's implementation."""
+    """Settings that shapes do not show. dtype: of matmuls and activations. attention: the `implementation` of JAX's attention."""
 
     heads: int
     kv_heads: int

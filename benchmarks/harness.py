@@ -52,7 +52,7 @@ class FailedError(Exception):
 
 
 def turns(names: Sequence[str], rounds: int, warmup: int) -> Iterator[tuple[str, bool]]:
-    """Whose turn it is, and whether it counts: all names in each round, in the other order each time; `warmup` rounds before do not count."""
+    """Each turn's name, and whether it counts: all names in each round, in reversed order every second time; the first `warmup` do not."""
     for index in range(warmup + rounds):
         for name in names[:: -1 if index % 2 else 1]:
             yield name, index >= warmup
@@ -206,7 +206,7 @@ def without_places(text: str) -> str:
 
 
 def find_device() -> dict[str, Any]:
-    """The GPUs as their driver names them, or `cpu` and as many cores as this process may use. Starts no JAX: it would take their memory."""
+    """The GPUs' names by their driver, or `cpu` and the number of usable cores. Does not start JAX, which would take the GPUs' memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

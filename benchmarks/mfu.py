@@ -63,9 +63,7 @@ def main() -> None:
                     for size, seq, remat, attention in sweep
                 )
             )
-            sys.exit(
-                "No NVIDIA GPU is here, and nothing was measured. --dry-run compiles the smallest of these for an H200 that need not be here"
-            )
+            sys.exit("This machine has no NVIDIA GPU: nothing was measured. --dry-run compiles the smallest model for an H200, without one")
         found = {"ceiling": run_process(_command("ceiling")).found, "rows": []}
         peak, reached = found["ceiling"]["peak"], found["ceiling"]["matmul"]["median"]
         for point in sweep:

@@ -11,7 +11,8 @@ def plane(name, lines):
         for event, start, duration, values in rows:
             number = events.setdefault(event, len(events) + 1)
             fields = " ".join(
-                f"stats {{ metadata_id: {stats.setdefault(key, len(stats) + 1)} {'str_value' if isinstance(value, str) else 'int64_value'}: {quoted(value)} }}"
+                f"stats {{ metadata_id: {stats.setdefault(key, len(stats) + 1)} "
+                f"{'str_value' if isinstance(value, str) else 'int64_value'}: {quoted(value)} }}"
                 for key, value in values.items()
             )
             parts.append(f"events {{ metadata_id: {number} offset_ps: {start * 1000} duration_ps: {duration * 1000} {fields} }}")

@@ -65,7 +65,8 @@ def test_matmuls_of_libraries_without_their_workspace(target):
 ENTRY %main (x: f32[8,4], y: f32[8,16]) -> (f32[4,16], s8[4194304]) {{
   %x = f32[8,4]{{1,0}} parameter(0)
   %y = f32[8,16]{{1,0}} parameter(1)
-  ROOT %gemm = (f32[4,16]{{1,0}}, s8[4194304]{{0}}) custom-call(%x, %y), custom_call_target="{target}", backend_config={{"gemm_backend_config":{{"alpha_real":1,\
+  ROOT %gemm = (f32[4,16]{{1,0}}, s8[4194304]{{0}}) custom-call(%x, %y), custom_call_target="{target}", \
+backend_config={{"gemm_backend_config":{{"alpha_real":1,\
 "dot_dimension_numbers":{{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"]}}}}}}
 }}
 """)
@@ -80,7 +81,9 @@ ENTRY %main (q: bf16[2,16,4,8], k: bf16[2,16,4,8]) -> (bf16[2,16,4,8], u8[0]) {{
   %q = bf16[2,16,4,8]{{3,2,1,0}} parameter(0)
   %k = bf16[2,16,4,8]{{3,2,1,0}} parameter(1)
   ROOT %one = (bf16[2,16,4,8]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k), custom_call_target="__cudnn$fmhaSoftmax{target}", \
-backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "16", "16"]}}, "mask_type": "{mask}"}}}}
+backend_config={{"cudnn_fmha_backend_config": {{\
+"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "16", "16"]}}, \
+"mask_type": "{mask}"}}}}
 }}
 """)
     assert found.flops == matmuls * 2 * (2 * 4 * 16 * 16) * 8

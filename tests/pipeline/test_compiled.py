@@ -1,4 +1,4 @@
-"""The compiled program: nothing unrolls, memory does not grow with microbatches, traffic is where it should be, no device branches alone."""
+"""The compiled program does not unroll, its memory does not grow with microbatches, and no device takes a branch alone."""
 
 import itertools
 from collections import Counter
@@ -15,7 +15,7 @@ from jgt.hlo.instruction import COLLECTIVES
 from jgt.hlo.text import Module
 from jgt.schedule.schedules import SCHEDULES
 
-# Large enough for tables of indices and the tokens themselves to be nothing beside activations. A dim of the vocabulary is known by its factor 101.
+# Activations are so large that tables of indices and the tokens hardly count. A dim of the vocabulary is known by its factor 101.
 SEQ, EMBED, FFN, PRIME, LAYERS = 64, 128, 256, 101, 8
 VOCAB = 4 * PRIME
 STAGES = {"data": 2, "stage": 4}

@@ -202,7 +202,10 @@ def test_a_plan_for_gpus(command):
 
 
 def test_help_comes_before_jax():
-    program = "import sys\nfrom jgt.__main__ import main\ntry:\n    main(['plan', '--help'])\nfinally:\n    assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+    program = (
+        "import sys\nfrom jgt.__main__ import main\ntry:\n    main(['plan', '--help'])\nfinally:\n"
+        "    assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: jgt plan" in done.stdout and "--target" in done.stdout

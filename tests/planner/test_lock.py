@@ -149,7 +149,8 @@ def test_limits_are_read(tmp_path):
 def test_all_problems_of_a_budget_are_told_with_their_lines(tmp_path):
     limits, problems = limits_of(
         tmp_path,
-        "peek_gb: 70\nsent_gb: -1\nstep_ms: fast\nlayers/attn:\n  all-gathers: 0\n  all-reduce: -2\n  all-to-all: true\nmlp: 3\nhead: {all-gather: .nan}\n",
+        "peek_gb: 70\nsent_gb: -1\nstep_ms: fast\nlayers/attn:\n  all-gathers: 0\n  all-reduce: -2\n  all-to-all: true\n"
+        "mlp: 3\nhead: {all-gather: .nan}\n",
     )
     assert not limits
     assert [p.partition(":")[0] for p in problems] == ["1", "2", "3", "5", "6", "7", "8", "9"]

@@ -82,7 +82,10 @@ ONE_HOST = hosts(1)
 
 def timeline(*schedule, body=(), network=ONE_HOST):
     """The walk through a program with these lines, in a mesh of 8 devices."""
-    text = f"HloModule step, is_scheduled=true\n\n{OTHERS}\n%body (p: (s32[])) -> (s32[]) {{\n{lines(body)}}}\n\nENTRY %main () -> (s32[]) {{\n{lines(schedule)}}}\n"
+    text = (
+        f"HloModule step, is_scheduled=true\n\n{OTHERS}\n"
+        f"%body (p: (s32[])) -> (s32[]) {{\n{lines(body)}}}\n\nENTRY %main () -> (s32[]) {{\n{lines(schedule)}}}\n"
+    )
     return Timeline(Module.parse(text), MESH, 8, network).step()
 
 

@@ -74,7 +74,7 @@ _WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 
 
 def sent(text):
-    """kind → bytes that a device sends, by the sizes of results; an asynchronous one shows its operands before them, an all-reduce not always."""
+    """kind → bytes that a device sends, by the sizes of results. An asynchronous collective shows its operands before them."""
     blocks = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{\n((?: .*\n)*)\}", text, re.MULTILINE))
     total = Counter()
     for name, lines in blocks.items():

@@ -577,8 +577,10 @@ def test_all_misfits_come_at_once():
         "rules: w: dim 0 of the parameter w [7, 9] has size 7, which fsdp=2 does not divide. A size of 6 or 8 would fit, or fsdp of 1",
         "rules: w: dim 1 of the parameter w [7, 9] has size 9, which tensor=2 does not divide. A size of 8 or 10 would fit, or tensor of 1",
         "rules: inputs: dim 0 of the input 1 [3, 7] has size 3, which data=2 does not divide. A size of 2 or 4 would fit, or data of 1",
-        "rules: h: dim 1 of the tensor h at block [3, 9] has size 9, which tensor=2 does not divide. A size of 8 or 10 would fit, or tensor of 1",
-        "rules: block: dim 1 of the value that leaves block [3, 5] has size 5, which fsdp=2 does not divide. A size of 4 or 6 would fit, or fsdp of 1",
+        "rules: h: dim 1 of the tensor h at block [3, 9] has size 9, which tensor=2 "
+        "does not divide. A size of 8 or 10 would fit, or tensor of 1",
+        "rules: block: dim 1 of the value that leaves block [3, 5] has size 5, which fsdp=2 "
+        "does not divide. A size of 4 or 6 would fit, or fsdp of 1",
     ]
 
 

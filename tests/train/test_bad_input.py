@@ -145,7 +145,8 @@ def test_rules_against_the_mesh(write, refused):
     assert_found(
         refused(path),
         f"{path}:3: embed: the mesh has no axis 'tensro'. Did you mean 'tensor'? To turn the axis off, give it the size 1",
-        f"{path}:2: train.batch: {path}:3: inputs: dim 0 of the input batch [6, 128] has size 6, which data=4 does not divide. A size of 4 or 8 would fit",
+        f"{path}:2: train.batch: {path}:3: inputs: dim 0 of the input batch [6, 128] has size 6, which data=4 "
+        f"does not divide. A size of 4 or 8 would fit",
     )
 
 
@@ -214,8 +215,10 @@ def test_all_that_does_not_divide_comes_at_once_with_what_is_wrong_in_the_data(w
     )
     problems = refused(path)
     for expected in (
-        f"{path}:6: train.batch: {rules}:1: inputs: dim 0 of the input batch [7, 33] has size 7, which data=2 does not divide. A size of 6 or 8 would fit, or data of 1",
-        f"{path}:2: model.seq: {rules}:1: inputs: dim 1 of the input batch [7, 33] has size 33, which tensor=4 does not divide. A size of 32 or 36",
+        f"{path}:6: train.batch: {rules}:1: inputs: dim 0 of the input batch [7, 33] has size 7, which data=2 "
+        f"does not divide. A size of 6 or 8 would fit, or data of 1",
+        f"{path}:2: model.seq: {rules}:1: inputs: dim 1 of the input batch [7, 33] has size 33, which tensor=4 "
+        f"does not divide. A size of 32 or 36",
         f"{rules}:4: up_proj/kernel: dim 2 of the parameter layers/mlp/up_proj/kernel [2, 30, 62] has size 62, "
         "which tensor=4 does not divide. A size of 60 or 64 would fit, or tensor of 1, 2",
         f"{rules}:5: hidden: dim 2 of the tensor hidden at layers/mlp [7, 33, 62] has size 62, which tensor=4 does not divide",

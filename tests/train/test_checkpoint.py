@@ -139,7 +139,8 @@ def test_another_tree_is_refused_array_by_array(checkpoints):
         ["params/bias", "is missing in the checkpoint. Give the run another name (run.name=...), or the model it was started with"],
         [
             "params/kernel",
-            "is float32[8, 16] in the checkpoint, but bfloat16[8, 15] in this run. Give the run another name (run.name=...), or the model it was started with",
+            "is float32[8, 16] in the checkpoint, but bfloat16[8, 15] in this run. Give the run another name (run.name=...), "
+            "or the model it was started with",
         ],
     ]
 

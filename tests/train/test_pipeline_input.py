@@ -136,7 +136,10 @@ def test_the_stage_axis_belongs_to_the_pipeline_inside_the_layers(write, refused
         f"extends: {CONFIGS}/rules/pipeline.yaml\nsignals:\n  layers/mlp:\n    params: {{down/kernel: [stage, null]}}\n"
         "    tensors: {hidden: [batch, null, [stage, tensor]]}\n    out: [batch, stage, null]\n"
     )
-    alone = "lies in the pipeline of 'layers', which has the axis stage for itself. Take stage out of this spec; the pipeline splits the layers over it"
+    alone = (
+        "lies in the pipeline of 'layers', which has the axis stage for itself. "
+        "Take stage out of this spec; the pipeline splits the layers over it"
+    )
     assert refused(write(rules="rules.yaml")) == [
         f"{rules}:4: down/kernel: the parameter layers/mlp/down/kernel {alone}",
         f"{rules}:5: hidden: the tensor hidden at layers/mlp {alone}",
@@ -176,7 +179,8 @@ def test_a_table_that_is_not_there(write, refused, tmp_path):
 def test_a_table_that_deadlocks(write, refused, tmp_path):
     path = write(table("F0,F0\nF1,-\n-,B0 F1\nB0,B1\nB1,-\n", tmp_path))
     assert refused(path) == [
-        f"{tmp_path}/own.csv:1: tick 0, stage 1: F of microbatch 0, chunk 1 waits for F of chunk 0, which runs in the same tick and arrives in the next: "
+        f"{tmp_path}/own.csv:1: tick 0, stage 1: F of microbatch 0, chunk 1 waits for F of chunk 0, "
+        f"which runs in the same tick and arrives in the next: "
         "a deadlock. Move it to tick 1 or later"
     ]
 
@@ -206,7 +210,8 @@ def test_the_problems_of_a_pipeline_come_with_the_others(write, refused):
 def test_misfits_of_rules_come_with_those_of_the_pipeline(write, refused, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(
-        f"extends: {CONFIGS}/rules/pipeline.yaml\nsignals:\n  layers/mlpp: {{out: [batch, null, null]}}\n  layers: {{out: [batch, stage, null]}}\n"
+        f"extends: {CONFIGS}/rules/pipeline.yaml\nsignals:\n  layers/mlpp: {{out: [batch, null, null]}}\n"
+        f"  layers: {{out: [batch, stage, null]}}\n"
     )
     unmatched, reserved, microbatches = sorted(
         refused(path := write({"microbatches": "5"}, rules="rules.yaml")), key=lambda p: "pipeline" in p

@@ -84,8 +84,10 @@ from train.setup import prepare
 config, port, process, folder, *overrides = sys.argv[1:]
 start_jax(Cluster(coordinator=f"localhost:{port}", num_processes=2, process=int(process)), 4)
 leaves = jax.tree.leaves(prepare(load(config, overrides, num_processes=2)).init().params)
-np.savez(f"{folder}/{process}.npz", *[shard.data for leaf in leaves for shard in leaf.addressable_shards])
-np.savez(f"{folder}/{process}-index.npz", *[np.array([[s.start or 0, -1 if s.stop is None else s.stop] for s in shard.index]) for leaf in leaves for shard in leaf.addressable_shards])
+shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+np.savez(f"{folder}/{process}.npz", *[shard.data for shard in shards])
+index = [np.array([[s.start or 0, -1 if s.stop is None else s.stop] for s in shard.index]) for shard in shards]
+np.savez(f"{folder}/{process}-index.npz", *index)
 """
 
 
