@@ -1,1 +1,1 @@
-"""Measurements that anyone can run again; see each module's docstring for the command."""
+"""Benchmarks that anyone can repeat. The docstring of each module gives its command."""

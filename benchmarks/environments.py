@@ -1,4 +1,4 @@
-"""Virtual environments for the programs that jgt is compared with: made once, with pinned versions, in a cache folder."""
+"""Virtual environments for the programs that jgt is compared with. Each is made once, with pinned versions, in a cache folder."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _VERSION = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 
 def default_folder() -> Path:
-    """In the user's cache folder."""
+    """The folder of the environments, inside the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt-peers"
 
 
 def python_with(requirements: Sequence[str], folder: Path, name: str, python: str = sys.executable) -> Path:
-    """The interpreter of an environment in `folder` that has just these requirements and what they need. Raises FailedError.
+    """The interpreter of an environment in `folder` that contains exactly these requirements and their dependencies.
 
-    It is made with `python`, unless it is there already; one that was not finished, or has other requirements, is made anew.
+    The environment is made with `python` if it does not exist, is incomplete or has other requirements. Raises FailedError.
     """
     version = subprocess.run([python, "-c", _VERSION], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     place = folder / f"{name}-py{version}"
     made, done, wanted = place / "bin" / "python", place / _DONE, "\n".join(requirements) + "\n"
     if done.exists() and done.read_text() == wanted:
         return made
-    print(f"Makes {place}", file=sys.stderr)
+    print(f"Making {place}", file=sys.stderr)
     _run([python, "-m", "venv", "--clear", str(place)])
     asked = place / "asked.txt"
     asked.write_text(wanted)

@@ -1,4 +1,4 @@
-"""A run of the trainer that ends when its first step is logged: `python -m benchmarks.first_step --config FILE [key.sub=value ...]`."""
+"""Runs the trainer until its first step is logged: `python -m benchmarks.first_step --config FILE [key.sub=value ...]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _end(*_: Any) -> None:
 
 
 def main() -> None:
-    """Trains; nothing of the trainer is left out before the first line of metrics, and nothing runs after it."""
+    """Runs the complete trainer up to its first line of metrics, and exits there."""
     Records.metrics = _end
     sys.exit(run([*sys.argv[1:], "train.steps=1"]))
 

@@ -1,6 +1,6 @@
-"""The llama of `train/models` in plain JAX, every constraint written by hand: what jgt is measured against.
+"""The llama of `train/models` in plain JAX with every sharding constraint written by hand. The benchmarks compare jgt with it.
 
-b batch, s seq, d embed, n heads, h head size, f ffn, v vocab. Parameters are the same tree as the trainer's.
+b batch, s seq, d embed, n heads, h head size, f ffn, v vocab. The parameters form the same tree as the trainer's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARAM_SPECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Settings that shapes do not show. dtype: of matmuls and activations. attention: the `implementation` of JAX's attention."""
+    """Settings that the shapes do not show. dtype: of matmuls and activations. attention: `implementation` of JAX's attention."""
 
     heads: int
     kv_heads: int
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def make_loss(mesh: Mesh, sizes: Sizes) -> Callable[[Any, dict[str, jax.Array]], jax.Array]:
-    """loss(params, batch) as in train/step/loss.py, laid out as configs/rules/fsdp_tensor.yaml says."""
+    """Returns loss(params, batch) as in train/step/loss.py, with the layout of configs/rules/fsdp_tensor.yaml."""
     heads, kv_heads, dtype = sizes.heads, sizes.kv_heads, sizes.dtype
 
     def pin(x: jax.Array, *spec: Any) -> jax.Array:
@@ -59,7 +59,7 @@ def make_loss(mesh: Mesh, sizes: Sizes) -> Callable[[Any, dict[str, jax.Array]],
     def gathered(table: jax.Array) -> jax.Array:
         return pin(table, "tensor", None)
 
-    # The gradient goes straight to the parameter's layout: a reduce-scatter where an all-reduce would stand.
+    # The cotangent gets the parameter's layout directly, so that XLA inserts a reduce-scatter instead of an all-reduce.
     gathered.defvjp(lambda table: (gathered(table), None), lambda _, ct: (pin(ct, *TABLE),))
 
     def kernel(p: Any, name: str) -> jax.Array:
@@ -99,9 +99,9 @@ def make_loss(mesh: Mesh, sizes: Sizes) -> Callable[[Any, dict[str, jax.Array]],
 
 
 def make_step(mesh: Mesh, optimizer: optax.GradientTransformation, clip: float | None, sizes: Sizes) -> Callable[..., Any]:
-    """step(params, opt_state, batch) → (params, opt_state, loss, grad_norm).
+    """Returns step(params, opt_state, batch) → (params, opt_state, loss, grad_norm).
 
-    The gradients are clipped by their global norm; an update that is not finite leaves everything as it was.
+    The gradients are clipped by their global norm. If the loss or the norm is not finite, the step skips the update.
     """
     loss = make_loss(mesh, sizes)
 
@@ -121,7 +121,7 @@ def make_step(mesh: Mesh, optimizer: optax.GradientTransformation, clip: float |
 
 @jax.custom_vjp
 def scores(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Logits [b, s, v] in f32; their gradient is multiplied in the type of x."""
+    """Logits [b, s, v] in f32. The matmuls of the backward pass are in the dtype of x."""
     return jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
 
 
@@ -135,13 +135,13 @@ scores.defvjp(lambda x, table: (scores(x, table), (x, table)), _scores_backward)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / rms(x) · scale, the mean in f32."""
+    """x / rms(x) · scale, with the mean in f32."""
     mean = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return (x * (jax.lax.rsqrt(mean + 1e-5) * scale[None, None, :])).astype(x.dtype)
 
 
 def rotate(x: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotary positions on [b, s, n, h]."""
+    """Rotary position embedding of x [b, s, n, h]."""
     size = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * theta ** (-jnp.arange(size, dtype=jnp.float32) / size)[None, :]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]

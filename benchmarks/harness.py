@@ -1,8 +1,8 @@
-"""How everything here is measured: programs in turn, medians with quartiles, ratios pair by pair, results that say where they are from.
+"""How the benchmarks measure. Programs take turns, figures are medians with quartiles, and ratios are computed for each pair.
 
-Two ways: `interleave` runs functions in one process, a turn each; `alternate` runs commands, each measurement a fresh process. The order
-turns round each time, so that no program always finds the machine as another left it; a machine that gets slower meanwhile slows both
-sides of a pair, and the ratio stays.
+`interleave` runs functions in turn in one process. `alternate` runs commands in turn, each in a fresh process. The order is reversed in
+every round, so that no program always runs after the same other program. If the machine becomes slower during a measurement, both sides
+of a pair become slower, and their ratio stays the same. A saved result records the machine, the versions and the commit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _STDERR_LINES = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One measurement: wall seconds, CPU-seconds of the process (and of its children, where it is one of its own).
+    """One measurement: wall seconds, and CPU-seconds of the process (with its children, if it is a separate process).
 
-    peak_mb: the largest resident memory of a process of its own, MB of 10^6 bytes. found: what was returned, or printed as JSON last.
+    peak_mb: peak resident memory of a separate process, in 10^6 bytes. found: the value that the function returned or the JSON that the
+    process printed.
     """
 
     s: float
@@ -48,18 +49,18 @@ Samples = dict[str, list[Sample]]
 
 
 class FailedError(Exception):
-    """A process that was to be measured failed; the message is the end of what it said."""
+    """A benchmark has no result. If a measured process failed, the message ends with the last lines of its output."""
 
 
 def turns(names: Sequence[str], rounds: int, warmup: int) -> Iterator[tuple[str, bool]]:
-    """Each turn's name, and whether it counts: all names in each round, in reversed order every second time; the first `warmup` do not."""
+    """Each turn's name, and whether it counts. Every second round is in reversed order. The first `warmup` rounds do not count."""
     for index in range(warmup + rounds):
         for name in names[:: -1 if index % 2 else 1]:
             yield name, index >= warmup
 
 
 def interleave(programs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> Samples:
-    """Functions in this process, a turn each. They return when their work is done: block on results."""
+    """Measures functions in turn in this process. They must wait for their results (block_until_ready) before they return."""
     samples: Samples = {name: [] for name in programs}
     for name, counts in turns(list(programs), rounds, warmup):
         cpu, started = time.process_time(), time.perf_counter()
@@ -71,7 +72,7 @@ def interleave(programs: Mapping[str, Callable[[], Any]], rounds: int, warmup: i
 
 
 def alternate(commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 0, environment: Mapping[str, str] | None = None) -> Samples:
-    """Commands, each measurement a fresh process. Raises FailedError."""
+    """Measures commands in turn, each in a fresh process. Raises FailedError."""
     samples: Samples = {name: [] for name in commands}
     for name, counts in turns(list(commands), rounds, warmup):
         sample = run_process(commands[name], environment)
@@ -81,9 +82,10 @@ def alternate(commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 
 
 
 def run_process(command: Sequence[str], environment: Mapping[str, str] | None = None, limit_s: float = 3600.0) -> Sample:
-    """One process from launch to exit, in the repository's root; environment: on top of this process's.
+    """Measures one process from launch to exit, in the repository's root. environment: added to this process's variables.
 
-    Call it from a small process: Linux counts the memory of the one that launches as the other's. Raises FailedError, also after limit_s.
+    Call it from a small process, because Linux counts the memory of the launching process in the peak of the new one. Raises FailedError
+    if the process fails or runs longer than limit_s.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         variables = (
@@ -110,7 +112,7 @@ def run_process(command: Sequence[str], environment: Mapping[str, str] | None = 
 
 
 def _last_json(text: str) -> Any:
-    """What a program printed: a JSON document, or one in the last line; None where there is neither."""
+    """The JSON that a program printed: its whole output, or else the last line. None if neither is JSON."""
     for part in (text, *text.splitlines()[-1:]):
         try:
             return json.loads(part)
@@ -120,20 +122,20 @@ def _last_json(text: str) -> Any:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median and quartiles of n values."""
+    """The median and the quartiles of n values."""
     known = sorted(values)
     low, middle, high = statistics.quantiles(known, n=4, method="inclusive") if len(known) > 1 else known * 3
     return {"median": _rounded(middle), "q1": _rounded(low), "q3": _rounded(high), "n": len(known)}
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """The spread of each thing that was measured."""
+    """The spread of each measured quantity."""
     kinds = {kind: [getattr(sample, kind) for sample in samples] for kind in ("s", "cpu_s", "peak_mb")}
     return {kind: spread(values) for kind, values in kinds.items() if None not in values}
 
 
 def ratios(over: Sequence[Sample], under: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """The spread of the ratios pair by pair: of wall seconds, of CPU-seconds, and of memory where it is known."""
+    """The spread of the ratios of the pairs: of wall seconds, CPU-seconds and, if it was measured, peak memory."""
     found = {}
     for kind in ("s", "cpu_s", "peak_mb"):
         pairs = [(getattr(a, kind), getattr(b, kind)) for a, b in zip(over, under, strict=True)]
@@ -143,13 +145,13 @@ def ratios(over: Sequence[Sample], under: Sequence[Sample]) -> dict[str, dict[st
 
 
 def compared(samples: Samples) -> dict[str, Any]:
-    """Figures of two programs, and the ratios of the first to the second."""
+    """The figures of two programs, and the ratios of the first to the second."""
     (over, a), (under, b) = samples.items()
     return {over: figures(a), under: figures(b), **ratios(a, b)}
 
 
 def bar(value: float, most: float) -> dict[str, Any]:
-    """A figure held against the largest that it may be."""
+    """A figure compared with its upper limit."""
     return {"value": value, "at_most": most, "reached": value <= most}
 
 
@@ -158,15 +160,15 @@ def _rounded(value: float) -> float:
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with --json and --save; doc: the program's docstring."""
+    """A parser with --json and --save. doc: the docstring of the program, which --help prints."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME-DEVICE-DATE.json")
     return parser
 
 
 def report(name: str, found: Mapping[str, Any], arguments: argparse.Namespace, lines: Iterable[str] | None = None) -> Path | None:
-    """Prints what was found, as `lines` for a person, and saves it if asked: the path of the file. name: the program's."""
+    """Prints a result, as JSON or as `lines`. With --save it is also written to a file; returns its path. name: of the program."""
     path = save(name, found) if arguments.save else None
     if path is not None:
         print(f"Wrote {path}", file=sys.stderr)
@@ -178,7 +180,7 @@ def report(name: str, found: Mapping[str, Any], arguments: argparse.Namespace, l
 
 
 def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes a result with where, when and from what it was measured."""
+    """Writes a result with the device, the date, the versions and the command line of the measurement."""
     device = find_device()
     date = datetime.datetime.now(datetime.UTC)
     about = {
@@ -201,12 +203,12 @@ def save(name: str, found: Mapping[str, Any], folder: Path = RESULTS) -> Path:
 
 
 def without_places(text: str) -> str:
-    """A text without the folders of this machine: paths in the repository from its root on, others by their last name."""
+    """A text without the folders of this machine: paths in the repository start at its root, others keep only their last part."""
     return re.sub(r"(?<![\w.:/])/(?:[\w.@+-]+/)+([\w.@+-]*)", r"\1", text.replace(f"{ROOT}/", ""))
 
 
 def find_device() -> dict[str, Any]:
-    """The GPUs' names by their driver, or `cpu` and the number of usable cores. Does not start JAX, which would take the GPUs' memory."""
+    """The GPUs that the driver lists, or `cpu` and the number of usable cores. JAX is not started: it would take the GPUs' memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -219,7 +221,7 @@ def find_device() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, with a + where files differ from it."""
+    """The commit that is checked out, followed by + if tracked files have changed."""
     try:
         git = ["git", "-C", str(ROOT)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -230,7 +232,7 @@ def _commit() -> str | None:
 
 
 def tell(found: Mapping[str, Any], indent: int = 0) -> Iterator[str]:
-    """Lines for a person; a spread as its median with the quartiles behind it."""
+    """A result as lines of text. A spread is shown as its median, followed by the quartiles."""
     for name, value in found.items():
         start = f"{' ' * indent}{name}"
         if isinstance(value, Mapping) and value.keys() != {"median", "q1", "q3", "n"}:
@@ -241,14 +243,14 @@ def tell(found: Mapping[str, Any], indent: int = 0) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A figure as a person reads it."""
+    """A figure as text."""
     if isinstance(value, Mapping):
         return f"{value['median']:.4g} ({value['q1']:.4g} to {value['q3']:.4g}, n {value['n']})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rows with the same keys as lines under a header; a spread as its median."""
+    """A header, and a line for each row; all rows have the same keys. A spread is shown as its median."""
     cells = [[name.replace("_", " ") for name in rows[0]]]
     cells += [[shown(v["median"] if isinstance(v, Mapping) else "-" if v is None else v) for v in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,4 +1,4 @@
-"""What `step.py` measures, one measurement a process, which prints JSON.
+"""The measurements of `step.py`. Each runs in its own process, which prints JSON.
 
 python -m benchmarks.measure jgt|by_hand|paired|planned CONFIG [--steps N] [--target CHIP:HOSTSxGPUS] [key.sub=value ...]
 """
@@ -34,7 +34,7 @@ _TRACES = 7
 
 
 class Programs:
-    """The step of a run, jgt's and by hand, not compiled; devices: those that it is for, else all that JAX finds."""
+    """The training step of a run, by jgt and by hand, not yet compiled. devices: for the step; by default all that JAX finds."""
 
     def __init__(self, config: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None):
         self.run = load(config, overrides)
@@ -51,7 +51,7 @@ class Programs:
         )
 
     def steps(self) -> dict[str, Any]:
-        """Both under jax.jit, with the same signature."""
+        """Both steps under jax.jit, with the same signature."""
         return {"jgt": self.setup.train_step(), "by_hand": self._by_hand()}
 
     def _by_hand(self) -> Any:
@@ -70,12 +70,12 @@ class Programs:
         )
 
     def losses(self) -> dict[str, Callable[[], Any]]:
-        """What makes each loss anew."""
+        """Functions that build each loss from scratch."""
         return {"jgt": lambda: self.setup.loss, "by_hand": lambda: make_loss(self.setup.mesh, self._sizes)}  # pyright: ignore[reportArgumentType]
 
 
 class Bench(Programs):
-    """The programs ready to step on real data, on the devices that are here."""
+    """Both programs with real data, on the devices of this machine."""
 
     def __init__(self, config: str, overrides: Sequence[str] = ()):
         super().__init__(config, overrides)
@@ -84,12 +84,12 @@ class Bench(Programs):
         self.batches = Feed(data, self.setup.batch_shardings, batch, model.seq).train(0)
 
     def ready(self, name: str) -> tuple[Any, Any]:
-        """A compiled step, `jgt` or `by_hand`, and its state."""
+        """A compiled step, `jgt` or `by_hand`, and its initial state."""
         return self.steps()[name].lower(self.setup.shapes, self.setup.batch_shapes).compile(), self.setup.init()
 
 
 class Stepper:
-    """A compiled step that goes on from where it is, each call a step that is done when it returns."""
+    """A compiled step with its state. Each call runs the next step and waits for its results."""
 
     def __init__(self, step: Any, state: Any, batches: Any):
         self._step, self._state, self._batches = step, state, batches
@@ -102,12 +102,12 @@ class Stepper:
 
 
 def collectives(text: str) -> Counter[tuple[str, int]]:
-    """(kind, bytes of the result on one device) → how many stand in the text of a compiled program."""
+    """The number of collectives in the text of a compiled program, by kind and by bytes of the result on one device."""
     return Counter((i.kind, i.num_bytes) for i in Module.parse(text).instructions() if i.kind in COLLECTIVES)
 
 
 def launched(config: str, overrides: Sequence[str], which: str) -> dict[str, Any]:
-    """One step; the process is what is measured."""
+    """Runs one step. The caller measures the whole process."""
     bench = Bench(config, overrides)
     stepper = Stepper(*bench.ready(which), bench.batches)
     stepper()
@@ -115,7 +115,7 @@ def launched(config: str, overrides: Sequence[str], which: str) -> dict[str, Any
 
 
 def paired(config: str, overrides: Sequence[str], num_steps: int) -> dict[str, Any]:
-    """Both programs in one process, a step of one and a step of the other in turn."""
+    """Measures both programs in one process; their steps take turns."""
     benches = {name: Bench(config, overrides) for name in ("jgt", "by_hand")}
     compiled = {name: bench.ready(name) for name, bench in benches.items()}
     steppers = {name: Stepper(*compiled[name], bench.batches) for name, bench in benches.items()}
@@ -133,7 +133,7 @@ def paired(config: str, overrides: Sequence[str], num_steps: int) -> dict[str, A
 
 
 def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any]:
-    """Temporary and peak bytes of one device, of both programs compiled for GPUs that need not be here."""
+    """Temporary and peak bytes on one device, for both programs compiled for described GPUs, without having one."""
     jax.config.update("jax_platforms", "cpu")
     where = parse_target(target)
     with described():
@@ -148,7 +148,7 @@ def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any
 
 
 def _traces(bench: Programs) -> dict[str, Any]:
-    """Seconds to trace loss and gradient as a new process does, JAX's caches empty."""
+    """Seconds to trace loss and gradient with empty JAX caches, as in a new process."""
 
     def trace(make: Callable[[], Any]) -> None:
         jax.clear_caches()
@@ -159,7 +159,7 @@ def _traces(bench: Programs) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints one measurement, and ends at once: what follows a measurement is none of it."""
+    """Prints one measurement and exits at once, because the shutdown is not part of the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("jgt", "by_hand", "paired", "planned"))
     parser.add_argument("config")

@@ -1,4 +1,4 @@
-"""What `mfu.py` measures, one measurement a process, which prints JSON.
+"""The measurements of `mfu.py`. Each runs in its own process, which prints JSON.
 
 python -m benchmarks.measure_mfu ceiling
 python -m benchmarks.measure_mfu memory [--target h200:1x1] key.sub=value ...
@@ -31,7 +31,7 @@ from train.xla import configure_xla
 _SIZE = 8192
 _MATMULS = 50
 _STEPS = 4
-"""Steps of a sample, dispatched one after another and waited for together, as a run does it."""
+"""Steps in one sample. They are dispatched without waiting in between, as in a training run."""
 _ROUNDS = 5
 
 
@@ -56,12 +56,12 @@ def main() -> None:
 
 
 def read(overrides: Sequence[str]) -> Run:
-    """The run of mfu.yaml."""
+    """The run of mfu.yaml with these overrides."""
     return load(str(ROOT / "benchmarks/mfu.yaml"), overrides)
 
 
 def ceiling() -> dict[str, Any]:
-    """FLOP/s of a large bf16 matmul, [8192, 8192] times the same, and the chip's peak."""
+    """FLOP/s of a large bf16 matmul, [8192, 8192] times [8192, 8192], and the peak of the chip."""
     a = jax.random.normal(jax.random.key(0), (_SIZE, _SIZE), jnp.bfloat16)
     many = jax.jit(lambda x, a: jax.lax.fori_loop(0, _MATMULS, lambda _, x: (x @ a) * 0.01, x))
     samples = interleave({"matmul": lambda: jax.block_until_ready(many(a, a))}, rounds=10, warmup=3)
@@ -74,7 +74,7 @@ def ceiling() -> dict[str, Any]:
 
 
 def memory(setup: Setup) -> dict[str, Any]:
-    """Peak bytes of the compiled step on the device that is here, and what its allocator may take; nothing is allocated."""
+    """Peak bytes of the step compiled for this machine's GPU, and the limit of JAX's allocator. Nothing is allocated."""
     stats = setup.compile_train_step().memory_analysis()
     device: Any = jax.devices()[0]
     return {
@@ -85,7 +85,7 @@ def memory(setup: Setup) -> dict[str, Any]:
 
 
 def planned(run: Run, target: Target) -> dict[str, Any]:
-    """The same for a GPU that need not be here."""
+    """The same for a described GPU, without having one."""
     with described():
         setup = prepare(run, devices=devices_of(target))
     stats = compile_function(setup.train_step(), (setup.shapes, setup.batch_shapes), target).memory
@@ -98,7 +98,7 @@ def planned(run: Run, target: Target) -> dict[str, Any]:
 
 
 def step(setup: Setup) -> dict[str, Any]:
-    """Seconds a step, tokens/s, MFU and peak memory, on the device that is here."""
+    """Seconds per step, tokens/s, FLOP/s and peak memory on this machine's GPU."""
     config, device = setup.run.config, jax.devices()[0]
     model, batch = config.model, config.train.batch
     data = open_data(config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))

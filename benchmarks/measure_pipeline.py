@@ -1,4 +1,4 @@
-"""What `pipeline.py` measures, one row a process: `python -m benchmarks.measure_pipeline ROW STEPS` prints JSON."""
+"""The measurements of `pipeline.py`: `python -m benchmarks.measure_pipeline ROW STEPS` measures one row and prints JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ RULES = "rules=../configs/rules/pipeline.yaml"
 
 
 def mesh(**sizes: int) -> str:
-    """The override for a mesh."""
+    """The override that sets the mesh."""
     return f"mesh={json.dumps({'data': 1, 'fsdp': 1, 'stage': 1, 'tensor': 1} | sizes)}"
 
 
 def pipeline(microbatches: int, schedule: str = "1f1b") -> str:
-    """The override for a pipeline."""
+    """The override that sets the pipeline."""
     return f"pipeline={{signal: layers, schedule: {schedule}, microbatches: {microbatches}}}"
 
 
 def schedules(*common: str) -> dict[str, list[str]]:
-    """Every schedule on one mesh."""
+    """The overrides for each schedule. common: overrides that all of them share."""
     names = ("1f1b", "gpipe", "interleaved", "zigzag", "zb", "zb_interleaved")
     return {name: [RULES, *common, pipeline(8, name)] for name in names}
 
@@ -50,7 +50,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
 
 
 def main() -> None:
-    """Prints one row."""
+    """Measures one row and prints it."""
     row, num_steps = sys.argv[1], int(sys.argv[2])
     steps, steppers, found = {}, {}, {}
     for name, overrides in ROWS[row].items():

@@ -1,9 +1,9 @@
-"""What `scaling.py` measures: the trainer's step on 1, 2, 4 and 8 virtual CPU devices, in turn in one process, which prints JSON.
+"""The measurements of `scaling.py`: the trainer's step on 1, 2, 4 and 8 virtual CPU devices, in turn in one process. Prints JSON.
 
     python -m benchmarks.measure_scaling STEPS
 
-All devices share the machine's cores: wall seconds say nothing of scaling here. What can be shown is the work: tokens in a CPU-second,
-which stay the same where splitting a step costs nothing.
+All devices share the machine's cores, so wall seconds do not show scaling. Tokens per CPU-second show how much work a step is: they stay
+the same if splitting a step costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.setup import prepare
 
 SIZES = (1, 2, 4, 8)
 STRONG, WEAK = 16, 2
-"""Sequences of a batch: on all devices together, and on each."""
+"""Sequences in a batch: for strong scaling on all devices together, for weak scaling on each device."""
 CONFIG = "benchmarks/step.yaml"
 SEQ = 128
 SMALL = (
@@ -40,7 +40,7 @@ SMALL = (
 
 
 def main() -> None:
-    """Prints a row for each kind and number of devices."""
+    """Prints a row for each kind of scaling and number of devices."""
     num_steps = int(sys.argv[1])
     start_jax(None, max(SIZES))
     batches = {"strong": [STRONG] * len(SIZES), "weak": [WEAK * size for size in SIZES]}
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def stepper(size: int, batch: int) -> Stepper:
-    """The step on the first `size` devices."""
+    """The trainer's step on the first `size` devices."""
     run = load(CONFIG, [*SMALL, f"train.batch={batch}", f"devices.virtual_cpu={max(SIZES)}"])
     setup = prepare(run, devices=jax.devices()[:size])
     model = run.config.model

@@ -1,8 +1,8 @@
-"""What the loss in chunks and the host's memory take off a GPU: plans of a step with and without, by XLA's own figures. No GPU is needed.
+"""How much GPU memory the loss in chunks and offloading to the host save: plans of a step without and with them. Needs no GPU.
 
     python benchmarks/memory.py [ROW ...] [--target h200:1x1] [--json] [--save]
 
-saved_gb: by how much the peak falls.
+The peaks are XLA's figures. saved_gb: the difference between the two peaks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROWS = {
     "activations": (KEPT, MOVED),
     "activations and moments": (KEPT, [*MOVED, "optimizer.offload=host"]),
 }
-"""What to measure: the keys without and with."""
+"""Row → the overrides of the baseline, and those of the plan that saves memory."""
 
 
 def measure(name: str, target: str) -> dict[str, Any]:
-    """Peaks of the device without and with, whether they fit, and what is on the host with."""
+    """The peak of both plans, whether each fits, and the host memory of the second."""
     before, after = (plan(overrides, target)["memory"] for overrides in ROWS[name])
     peaks = [one["peak_bytes"] / 1e9 for one in (before, after)]
     return {

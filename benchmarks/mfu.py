@@ -1,15 +1,16 @@
-"""Tokens a second and MFU of llama 0.5B, 1.3B and 3B on one GPU in bf16: the best of remat x attention x batch.
+"""Tokens/s and MFU of llama 0.5B, 1.3B and 3B on one GPU in bf16: the best of remat x attention x batch.
 
     python benchmarks/mfu.py [--json] [--save] [--sizes 1.3b] [--seqs 2048] [--remat attention block] [--attention cudnn]
     python benchmarks/mfu.py --dry-run
 
-MFU is causal: FLOPs of a token are 6 P + 6 L H h S over the chip's peak (P parameters of matmuls, the embedding's lookup left out; L
-layers, H heads of width h, S tokens of a sequence): attention counts the half of the scores that is used, 6 instead of 12, and
-recompute does not count (train/records/progress.py). `of_ceiling` is the same over what a large bf16 matmul reaches on this very GPU.
+MFU is the FLOP/s of the model divided by the peak of the chip. A token counts as 6 P + 6 L H h S FLOPs: P parameters in matmuls (without
+the embedding lookup), L layers, H heads of width h, and S tokens in a sequence. Attention counts only the half of the scores that the
+causal mask leaves, hence 6 instead of 12. Recompute does not count (ModelConfig.flops_per_token). `of_ceiling` divides by the FLOP/s that
+a large bf16 matmul reaches on the same GPU.
 
-For each size, sequence, remat and attention the memory of the step compiled with batches 1 and 2 tells the largest batch that should fit;
-that one is measured, and the next smaller one; where memory runs out the next smaller ones follow. Each measurement is a process of its
-own. --dry-run compiles the smallest for an H200 that need not be here (extra plan-gpu). All of it takes an hour or so.
+For each size, sequence, remat and attention, the step is compiled with batches 1 and 2. Their memory predicts the largest batch that fits.
+This batch and the next smaller one are measured; if one runs out of memory, smaller ones follow. Each measurement has its own process.
+--dry-run compiles the smallest model for a described H200, without having one (extra plan-gpu). The whole sweep takes about an hour.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ REMATS = ("none", "attention", "block")
 ATTENTIONS = ("xla", "cudnn")
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TRIED = 2
-"""Batches that are measured of each: the largest that fits, and smaller ones."""
+"""How many batches to measure for each combination: the largest that fits, and smaller ones."""
 SHARE = 0.97
-"""Of the allocator's memory that a step may plan to take: other programs and fragments take some."""
-# Nearly all of the GPU's memory is the allocator's.
+"""The share of the allocator's memory that the predicted peak may take. The rest is for other programs and fragmentation."""
+# Gives JAX's allocator nearly all of the GPU's memory.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
 TARGET = "h200:1x1"
 
 
 def main() -> None:
-    """Sweeps and prints a table; exit code 1 where there is no GPU."""
+    """Runs the sweep and prints a table. Exits with code 1 if the machine has no GPU."""
     parser = make_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--seqs", nargs="+", type=int, default=SEQS)
     parser.add_argument("--remat", nargs="+", default=REMATS)
     parser.add_argument("--attention", nargs="+", default=ATTENTIONS)
-    parser.add_argument("--dry-run", action="store_true", help=f"compile the smallest for {TARGET}, here, and measure nothing")
+    parser.add_argument("--dry-run", action="store_true", help=f"compile the smallest model for {TARGET}, without a GPU or measuring")
     arguments = parser.parse_args()
     sweep = list(itertools.product(arguments.sizes, arguments.seqs, arguments.remat, arguments.attention))
     try:
@@ -59,11 +60,10 @@ def main() -> None:
         if find_device()["kind"] == "cpu":
             print(
                 "\n".join(
-                    f"would measure {size}, sequences of {seq}, remat {remat}, attention {attention}"
-                    for size, seq, remat, attention in sweep
+                    f"would measure {size}, sequence {seq}, remat {remat}, attention {attention}" for size, seq, remat, attention in sweep
                 )
             )
-            sys.exit("This machine has no NVIDIA GPU: nothing was measured. --dry-run compiles the smallest model for an H200, without one")
+            sys.exit("This machine has no NVIDIA GPU, so nothing was measured. --dry-run compiles the smallest model for a described H200")
         found = {"ceiling": run_process(_command("ceiling")).found, "rows": []}
         peak, reached = found["ceiling"]["peak"], found["ceiling"]["matmul"]["median"]
         for point in sweep:
@@ -79,13 +79,13 @@ def main() -> None:
 
 
 def dry_run(size: str, seq: int, remat: str, attention: str) -> dict[str, Any]:
-    """The first of a sweep with one sequence, compiled for a GPU that need not be here."""
+    """The memory of a combination with one sequence, compiled for a described GPU, without having one."""
     told = run_process([*_command("memory", size, seq, remat, attention, 1), "--target", TARGET]).found
     return {"size": size, "seq": seq, "remat": remat, "attention": attention, "batch": 1, "target": TARGET, **told}
 
 
 def measured(size: str, seq: int, remat: str, attention: str) -> Iterator[dict[str, Any]]:
-    """The rows of one point of the sweep, the largest batch first; a row that failed says why."""
+    """The rows of one combination of the sweep, the largest batch first. If a measurement failed, its row gives the reason."""
     point = {"size": size, "seq": seq, "remat": remat, "attention": attention}
     try:
         one, two = (run_process(_command("memory", size, seq, remat, attention, batch), ENVIRONMENT).found for batch in (1, 2))
@@ -94,7 +94,7 @@ def measured(size: str, seq: int, remat: str, attention: str) -> Iterator[dict[s
         return
     most = largest_batch(one["peak_bytes"], two["peak_bytes"], SHARE * one["limit_bytes"])
     if most is None:
-        yield point | {"failed": f"one sequence takes {one['peak_bytes'] / 1e9:.0f} GB of {one['limit_bytes'] / 1e9:.0f}"}
+        yield point | {"failed": f"one sequence needs {one['peak_bytes'] / 1e9:.0f} of {one['limit_bytes'] / 1e9:.0f} GB"}
         return
     done = 0
     for batch in reversed([batch for batch in BATCHES if batch <= most]):
@@ -110,13 +110,13 @@ def measured(size: str, seq: int, remat: str, attention: str) -> Iterator[dict[s
 
 
 def largest_batch(one: float, two: float, limit: float) -> int | None:
-    """The largest of BATCHES whose memory stays within a limit, by those of 1 and 2 sequences; None where not even 1 does."""
+    """The largest of BATCHES that fits within a limit, by the memory of 1 and 2 sequences. None if not even 1 sequence fits."""
     each = max(two - one, 1.0)
     return max((batch for batch in BATCHES if one + (batch - 1) * each <= limit), default=None)
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The fastest of each size and sequence."""
+    """The fastest row for each size and sequence."""
     known = [row for row in rows if "tokens_per_s" in row]
     for key in dict.fromkeys((row["size"], row["seq"]) for row in known):
         yield max((row for row in known if (row["size"], row["seq"]) == key), key=lambda row: row["tokens_per_s"]["median"])
@@ -137,7 +137,7 @@ def _last_line(error: FailedError) -> str:
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     ceiling = found["ceiling"]
     yield f"{ceiling['device']}: a large bf16 matmul reaches {ceiling['matmul']['median'] / 1e12:.0f} TFLOP/s"
-    for title, rows in (("All", found["rows"]), ("The best of each size and sequence", found["best"])):
+    for title, rows in (("All", found["rows"]), ("The best for each size and sequence", found["best"])):
         shown = [
             {key: row[key] for key in ("size", "seq", "remat", "attention", "batch", "tokens_per_s", "mfu", "of_ceiling", "peak_gb")}
             for row in rows

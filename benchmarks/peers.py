@@ -1,15 +1,15 @@
-"""jgt against what people would pick instead, side by side in one call.
+"""jgt compared with its alternatives, side by side in one call.
 
     python benchmarks/peers.py [spectrax|levanter|maxtext|huggingface ...] [--maxtext PYTHON] [--levanter PYTHON] [--json] [--save]
 
-    spectrax     gradients of a pipeline, 4 stages x fsdp 2, 8 microbatches, one layer a stage: every schedule of both that allows it
-    maxtext      from launch to the first step, and a training step, data 2 x fsdp 2 x tensor 2; --maxtext names a Python that has it
-    levanter     the same over fsdp 8; --levanter names a Python from 3.12 on where this one is older
-    huggingface  tokens a second of a 1.3B llama under torch.compile on one GPU; only where there is one
+    spectrax     gradients of a pipeline, 4 stages x fsdp 2, 8 microbatches, one layer per stage: all schedules of both that allow this
+    maxtext      launch to first step, and a training step, on data 2 x fsdp 2 x tensor 2; --maxtext names a Python that has MaxText
+    levanter     the same on fsdp 8; if this Python is older than 3.12, --levanter names a newer one
+    huggingface  tokens/s of a 1.3B llama under torch.compile on one GPU; needs an NVIDIA GPU
 
-Each peer runs in an environment of its own, made on first use with pinned versions. The model is that of step.yaml, on 8 virtual CPU
-devices. Processes of jgt and of the peer take turns, as many rounds as asked for; ratios are those of the rounds, jgt to the peer.
-Without names: huggingface where there is a GPU, else spectrax, and maxtext if its interpreter is named.
+Each peer except MaxText runs in an environment that is made on first use, with pinned versions. The model is that of step.yaml on 8 virtual
+CPU devices (huggingface: peers/gpu.yaml). Processes of jgt and of the peer take turns; each ratio is jgt to the peer in the same round.
+Without names, it compares huggingface if there is a GPU, otherwise spectrax, and also maxtext if --maxtext is given.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from train.config import load
 PROGRAMS = ROOT / "benchmarks" / "peers"
 CONFIG = ROOT / "benchmarks" / "step.yaml"
 SPECTRAX = ("spectrax-lib==0.1.4", "jax==0.10.2", "jaxlib==0.10.2")
-"""With the oldest JAX that jgt supports: this release does not import with JAX 0.12."""
+"""With the oldest JAX that jgt supports, because this release cannot be imported with JAX 0.12."""
 LEVANTER = PROGRAMS / "levanter.txt"
 LEVANTER_PYTHON = (3, 12)
-"""The oldest that it runs with."""
+"""The oldest Python that Levanter supports."""
 HUGGINGFACE = ("torch==2.9.1", "transformers==4.57.1")
 BATCHES = (2, 4, 8, 16, 32, 64)
-"""Of the model on a GPU, in sequences."""
+"""Batches to try on a GPU, in sequences."""
 PIPELINES = {"jgt": ("1f1b", "gpipe", "zb", "1f1b, kept", "zb, kept"), "spectrax": ("Std1F1B", "Eager1F1B", "GPipe", "ZeroBubbleH1")}
-"""The schedules with one chunk of layers a stage, for 4 layers on 4 stages have no more.
+"""The schedules with one chunk of layers per stage; 4 layers on 4 stages do not allow more.
 
-Both recompute each layer; SpectraX always does, and jgt not where the name says so.
+Both sides recompute each layer: SpectraX always, jgt unless the name ends with `kept`.
 """
 NO_STAGES = "no stages"
-"""Beside jgt's schedules, and none of them: the same work on the same devices without a pipeline, which tells what is left to gain."""
+"""Not a schedule: the same work by jgt on the same devices without a pipeline, as a lower limit for the schedules."""
 PIPELINE_BAR, MAXTEXT_FIRST_BAR, MAXTEXT_STEP_BAR = 0.55, 0.35, 0.85
-"""The most that jgt takes: of SpectraX's best schedule, of MaxText's launch and of its step."""
+"""The largest ratios that jgt aims for: to SpectraX's best schedule, to MaxText's launch and to its step."""
 _LOSS_DIGITS = 1e-5
 
 Found = dict[str, Any]
@@ -72,21 +72,21 @@ Found = dict[str, Any]
 def main() -> None:
     """Runs the comparisons and prints their figures."""
     parser = make_parser(__doc__)
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"one or several of {', '.join(PEERS)}")
-    parser.add_argument("--maxtext", metavar="PYTHON", help="an interpreter that has MaxText installed")
-    parser.add_argument("--levanter", metavar="PYTHON", help="an interpreter, 3.12 or newer, to make Levanter's environment with")
-    parser.add_argument("--environments", type=Path, default=default_folder(), metavar="DIR", help="where the peers' environments are")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"one or more of {', '.join(PEERS)}")
+    parser.add_argument("--maxtext", metavar="PYTHON", help="a Python interpreter with MaxText installed")
+    parser.add_argument("--levanter", metavar="PYTHON", help="a Python interpreter, 3.12 or newer, for Levanter's environment")
+    parser.add_argument("--environments", type=Path, default=default_folder(), metavar="DIR", help="the folder of the peers' environments")
+    parser.add_argument("--rounds", type=int, default=3, help="number of processes of each side")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in each process")
     arguments = parser.parse_args()
     if unknown := set(arguments.peers) - PEERS.keys():
-        parser.error(f"{', '.join(sorted(unknown))}: no peer. These are: {', '.join(PEERS)}")
+        parser.error(f"{', '.join(sorted(unknown))}: no peer has this name. Known peers: {', '.join(PEERS)}")
     if "maxtext" in arguments.peers and not arguments.maxtext:
-        parser.error("maxtext: name an interpreter that has MaxText installed: --maxtext PYTHON")
+        parser.error("maxtext: needs a Python interpreter with MaxText installed. Name one: --maxtext PYTHON")
     if "levanter" in arguments.peers and not arguments.levanter and sys.version_info < LEVANTER_PYTHON:
-        parser.error("levanter: runs with Python {}.{} and newer, name one: --levanter PYTHON".format(*LEVANTER_PYTHON))
+        parser.error("levanter: needs Python {}.{} or newer; name one: --levanter PYTHON".format(*LEVANTER_PYTHON))
     if "huggingface" in arguments.peers and find_device()["kind"] == "cpu":
-        parser.error("huggingface: runs on an NVIDIA GPU, and there is none. Leave it out")
+        parser.error("huggingface: needs an NVIDIA GPU, and this machine has none. Leave it out")
     try:
         found = {name: compare(arguments) for name, compare in PEERS.items() if name in (arguments.peers or possible(arguments))}
     except FailedError as error:
@@ -95,27 +95,27 @@ def main() -> None:
 
 
 def possible(arguments: argparse.Namespace) -> list[str]:
-    """The peers that are known to run here."""
+    """The peers to compare by default: those that are known to run on this machine."""
     if find_device()["kind"] != "cpu":
         return ["huggingface"]
     return ["spectrax", "maxtext"] if arguments.maxtext else ["spectrax"]
 
 
 def sizes(arguments: argparse.Namespace, **more: Any) -> Found:
-    """The model and batch of step.yaml, as the programs take them."""
+    """The sizes that the peers' programs take as JSON: model, batch and devices of step.yaml, the number of steps, and `more`."""
     config = load(str(CONFIG)).config
     return model_of(CONFIG) | {"batch": config.train.batch, "devices": config.devices.virtual_cpu, "steps": arguments.steps} | more
 
 
 def model_of(path: Path) -> Found:
-    """The sizes of a config's model."""
+    """The sizes of the model in a config."""
     model = load(str(path)).config.model
     names = ("layers", "embed", "heads", "vocab", "seq")
     return {name: getattr(model, name) for name in names} | {"kv_heads": model.num_kv_heads, "ffn": model.ffn_size}
 
 
 def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Found]]:
-    """What the programs print, each a fresh process that knows when it was launched. Raises FailedError."""
+    """Runs the programs in turn, each in a fresh process with its launch time in LAUNCHED. Returns the JSON that they print."""
     found: dict[str, list[Found]] = {name: [] for name in commands}
     for name, _ in turns(list(commands), rounds, warmup=0):
         found[name].append(run_process(commands[name], {"LAUNCHED": str(time.time())}).found)
@@ -123,7 +123,7 @@ def in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> dict[str, lis
 
 
 def alike(found: Mapping[str, Sequence[Found]], commands: Mapping[str, Sequence[str]]) -> Found:
-    """What says that both sides did the same, and with what. Raises FailedError where the models have not as many parameters."""
+    """Parameters, versions and commands of a comparison. Raises FailedError if the models have different numbers of parameters."""
     parameters = {name: of[0]["parameters"] for name, of in found.items()}
     if len(set(parameters.values())) > 1:
         raise FailedError(f"the models differ, parameters: {parameters}")
@@ -136,7 +136,7 @@ def alike(found: Mapping[str, Sequence[Found]], commands: Mapping[str, Sequence[
 
 
 def spectrax(arguments: argparse.Namespace) -> Found:
-    """Schedules against schedules."""
+    """Compares the pipeline schedules of jgt and SpectraX."""
     python = {"jgt": sys.executable, "spectrax": str(python_with(SPECTRAX, arguments.environments, "spectrax"))}
     named = PIPELINES | {"jgt": (*PIPELINES["jgt"], NO_STAGES)}
     with tempfile.TemporaryDirectory() as folder:
@@ -170,14 +170,14 @@ def spectrax(arguments: argparse.Namespace) -> Found:
 
 
 def maxtext(arguments: argparse.Namespace) -> Found:
-    """Trainer against trainer."""
+    """Compares jgt's trainer with MaxText's."""
     found = training(arguments, "maxtext", arguments.maxtext, {"data": 2, "fsdp": 2, "tensor": 2}, str(CONFIG))
     first, step = (found[key]["cpu_s_ratio"]["median"] for key in ("launch_to_first_step", "step"))
     return found | {"bars": {"first step, cpu_s": bar(first, MAXTEXT_FIRST_BAR), "step, cpu_s": bar(step, MAXTEXT_STEP_BAR)}}
 
 
 def levanter(arguments: argparse.Namespace) -> Found:
-    """Trainer against trainer, weights and batch over all devices."""
+    """Compares jgt's trainer with Levanter's; weights and batch are sharded over all devices."""
     requirements = LEVANTER.read_text().splitlines()
     python = str(python_with(requirements, arguments.environments, "levanter", arguments.levanter or sys.executable))
     overrides = ("rules=../configs/rules/fsdp.yaml", "mesh={fsdp: -1}")
@@ -185,7 +185,7 @@ def levanter(arguments: argparse.Namespace) -> Found:
 
 
 def huggingface(arguments: argparse.Namespace) -> Found:
-    """Tokens a second on one GPU, each side with its fastest batch; jgt in a process for each batch."""
+    """Compares tokens/s on one GPU, each side with its fastest batch. jgt runs a new process for each batch."""
     config = PROGRAMS / "gpu.yaml"
     peer = [str(python_with(HUGGINGFACE, arguments.environments, "huggingface")), str(PROGRAMS / "huggingface.py")]
     peer += [json.dumps(model_of(config) | {"batches": BATCHES, "steps": arguments.steps})]
@@ -202,7 +202,7 @@ def huggingface(arguments: argparse.Namespace) -> Found:
 
 
 def _fastest(config: Path, num_steps: int) -> Found:
-    """jgt's step with the batch that gives most tokens a second; batches grow until one does not fit."""
+    """jgt's result with the batch that gives the most tokens/s. Batches grow until one does not fit."""
     tried: list[Found] = []
     for batch in BATCHES:
         with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +226,7 @@ def _fastest(config: Path, num_steps: int) -> Found:
 
 
 def training(arguments: argparse.Namespace, peer: str, python: str, mesh: Mapping[str, int], config: str, *overrides: str) -> Found:
-    """Launch and steps of `python -m train` and of a peer's trainer, neither with a compile cache."""
+    """Compares launch and steps of `python -m train` with those of a peer's trainer, both without a compile cache."""
     steps = arguments.steps + 1
     with tempfile.TemporaryDirectory() as folder:
         ours = ["--config", config, "--resume", "never", "xla.cache=null", f"train.steps={steps}", f"run.dir={folder}/run", *overrides]
@@ -249,7 +249,7 @@ def training(arguments: argparse.Namespace, peer: str, python: str, mesh: Mappin
 
 
 def _step(found: Found) -> Sample:
-    """A process's step: the medians."""
+    """A step of a process: the medians of its seconds and CPU-seconds."""
     return Sample(**{kind: statistics.median([found[kind]] if isinstance(found[kind], float) else found[kind]) for kind in ("s", "cpu_s")})
 
 

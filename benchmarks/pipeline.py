@@ -1,14 +1,14 @@
-"""What a pipeline costs: against the unpipelined step, against the bubble alone, and one schedule against another.
+"""The cost of a pipeline, compared with the unpipelined step and with the bubble alone, and of each schedule.
 
     python benchmarks/pipeline.py [--json] [--save] [--steps 10] [--only NAME ...]
 
-The model is that of step.yaml: a llama block of width 256, 4 layers, batch 16, sequence 256, f32, each layer recomputed. Each row runs
-in a process of its own, in which the programs take turns step by step; ratios are to the first program of the row.
+The model is that of step.yaml: 4 llama blocks of width 256, batch 16, sequence 256, f32, each layer recomputed. Each row runs in its own
+process, in which the programs take turns step by step. Ratios are to the first program of the row.
 
-    two_stages     stage 2 on 2 devices, 16 microbatches, against data 2 on the same devices; the bubble alone costs (M + S - 1) / M
+    two_stages     stage 2 with 16 microbatches, compared with data 2 on the same 2 devices; the bubble alone costs (M + S - 1) / M
     eight_devices  stage 2 x fsdp 2 x tensor 2 with 4 microbatches, stage 4 x fsdp 2 with 8, and fsdp_tensor without stages
-    schedules      8 layers, sequence 128, stage 4 x tensor 2, 8 microbatches, remat none: every schedule against 1f1b
-    compile        CPU-seconds to trace and compile, against gradient accumulation over as many parts
+    schedules      8 layers, sequence 128, stage 4 x tensor 2, 8 microbatches, remat none: every schedule compared with 1f1b
+    compile        CPU-seconds to trace and compile, compared with gradient accumulation over as many parts
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long `jgt plan` takes and how much memory, each plan in a process of its own.
+"""The time and the memory of `jgt plan`. Each plan runs in its own process.
 
 python benchmarks/plan.py [--json] [--save] [--rounds 1] [ROW ...]
 """
@@ -24,10 +24,10 @@ ROWS = {
 
 
 def main() -> None:
-    """Prints a line a row, or one JSON object."""
+    """Prints a line for each row, or one JSON object."""
     parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(ROWS)}")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each is planned, in turn")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to plan each row, in turn")
     arguments = parser.parse_args()
     commands = {name: [sys.executable, "-m", "jgt", "plan", "--config", *ROWS[name], "--json"] for name in arguments.rows or ROWS}
     try:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measured(samples: list[Sample]) -> dict[str, Any]:
-    """Seconds and memory of a plan, and what it says."""
+    """Seconds and memory of planning, and the main figures of the plan itself."""
     plan = samples[-1].found
     return {
         **figures(samples),

@@ -1,4 +1,4 @@
-"""Tables of plans: llama-1b.yaml with some keys changed in each row, every plan in a process of its own."""
+"""Tables of plans. Each row changes some keys of llama-1b.yaml, and each plan runs in its own process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TARGET = "h200:1x1"
 
 
 def run(name: str, doc: str | None, rows: Iterable[str], measure: Callable[[str, str], dict[str, Any]]) -> None:
-    """A program: measure(row, target) of the rows that its command line names, or of all."""
+    """The main function of such a program: reports measure(row, target) for the rows on its command line, or for all rows."""
     parser = make_parser(doc)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which: {'; '.join(rows)}")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(rows)}")
     parser.add_argument("--target", default=TARGET)
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in rows]:
-        parser.error(f"{unknown[0]!r} is no row. These are: {'; '.join(rows)}")
+        parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(rows)}")
     try:
         found = [measure(row, arguments.target) for row in arguments.rows or rows]
     except FailedError as error:
@@ -29,5 +29,5 @@ def run(name: str, doc: str | None, rows: Iterable[str], measure: Callable[[str,
 
 
 def plan(overrides: Sequence[str], target: str) -> dict[str, Any]:
-    """What `jgt plan --json` says. Raises FailedError."""
+    """The output of `jgt plan --json`. Raises FailedError."""
     return run_process([sys.executable, "-m", "jgt", "plan", "--config", CONFIG, "--target", target, "--json", *overrides]).found

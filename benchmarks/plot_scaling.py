@@ -1,4 +1,4 @@
-"""The picture of `scaling.py`, with the extra `plot` (matplotlib)."""
+"""Draws the picture of `scaling.py`. Needs the extra `plot` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 
 DPI = 200
 INK, IDEAL = "#222222", "#999999"
-# Told apart by those who don't see red and green (Okabe and Ito, 2008).
+# Readers with colour blindness can distinguish these colours (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 LINES = {"strong": "-", "weak": "--"}
 
 
 def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Writes a PNG: throughput, efficiency and waits by plan, and work measured on CPU."""
+    """Writes a PNG: predicted throughput, efficiency and exposed communication, and the work measured on CPU."""
     figure = Figure(figsize=(9.5, 7.0), dpi=DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     throughput, efficiency, waits, work = figure.subplots(2, 2).flat
@@ -29,7 +29,7 @@ def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
             _lines(throughput, efficiency, [r for r in planned if (r["model"], r["scaling"]) == (model, kind)], COLOURS[index])
     _frame(throughput, "(a) Throughput, predicted", "GPUs", "tokens/s")
     throughput.set_yscale("log")
-    _frame(efficiency, "(b) Efficiency to the smallest, predicted", "GPUs", "tokens/s and GPU, relative")
+    _frame(efficiency, "(b) Efficiency relative to the fewest GPUs, predicted", "GPUs", "tokens/s per GPU, relative")
     efficiency.set_ylim(0, 1.1)
     _waits(waits, [row for row in planned if row["model"] == models[0]] if models else [])
     _work(work, found["measured"])
@@ -51,7 +51,7 @@ def _lines(throughput: Axes, efficiency: Axes, rows: Sequence[dict[str, Any]], c
 
 
 def _waits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Shares of a step that wait for collectives, stacked by mesh axes."""
+    """The share of a step spent waiting for collectives, stacked by mesh axes."""
     names = list(dict.fromkeys(name for row in rows for name, ms in row["exposed_ms"].items() if ms))
     positions, bottoms = list(range(len(rows))), [0.0] * len(rows)
     for index, name in enumerate(names):
@@ -61,7 +61,7 @@ def _waits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     _frame(
         axes,
         "(c) Exposed communication, predicted" + (f", {rows[0]['model']}" if rows else ""),
-        "GPUs, and kind of scaling",
+        "GPUs and kind of scaling",
         "% of the step",
         log=False,
     )
@@ -69,7 +69,7 @@ def _waits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _work(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Work on CPU, with quartiles."""
+    """The work measured on CPU, with quartiles."""
     for index, kind in enumerate(LINES):
         points = [row for row in rows if row["scaling"] == kind]
         if not points:
@@ -89,7 +89,7 @@ def _work(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             capsize=3,
         )
     axes.axhline(1, color=IDEAL, linewidth=0.8, linestyle=":", zorder=1)
-    _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens a CPU-second, to one device")
+    _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens per CPU-second, relative to 1 device")
     axes.set_ylim(bottom=0)
 
 

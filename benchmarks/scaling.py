@@ -1,11 +1,12 @@
-"""Strong and weak scaling: measured on 1 to 8 virtual CPU devices, and by plan for 8 to 4096 GPUs that need not be here.
+"""Strong and weak scaling: measured on 1 to 8 virtual CPU devices, and planned for 8 to 4096 described GPUs, without having one.
 
     python benchmarks/scaling.py [--json] [--save] [--plot FILE] [--target h100] [--sizes 8 64 512 4096] [--models llama-8b] [--all]
 
-Strong: the batch stays, 512 sequences of 8192 tokens, in parts of one sequence for each group of GPUs that shares one. Weak: it grows
-with the GPUs. Parameters are sharded inside `fsdp` and copied over `data`; `tensor` splits a sequence's work. A plan is a prediction
-(docs/plan.md): each takes 5 to 60 s and runs in a process of its own. --all: every power of two, for llama-8b and llama-70b. `mfu` counts
-attention causally, and no recompute. --save draws the picture too, beside the JSON; drawing needs the extra `plot`.
+Strong scaling: the batch stays at 512 sequences of 8192 tokens, accumulated in parts of one sequence for each group of GPUs that shares
+one. Weak scaling: the batch grows with the number of GPUs. Parameters are sharded over `fsdp` and replicated over `data`; `tensor` splits
+the work on a sequence. A plan is a prediction (docs/plan.md); each takes 5 to 60 s and runs in its own process. --all plans every power of
+two, for llama-8b and llama-70b. `mfu` counts attention causally and does not count recompute. --save also draws the picture beside the
+JSON; drawing needs the extra `plot`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ POWERS = tuple(2**power for power in range(3, 13))
 
 
 def main() -> None:
-    """Measures, plans, prints two tables."""
+    """Measures, plans, and prints two tables."""
     parser = make_parser(__doc__)
     parser.add_argument("--target", default="h100", metavar="CHIP")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 512, 4096], help="numbers of GPUs, powers of two from 8 to 4096")
     parser.add_argument("--models", nargs="+", choices=SMALLEST, default=["llama-8b"])
-    parser.add_argument("--all", action="store_true", help="all sizes and models")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps on CPU of each size; 0: none")
-    parser.add_argument("--plot", metavar="FILE", help="a PNG")
+    parser.add_argument("--all", action="store_true", help="plan all sizes and all models")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps on CPU for each number of devices; 0: none")
+    parser.add_argument("--plot", metavar="FILE", help="draw the result to this PNG file")
     arguments = parser.parse_args()
     if wrong := [size for size in arguments.sizes if size not in POWERS]:
-        parser.error(f"--sizes: {wrong[0]} is no power of two from 8 to 4096")
+        parser.error(f"--sizes: {wrong[0]} is not a power of two from 8 to 4096")
     try:
         found = {"measured": measured(arguments.steps), "planned": list(planned(arguments))}
     except FailedError as error:
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def measured(num_steps: int) -> list[dict[str, Any]]:
-    """Rows of the devices that are here."""
+    """Rows measured on virtual CPU devices."""
     if not num_steps:
         return []
     return run_process([sys.executable, "-m", "benchmarks.measure_scaling", str(num_steps)], {"JAX_PLATFORMS": "cpu"}).found
@@ -77,9 +78,9 @@ def planned(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def layout(model: str, kind: str, size: int) -> dict[str, int]:
-    """Sizes of the mesh, the batch in sequences, and in how many parts it runs.
+    """The sizes of the mesh, the batch in sequences, and the number of parts in which it is accumulated.
 
-    A tensor group shares a sequence. llama-8b needs none unless there are more GPUs than sequences; llama-70b has one a host.
+    The GPUs of a tensor group share a sequence. llama-8b needs groups only with more GPUs than sequences; llama-70b has one per host.
     """
     tensor = HOST if model == "llama-70b" else max(1, size // GLOBAL_BATCH) if kind == "strong" else 1
     shards = size // tensor
@@ -122,10 +123,10 @@ def plan(model: str, kind: str, size: int, chip: str) -> dict[str, Any]:
 
 def _lines(found: Mapping[str, Sequence[dict[str, Any]]]) -> Iterator[str]:
     if found["measured"]:
-        yield "Measured on virtual CPU devices that share this machine's cores: work, not speed"
+        yield "Measured on virtual CPU devices, which share the cores of this machine: work, not speed"
         yield from table(found["measured"])
     if found["planned"]:
-        yield "By plan, a prediction"
+        yield "Predicted by plans"
         yield from table([row | {"exposed_ms": _waits(row["exposed_ms"])} for row in found["planned"]])
 
 

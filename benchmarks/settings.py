@@ -1,8 +1,9 @@
-"""What each setting buys: plans of llama-1b.yaml with one thing changed, for a GPU that need not be here.
+"""The effect of each setting: plans of llama-1b.yaml with one change, for a described GPU, without having one.
 
     python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--json] [--save]
 
-ms: the predicted step; peak_gb: of the device; host_gb: in the host's memory, whose way over PCIe is not predicted.
+ms: the predicted time of a step. peak_gb: peak memory of the device. host_gb: offloaded to the host; the prediction leaves out the
+transfer over PCIe.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ROWS = {
     "optimizer.offload: host": ["optimizer.offload=host"],
     "optimizer.name: muon": ["optimizer.name=muon"],
 }
-"""What to plan: the keys that differ from llama-1b.yaml with nothing recomputed."""
+"""Row → overrides, in addition to BASE."""
 
 
 def measure(name: str, target: str) -> dict[str, Any]:
-    """One plan."""
+    """The plan of one row."""
     found = plan([*BASE, *ROWS[name]], target)
     memory = found["memory"]
     return {

@@ -1,9 +1,9 @@
-"""From launch to the end of the first step, with an empty compile cache and with a warm one, in processes in turn.
+"""The time from launch to the end of the first step, with an empty compile cache and with a warm one.
 
     python benchmarks/startup.py [--json] [--save] [--pairs 3] [--config FILE ...]
 
-Each pair has a cache of its own (`xla.cache`, in a temporary folder): the first launch finds it empty, the second finds what the first
-left. Seconds and CPU-seconds are those of the whole process and its children, from launch to the first line of metrics.
+Each pair of launches has its own cache (`xla.cache`, in a temporary folder). The first launch finds it empty; the second reads what the
+first stored. Seconds and CPU-seconds are those of the whole process and its children, from launch to the first line of metrics.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.harness import ROOT, FailedError, Sample, bar, compared, make_pa
 
 CONFIGS = ("configs/quickstart.yaml", "benchmarks/step.yaml")
 MOST = 0.5
-"""The bar: the second launch takes at most so much of the first."""
+"""The bar: the second launch may take at most this share of the first."""
 
 
 def main() -> None:
-    """Launches in turn and prints the figures."""
+    """Launches the pairs and prints the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("--config", nargs="+", default=CONFIGS)
-    parser.add_argument("--pairs", type=int, default=3, help="launches with an empty and with a warm cache")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of launches, with an empty and with a warm cache")
     arguments = parser.parse_args()
     try:
         found = {config: measured(config, arguments.pairs) for config in arguments.config}
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measured(config: str, pairs: int) -> dict[str, Any]:
-    """Figures of one config; a launch before the first pair reads the data from disk, and does not count."""
+    """The figures of one config. A launch before the first pair reads the data from disk and does not count."""
     samples: dict[str, list[Sample]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory() as folder:
         launch(config, Path(folder), "before")
@@ -49,7 +49,7 @@ def measured(config: str, pairs: int) -> dict[str, Any]:
 
 
 def launch(config: str, folder: Path, cache: str) -> Sample:
-    """One run to the end of its first step, in a run directory of its own."""
+    """Measures a run to the end of its first step, in its own run directory."""
     places = [f"run.dir={tempfile.mkdtemp(dir=folder)}", f"xla.cache={folder / cache}"]
     return run_process([sys.executable, "-m", "benchmarks.first_step", "--config", str(ROOT / config), *places])
 

@@ -1,12 +1,12 @@
-"""A training step of jgt against the same model in plain JAX with every constraint written by hand.
+"""A training step of jgt, compared with the same model in plain JAX with every constraint written by hand.
 
     python benchmarks/step.py [--json] [--save] [--config benchmarks/step.yaml] [--steps 40] [--launches 3]
     python benchmarks/step.py --target h200:1x1 [key.sub=value ...]
 
-The first line reports: CPU-seconds and seconds from launch to the end of the first step, in processes in turn; CPU-seconds and seconds
-a step, in turn in one process; the same of tracing; the temporary memory of both compiled steps; and whether they hold the same
-collectives (kind, bytes, count). The second compiles both for GPUs that need not be here (extra plan-gpu) and reports the temporary
-and the peak memory of one device. Overrides change the file's values in all of it.
+The first command measures the time from launch to the end of the first step, with processes in turn, and the time of a step and of
+tracing, in turn in one process; times are seconds and CPU-seconds. It also reports the temporary memory of both compiled steps, and whether
+they contain the same collectives (kind, bytes, count). The second command compiles both steps for described GPUs, without having one
+(extra plan-gpu), and reports the temporary and the peak memory of one device. Overrides change values of the config in both commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, FailedError, alternate, bar, compared, make_parser, report, run_process
 
 MOST = 1.01
-"""The bar: jgt's step takes at most so many times the time and the temporary memory of the one written by hand."""
+"""The bar: jgt's step may take at most this multiple of the time and the temporary memory of the step written by hand."""
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--config", default=str(ROOT / "benchmarks/step.yaml"))
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each program")
     parser.add_argument("--launches", type=int, default=3, help="launches of each program; 0: none")
-    parser.add_argument("--target", metavar="CHIP:HOSTSxGPUS", help="compile for these GPUs and compare memory; measures nothing")
+    parser.add_argument("--target", metavar="CHIP:HOSTSxGPUS", help="compile for these GPUs and compare the memory, without measuring")
     arguments = parser.parse_args()
     try:
         report("step", planned(arguments) if arguments.target else measured(arguments), arguments)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that is measured on the devices that are here."""
+    """All measurements on the devices of this machine."""
     found: dict[str, Any] = {}
     if arguments.launches:
         commands = {name: _command(name, arguments) for name in ("jgt", "by_hand")}
@@ -54,7 +54,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Memory on GPUs that need not be here."""
+    """The memory of both steps on described GPUs, without having one."""
     found: dict[str, Any] = run_process(_command("planned", arguments, "--target", arguments.target)).found
     return {"target": arguments.target, **found, "bars": {"temporary memory": bar(found["temp_bytes"]["ratio"], MOST)}}
 

@@ -1,8 +1,8 @@
-"""What it costs to be able to go on: the time in which a save blocks training, the manifest's share of it, the watch over a step.
+"""The cost of surviving failures: how long a save blocks training, the manifest's share of a save, and the watchdog's share of a step.
 
     python benchmarks/survival.py [--megabytes N] [--repeats N] [--folder FOLDER] [--json] [--save]
 
-The watch is timed alone, against a step of the quickstart: what it adds is far below what two runs of a step differ by.
+The watchdog is timed alone and compared with a step of the quickstart, because its cost is far below the noise between two runs of a step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _PAIRS = 20
 
 
 def main() -> None:
-    """Prints a line a measurement, or one JSON object."""
+    """Prints a line for each measurement, or one JSON object."""
     parser = make_parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=1500, help="size of the state (1500)")
+    parser.add_argument("--megabytes", type=int, default=1500, help="size of the saved state (default: 1500)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", help="where to save; a temporary folder by default")
+    parser.add_argument("--folder", help="where to save (default: a temporary folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = saves(Path(folder), arguments.megabytes, arguments.repeats) | watch(Path(folder))
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of saves of a state: until training goes on, until it is on disk, and the manifest's part of that."""
+    """Seconds of a save: until training continues, until the state is on disk, and for the manifest."""
     size = megabytes * 1_000_000 // 4 // _ARRAYS // 1024
     keys = jax.random.split(jax.random.key(0), _ARRAYS)
     params = {f"kernel{i}": jax.random.normal(key, (size, 1024)) for i, key in enumerate(keys)}
@@ -87,7 +87,7 @@ def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
 
 
 def watch(folder: Path) -> dict[str, Any]:
-    """Seconds that the watch takes of the training thread for a step, and a step of the quickstart."""
+    """Seconds that the watchdog adds to a step on the training thread, and seconds of a quickstart step."""
     with Watch(WatchdogConfig(), folder, None) as guard:
         started = time.perf_counter()
         for step in range(_STEPS):
@@ -105,13 +105,13 @@ def watch(folder: Path) -> dict[str, Any]:
 
 
 def spin() -> None:
-    """A fixed piece of Python: the watch's thread takes some of its time."""
+    """A fixed amount of Python work, which the watchdog's thread slows down a little."""
     for _ in range(10):
         sum(range(3_000_000))
 
 
 def quickstart_step(folder: Path) -> dict[str, float]:
-    """Seconds of a step of the quickstart on one device."""
+    """Seconds of a quickstart step on one device."""
     run = load("configs/quickstart.yaml", ["rules=null", "mesh=null", f"run.dir={folder / 'run'}", "devices.virtual_cpu=null"])
     setup, data = open_run(run)
     batches = Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq).train(0)

@@ -1,9 +1,9 @@
-"""Tokens a second of LlamaForCausalLM under torch.compile on one GPU; runs where torch and transformers are installed.
+"""Tokens/s of LlamaForCausalLM under torch.compile on one GPU. Needs torch and transformers.
 
-python huggingface.py SIZES, with SIZES as `peers.py` passes them, prints JSON. Parameters and AdamW's moments are f32, the forward pass
-runs in bf16 (autocast), as in jgt; the batch doubles until memory is full, and the fastest one counts.
+`python huggingface.py SIZES`, with SIZES as `peers.py` passes them, prints JSON. As in jgt, parameters and AdamW's moments are f32, and the
+forward pass runs in bf16 (autocast). The batch doubles until memory is full; the fastest batch counts.
 
-Written from the libraries' documentation and not run yet: see benchmarks/README.md.
+This program has not been run yet: see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARMUP = 3
 
 
 def main() -> None:
-    """Prints the fastest batch and what the others did."""
+    """Prints the fastest batch, and the tokens/s of every batch."""
     torch.set_float32_matmul_precision("high")
     attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
     tried: dict[int, list[float]] = {}
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make(attention: str, device: str) -> Any:
-    """The model, its weights f32."""
+    """The model, with f32 weights."""
     config = LlamaConfig(
         hidden_size=SIZES["embed"],
         intermediate_size=SIZES["ffn"],

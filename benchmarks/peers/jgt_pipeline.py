@@ -1,7 +1,8 @@
-"""Gradients of a pipelined llama by jgt, each schedule in turn.
+"""Gradients of a llama pipelined by jgt, with the schedules in turn.
 
-python jgt_pipeline.py SIZES WEIGHTS, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds a step (medians), loss and
-norm of the gradient, by schedule. Without the file WEIGHTS it is written, parameters and tokens [batch, seq + 1], and nothing is measured.
+`python jgt_pipeline.py SIZES WEIGHTS`, with SIZES as `peers.py` passes them, prints JSON: for each schedule, CPU-seconds and seconds per
+step (medians), the loss and the norm of the gradient. If the file WEIGHTS does not exist, the program only writes it, with the parameters
+and the tokens [batch, seq + 1].
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from train.models.decoder import build  # noqa: E402
 from train.step.loss import make_loss  # noqa: E402
 
 KEPT = ", kept"
-"""At the end of a schedule's name: no layer is recomputed, what its backward pass needs is kept."""
+"""The end of a schedule's name if no layer is recomputed, so that all activations for the backward pass are kept."""
 NO_STAGES = "no stages"
-"""Instead of a schedule: the same on as many devices without a pipeline, the stages' devices sharing the batch."""
+"""In place of a schedule: no pipeline. The axis `data` gets the devices of `stage`, so that all devices share the batch."""
 KEYS = ("layers", "embed", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 
 def main() -> None:
-    """Prints the figures, or writes the weights."""
+    """Prints the figures, or writes the file of weights."""
     config = ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS})
     if not WEIGHTS.exists():
         params = jax.tree_util.tree_flatten_with_path(jax.jit(build(config).init)(jax.random.key(0)))[0]
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 class Program:
-    """A schedule's compiled loss and gradient, on weights and tokens of the file; each call is done when it returns."""
+    """The compiled loss and gradient of a schedule, for the weights and tokens of the file. Each call waits for its results."""
 
     def __init__(self, model: Any, schedule: str):
         weights, (batch, seq) = np.load(WEIGHTS), (SIZES["batch"], SIZES["seq"])

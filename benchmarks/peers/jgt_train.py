@@ -1,6 +1,6 @@
-"""jgt's own training loop with the time of each step: `python -m train` on what the arguments say, until the last step has been logged.
+"""jgt's own training loop with the time of each step: runs `python -m train` until the last step is logged.
 
-python jgt_train.py --config FILE [key.sub=value ...] prints JSON: CPU-seconds and seconds from launch to the end of the first step, and
+`python jgt_train.py --config FILE [key.sub=value ...]` prints JSON: CPU-seconds and seconds from launch to the end of the first step, and
 of each step after it.
 """
 
@@ -19,14 +19,14 @@ from train.__main__ import main as run
 from train.config import Run
 
 with garbage_collection_paused():
-    # As the command does it.
+    # The command also pauses garbage collection during these imports.
     import train.run.loop
     from train.records.records import Records
     from train.setup import Setup
 
 
 def main() -> None:
-    """Trains, and ends at once after the last step: what follows it is no part of the measurement."""
+    """Trains, and exits right after the last step, because the rest is not part of the measurement."""
     clock = StepClock()
     setups: list[Setup] = []
     prepare, log = train.run.loop.prepare, Records.metrics

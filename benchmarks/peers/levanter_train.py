@@ -1,12 +1,12 @@
-"""Levanter's own training loop on a model of the given size, with the time of each step; runs where marin-levanter is installed.
+"""Levanter's own training loop on a model of the given size, with the time of each step. Needs marin-levanter.
 
-python levanter_train.py SIZES FOLDER, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds from launch to the end
-of the first step, and of each step after it. Random tokens that are on the devices already; without what costs time and is not training:
-checkpoints, trackers, norms of every parameter.
+`python levanter_train.py SIZES FOLDER`, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds from launch to the end
+of the first step, and of each step after it. The tokens are random and already on the devices. Checkpoints, trackers and norms of every
+parameter are off, because they take time without training.
 
-Levanter as its `train_lm` uses it: `Trainer` with its hooks, model and optimizer in its default sharding (parameters over "embed", batch
-over all devices), its Adam with weight decay and clipping, each layer recomputed. Where it leaves it open, what is fastest here:
-attention without blocks.
+Levanter runs as in its `train_lm`: `Trainer` with its hooks, model and optimizer in the default sharding (parameters by their dim "embed",
+the batch over all devices), its Adam with weight decay and clipping, and each layer recomputed. Where `train_lm` leaves a choice, this
+program takes the fastest on a CPU: attention without blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    """Trains, and ends at once after the last step: what follows it is no part of the measurement."""
+    """Trains, and exits right after the last step, because the rest is not part of the measurement."""
     clock = StepClock()
     model = LlamaConfig(**SETTINGS)
     config = TrainerConfig(
@@ -87,14 +87,14 @@ def main() -> None:
 
 
 def batch(axes: tuple[hax.Axis, ...], mapping: Any) -> LmExample:
-    """Random tokens [batch, seq], which all count."""
+    """Random tokens [batch, seq], all with weight 1."""
     shape = [axis.size for axis in axes]
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], shape, np.int32)
     return hax.shard(LmExample(hax.named(tokens, axes), hax.named(np.ones(shape, np.float32), axes)), mapping)
 
 
 def loss(model: Any, example: LmExample, *, key: Any = None) -> Any:
-    """As `train_lm` has it."""
+    """The loss, as in `train_lm`."""
     return model.compute_next_token_loss(example, key=key)
 
 

@@ -1,8 +1,8 @@
-"""MaxText's own training loop on a model of the given size, with the time of each step; runs where MaxText is installed.
+"""MaxText's own training loop on a model of the given size, with the time of each step. Needs MaxText.
 
-python maxtext_train.py SIZES FOLDER, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds from launch to the end
-of the first step, and of each step after it. Synthetic data; without what costs time and is not training: checkpoints, TensorBoard,
-services in a cloud, a compile cache.
+`python maxtext_train.py SIZES FOLDER`, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds from launch to the end
+of the first step, and of each step after it. The data are synthetic. Checkpoints, TensorBoard and cloud services are off, because they
+take time without training; the compile cache is off too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    """Trains, and ends at once after the last step: what follows it is no part of the measurement."""
+    """Trains, and exits right after the last step, because the rest is not part of the measurement."""
     clock = StepClock()
     found: dict[str, Any] = {"settings": SETTINGS}
     iteration, write_setup = train.training_loop_iteration, MetricLogger.write_setup_info_to_tensorboard

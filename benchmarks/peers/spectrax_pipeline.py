@@ -1,11 +1,11 @@
-"""Gradients of a pipelined llama by SpectraX, each schedule in turn; runs where spectrax-lib is installed.
+"""Gradients of a llama pipelined by SpectraX, with the schedules in turn. Needs spectrax-lib.
 
-python spectrax_pipeline.py SIZES WEIGHTS, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds a step (medians), loss
-and norm of the gradient, by schedule. The blocks, their weights and tokens are those of jgt_pipeline.py.
+`python spectrax_pipeline.py SIZES WEIGHTS`, with SIZES as `peers.py` passes them, prints JSON: for each schedule, CPU-seconds and seconds
+per step (medians), the loss and the norm of the gradient. The blocks, their weights and the tokens are those of jgt_pipeline.py.
 
-SpectraX as its README uses it: modules, stage markers that name the sharding of what crosses them, `sxvalue_and_grad` of an `sxjit`
-function. Where the README leaves it open, what is fastest: weights sharded over fsdp, tokens placed over fsdp on the first and the last
-stage, and no remat of the blocks, because its backward pass computes a stage again from the stage's input anyway.
+SpectraX runs as in its README: modules, stage markers that name the sharding of the values crossing them, and `sxvalue_and_grad` of an
+`sxjit` function. Where the README leaves a choice, this program takes the fastest: weights sharded over fsdp, tokens sharded over fsdp on
+the first and the last stage, and no remat of the blocks, because the backward pass recomputes a stage from the stage's input anyway.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ BLOCK = {
     "up": "mlp/up_proj/kernel",
     "down": "mlp/down/kernel",
 }
-"""A block's modules, and where the file has their weights."""
+"""The modules of a block, and the names of their weights in the file."""
 
 
 def linear(features_in: int, features_out: int, sharding: Sharding) -> nn.Linear:
-    """Without bias."""
+    """A linear layer without bias."""
     return nn.Linear(features_in, features_out, use_bias=False, rngs=spx.Rngs(0), sharding=sharding)
 
 
 class Block(spx.Module):
-    """Attention and SwiGLU, each on a normed input and added to the stream [b, s, d]."""
+    """Attention and SwiGLU, each with a normed input, and added to the residual stream [b, s, d]."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Block(spx.Module):
 
 
 class Llama(spx.Module):
-    """The weights of a decoder whose loss is `loss`."""
+    """The weights of a decoder. `loss` computes its loss."""
 
     def __init__(self, weights: Any):
         super().__init__()
@@ -88,7 +88,7 @@ class Llama(spx.Module):
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions on [b, s, n, h], the two halves of a head forming the pairs."""
+    """Rotary position embedding of x [b, s, n, h]; the two halves of a head form the pairs."""
     size = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * THETA ** (-jnp.arange(size, dtype=jnp.float32) / size)  # [s, h/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
@@ -97,7 +97,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def loss(model: Llama, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean nats of the targets [b, s]; one block a stage."""
+    """The mean cross entropy of the targets [b, s], in nats. Each block is one stage."""
     x = model.embedding.value[tokens]
     for layer, block in enumerate(model.blocks):
         x = block(sxstage_iter(x, sharding=PartitionSpec("fsdp", None, None)) if layer else x)
@@ -107,7 +107,7 @@ def loss(model: Llama, tokens: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class Program:
-    """A schedule's loss and gradient; each call is done when it returns."""
+    """The loss and gradient of a schedule. Each call waits for its results."""
 
     def __init__(self, model: Llama, mesh: Any, schedule: str, tokens: Any):
         made = getattr(schedules, schedule)(SIZES["microbatches"])
