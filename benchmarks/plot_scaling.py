@@ -29,7 +29,7 @@ def draw(found: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
             _lines(throughput, efficiency, [r for r in planned if (r["model"], r["scaling"]) == (model, kind)], COLOURS[index])
     _frame(throughput, "(a) Throughput, predicted", "GPUs", "tokens/s")
     throughput.set_yscale("log")
-    _frame(efficiency, "(b) Efficiency relative to the fewest GPUs, predicted", "GPUs", "tokens/s per GPU, relative")
+    _frame(efficiency, "(b) Efficiency, predicted", "GPUs", "tokens/s per GPU (fewest GPUs = 1)")
     efficiency.set_ylim(0, 1.1)
     _waits(waits, [row for row in planned if row["model"] == models[0]] if models else [])
     _work(work, found["measured"])
@@ -89,7 +89,7 @@ def _work(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             capsize=3,
         )
     axes.axhline(1, color=IDEAL, linewidth=0.8, linestyle=":", zorder=1)
-    _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens per CPU-second, relative to 1 device")
+    _frame(axes, "(d) Work, measured on virtual CPU devices", "devices", "tokens per CPU-second (1 device = 1)")
     axes.set_ylim(bottom=0)
 
 
