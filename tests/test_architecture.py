@@ -1,4 +1,4 @@
-"""Who may import whom, read from the imports themselves."""
+"""Which modules may import which, checked on the import statements."""
 
 import ast
 import subprocess
@@ -27,7 +27,7 @@ def imports(path):
 
 
 def offenders(folder, *forbidden, allowed=()):
-    """The files below a folder that import one of these modules or something inside of it."""
+    """The files below a folder that import one of these modules or anything inside it."""
     found = []
     for path in modules(folder):
         name = str(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Comparisons with others measure the same thing on both sides, or say that they do not."""
+"""Comparisons with other programs measure the same thing on both sides, or fail."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The files in deploy/: what their readers accept, in agreement with the trainer's flags, exit codes and cluster detection."""
+"""The files in deploy/ are valid, and agree with the trainer's flags, exit codes and cluster detection."""
 
 import os
 import re
@@ -38,7 +38,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def options():
-    """Name → value of the #SBATCH lines, all of which stand before the first command, where sbatch stops reading."""
+    """Name → value of the #SBATCH lines. All of them come before the first command, because sbatch stops reading there."""
     head, _ = SLURM.read_text().split("\n\n", 1)
     lines = [line.removeprefix("#SBATCH --") for line in head.splitlines() if line.startswith("#SBATCH")]
     assert SLURM.read_text().count("#SBATCH") == len(lines)
@@ -47,7 +47,7 @@ def options():
 
 @pytest.fixture
 def job(tmp_path):
-    """Runs the script with commands in place of Slurm's: srun writes its arguments, does `work` and ends with a code."""
+    """Runs the script with fake Slurm commands: srun writes its arguments to a file, runs `work` and exits with a code."""
     bin_dir, run = tmp_path / "bin", tmp_path / "run"
     bin_dir.mkdir()
 
@@ -257,14 +257,14 @@ def test_the_image_has_a_version(container):
 
 
 def command_of(container, index):
-    """What a pod of an index runs: Kubernetes replaces $(NAME) by a variable's value."""
+    """The command of the pod with an index. Kubernetes replaces $(NAME) by the value of a variable."""
     command = [*container["command"], *container["args"]]
     assert set(re.findall(r"\$\((\w+)\)", " ".join(command))) == {"JOB_COMPLETION_INDEX"}
     return [part.replace("$(JOB_COMPLETION_INDEX)", str(index)) for part in command]
 
 
 def on_exit(rule, name):
-    """The exit code, or the condition, that a pod's rule is for."""
+    """The exit code, or the condition, that a pod's rule applies to."""
     assert rule["action"] == "FailJob"
     if "onExitCodes" in rule:
         (value,) = rule["onExitCodes"]["values"]
@@ -276,7 +276,7 @@ def on_exit(rule, name):
 
 
 def action(jobset, reason, message):
-    """What JobSet does: the first rule with the reason and with a pattern in the message counts."""
+    """The action of JobSet: that of the first rule with this reason and with a pattern that the message matches."""
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
         assert rule.keys() == {"name", "action", "onJobFailureReasons", "onJobFailureMessagePatterns"}
         assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
@@ -289,7 +289,7 @@ def action(jobset, reason, message):
 
 
 def check_command(command, folder):
-    """The parsed arguments of a command line, whose config exists and has its run directory there."""
+    """The parsed arguments of a command line. Its config must exist and use `folder` as the run directory."""
     assert command[:3] == ["python", "-m", "train"]
     arguments = parser().parse_args(command[3:])
     assert arguments.stopped_code == STOPPED

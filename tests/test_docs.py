@@ -1,4 +1,4 @@
-"""The documentation is true: examples run, messages are those of the code, keys, defaults and files are those that exist."""
+"""The documentation is true: examples run, messages match the code, and keys, defaults and files exist."""
 
 import dataclasses
 import re
@@ -53,7 +53,7 @@ def blocks(path, language, text=None):
 
 
 def section(path, heading):
-    """The text below a heading, up to the next of its level or above."""
+    """The text below a heading, up to the next heading of the same or a higher level."""
     level = len(heading) - len(heading.lstrip("#"))
     text = f"\n{path.read_text()}".split(f"\n{heading}\n", 1)[1]
     return re.split(rf"\n#{{1,{level}}} ", text)[0]
@@ -66,7 +66,7 @@ def rows(text):
 
 
 def keys_and_defaults(text):
-    """Key → default of the tables whose first column is a key in backticks and whose third is its default."""
+    """Key → default, from tables whose first column is a key in backticks and whose third column is its default."""
     return {row[0].strip("`"): row[2] for row in rows(text) if len(row) == 4 and row[0].startswith("`")}
 
 
@@ -121,7 +121,7 @@ def test_the_readme_shows_the_quickstart():
 
 
 def mistakes():
-    """(title, rules.yaml, command, messages) of each mistake that is shown."""
+    """rules.yaml, command and messages of each mistake that the docs show, with its title as the id."""
     for part in section(RULES, "## What a mistake looks like").split("\n### ")[1:]:
         (rules,), (shown,) = blocks(RULES, "yaml", part), blocks(RULES, "text", part)
         command, messages = shown.split("\n", 1)
@@ -255,7 +255,7 @@ def test_every_choice_of_a_key_stands_there(name):
 
 @pytest.mark.parametrize("name", [*SECTIONS, "pipeline"])
 def test_every_limit_of_a_key_stands_there(name):
-    """Of whole numbers and of floats; 1e30, which all floats have, stands once."""
+    """Checks integers and floats. The page states the limit of all floats, 1e30, only once."""
     page = section(PIPELINE, "## Keys") if name == "pipeline" else section(TRAINING, f"## {name}")
     types = {row[0].strip("`"): row[1] for row in rows(page) if len(row) == 4}
     for key, bound in limits({"pipeline": Pipeline, **SECTIONS}[name]):
@@ -265,7 +265,7 @@ def test_every_limit_of_a_key_stands_there(name):
 
 
 def limits(cls, prefix=""):
-    """The keys of a section with a bound, those inside of others included."""
+    """The keys of a section that have a bound, including keys of nested sections."""
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         whole = typing.get_origin(hint) in (typing.Annotated, tuple)
         for option in [hint] if whole else [hint, *typing.get_args(hint)]:

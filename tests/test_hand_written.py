@@ -1,4 +1,4 @@
-"""Nothing is lost by the rewriter: the compiled step holds the collectives of the same llama with constraints by hand."""
+"""The rewriter loses nothing: the compiled step has the same collectives as the same llama with hand-written constraints."""
 
 import jax
 import numpy as np

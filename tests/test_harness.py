@@ -1,4 +1,4 @@
-"""What every benchmark is measured with."""
+"""The harness that all benchmarks share."""
 
 import argparse
 import json

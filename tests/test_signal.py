@@ -16,7 +16,7 @@ RULES = jgt.make_rules({"default": "replicate"})
 
 
 def paths(fn, *args):
-    """The signal path of every equation of a program, also of those inside others, by primitive."""
+    """Primitive → signal paths of its equations in a program, including nested ones."""
     found = {}
 
     def walk(program, around):

@@ -1,4 +1,4 @@
-"""What the benchmarks of scaling and of MFU try, and what they make of it."""
+"""The layouts, batches and best rows that the scaling and MFU benchmarks choose."""
 
 import math
 

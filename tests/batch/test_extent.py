@@ -1,4 +1,4 @@
-"""What small programs are of their batch: sums, means, or neither."""
+"""Small programs are recognised as sums over their batch, as means, or as neither."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SIZES = (4, 8)
 
 
 def growth_of(fn, trusted=()):
-    """The growth of fn(x, w) of rows [b, 3] and a weight [3], and its result."""
+    """The growth of fn(x, w) for rows x [b, 3] and a weight w [3], and the variable of its result."""
     shapes = [(jax.ShapeDtypeStruct((n, 3), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)) for n in SIZES]
     # Calls are not dissolved, so that jits are walked like other regions.
     whole, larger = (flatten(jx.trace(fn, *shape)[0], lambda equation: False) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Rows of the batch that meet each other: a microbatch does not have them all, so that is refused, or else right."""
+"""Losses in which rows of the batch interact. A microbatch lacks some of the rows, so the loss is refused unless it is right."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def length_of(batch):
 
 
 def preferred_in_the_first_half(params, batch):
-    """As DPO (arXiv 2305.18290) is written: chosen rows, then rejected ones."""
+    """DPO (arXiv 2305.18290) as usually written: chosen rows, then rejected ones."""
     rows = rows_of(params, batch)
     num_pairs = rows.shape[0] // 2
     return jnp.mean(jax.nn.softplus(rows[:num_pairs] - rows[num_pairs:]))
@@ -94,7 +94,7 @@ def layers_attend_over_rows(params, batch):
 
 
 def experts_choose_tokens(params, batch):
-    """Expert choice (arXiv 2202.09368): the best tokens of the whole batch."""
+    """Expert choice (arXiv 2202.09368): an expert takes the best tokens of the whole batch."""
 
     def layer(x, weights):
         tokens = x.reshape(-1, x.shape[-1])
@@ -112,7 +112,7 @@ def load_balance(x):
 
 
 def with_a_loss_of_each_layer(layer, params, batch):
-    """The loss with the mean of what each layer returns besides its activation."""
+    """The loss, plus the mean of the second result of each layer."""
     x = embed(params, batch)
     with context("layers"):
         x, balance = jax.lax.scan(layer, x, params["layers"])
@@ -171,7 +171,7 @@ def a_row_for_each_place(params, batch):
 
 
 def a_copy_next_to_its_row(params, batch):
-    """Two copies of the batch one after the other, then in pairs: with an odd number of rows a pair would be one row."""
+    """The batch and its negated copy, in pairs of neighbours. With a single row, a pair would be the row and its own copy."""
     rows = rows_of(params, batch)
     return jnp.mean(jnp.max(jnp.concatenate([rows, -rows]).reshape(-1, 2), axis=1))
 
@@ -197,7 +197,7 @@ def loop_until_all_are_small(params, batch):
 
 
 def loop_until_what_it_carries_is_small(params, batch):
-    """The condition reads what the body makes of rows, not what entered."""
+    """The condition reads a value that the body computes from rows, not one that enters the loop."""
 
     def layer(x, weights):
         start = (jax.lax.stop_gradient(x), jnp.inf)
@@ -232,7 +232,7 @@ def derivative_of_weights_is_clipped(params, batch):
 
 
 def penalty_inside_of_a_region(params, batch):
-    """A sum over the batch and one that is none: python's sum starts at 0, which must not hide it."""
+    """A sum over the batch, and a sum that is not over the batch. Python's sum starts at 0, which must not hide this."""
 
     @jax.checkpoint
     def head(params, x):
@@ -310,7 +310,7 @@ MEETING = [
 
 
 def shapes(meeting, **options):
-    """Traces a pipelined case, which is where it is refused."""
+    """Traces a pipelined case, which raises the error."""
     return jax.eval_shape(meeting.pipelined(mesh_of(**SIZES), **options), meeting.params, *meeting.inputs)
 
 
@@ -362,7 +362,7 @@ def balance_in_a_signal(params, batch):
 
 
 def capacity_in_a_signal(params, batch):
-    """Switch (arXiv 2101.03961): the first tokens that choose an expert have it, counted over the batch."""
+    """Switch (arXiv 2101.03961): the first tokens that choose an expert get it, counted over the whole batch."""
 
     def layer(x, weights):
         x = mlp(x, weights)
@@ -448,7 +448,7 @@ def flat_targets(params, batch):
 
 
 def preferred_in_two_halves(params, batch):
-    """DPO as its trainers write it: chosen and rejected rows in one batch for the model."""
+    """DPO as trainers write it: chosen and rejected rows pass through the model in one batch."""
     both = {key: jnp.concatenate([value, (value + 1) % 16]) for key, value in batch.items()}
     chosen, rejected = jnp.split(rows_of(params, both), 2)
     return jnp.mean(jax.nn.softplus(chosen - rejected))
@@ -485,7 +485,7 @@ def test_rows_by_themselves_are_right(loss):
 
 
 def attention(params, batch):
-    """Heads, a mask of segments, folded into the batch."""
+    """Attention with a segment mask, and with heads folded into the batch."""
     same = batch["targets"][:, :, None] == batch["targets"][:, None, :]
 
     def layer(x, weights):
@@ -500,7 +500,7 @@ def attention(params, batch):
 
 
 def online_softmax(params, batch):
-    """As flash attention goes over the sequence."""
+    """A loop over the sequence, as in flash attention."""
 
     def layer(x, weights):
         def step(carry, key):
@@ -518,7 +518,7 @@ def online_softmax(params, batch):
 
 
 def experts_of_each_row(params, batch):
-    """The capacity is that of a row; how often an expert is chosen is a sum."""
+    """Each row has its own capacity. How often an expert is chosen is a sum over the batch."""
 
     def layer(carry, weights):
         x, counts = carry

@@ -28,7 +28,7 @@ def problems_of(call, *args):
 
 
 def file_problems(tmp_path, files):
-    """The problems of reading the first of some files, their folder cut out."""
+    """The problems of reading the first of these files, without the folder in the messages."""
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return [p.replace(f"{tmp_path}/", "") for p in problems_of(read, tmp_path / next(iter(files)))]

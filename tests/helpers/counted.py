@@ -1,7 +1,7 @@
-"""Small programs on 8 devices, of which everything sent can be counted by hand; `python tests/helpers/counted.py` writes their goldens.
+"""Small programs on 8 devices whose communication can be counted by hand. `python tests/helpers/counted.py` writes their goldens.
 
-It compiles each for CPU and for H100s that need not be there, with the jaxlib that runs it, and writes tests/goldens/hlo/. The rows
-that are read from them are written by `UPDATE_GOLDENS=1 pytest tests/hlo/test_golden_texts.py`.
+It compiles each for CPU and for described H100s, with the installed jaxlib, and writes tests/goldens/hlo/. The rows that the test reads
+from these files are written by `UPDATE_GOLDENS=1 pytest tests/hlo/test_golden_texts.py`.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 def mlp(devices):
-    """Columns, then rows, of the weights over tensor; rows of the batch over data. Loss and gradients of weights and inputs."""
+    """Loss and gradients of weights and inputs. Weights are sharded over tensor by columns, then by rows; the batch over data."""
     mesh = jgt.make_mesh(MESHES["mlp"], devices=devices)
 
     def loss(params, x):
@@ -36,7 +36,7 @@ def mlp(devices):
 
 
 def fsdp(devices):
-    """Rows of the weights and of the batch over fsdp. Loss and gradient, which is kept as the weights are."""
+    """Loss and gradient. The rows of the weights, of the gradient and of the batch are sharded over fsdp."""
     mesh = jgt.make_mesh(MESHES["fsdp"], devices=devices)
 
     def loss(weights, x):
@@ -51,7 +51,7 @@ def fsdp(devices):
 
 
 def ring(devices):
-    """Each stage sends what it has to the next one, ROUNDS times."""
+    """Each stage sends its value to the next stage, ROUNDS times."""
     mesh = jgt.make_mesh(MESHES["ring"], devices=devices)
     stages = mesh.shape["stage"]
 
@@ -86,7 +86,7 @@ MESHES = {"mlp": {"data": 2, "tensor": 4}, "fsdp": {"fsdp": 8}, "ring": {"data":
 
 
 def main():
-    """Writes what the jaxlib at hand makes of each program for each target."""
+    """Writes the text of each program for each target, as the installed jaxlib compiles it."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     for name, make in PROGRAMS.items():

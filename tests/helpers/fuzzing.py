@@ -1,6 +1,6 @@
 """Random hostile input: values that break programs, and mutations that keep most of a valid file.
 
-A file of random bytes is refused by the first line of a reader. What finds faults is a valid file with a few places changed, so
+A reader refuses a file of random bytes at its first line. A valid file with a few changes finds more faults, so
 `mutated` changes a tree of dicts, lists and scalars, and `spoiled` changes bytes. A fuzz test draws the same few examples each time;
 `JGT_FUZZ=5000 pytest -n 0 tests/hostile/test_fuzz_*.py` draws 5,000 new ones for each test.
 """
@@ -90,7 +90,7 @@ TEXTS = [
 
 
 def nested(depth, inner=None):
-    """Lists in lists."""
+    """A list nested `depth` levels deep."""
     for _ in range(depth):
         inner = [inner]
     return inner

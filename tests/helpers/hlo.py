@@ -1,4 +1,4 @@
-"""Questions of tests to a compiled program: what do loops run, where does it branch, and what is a value computed from?"""
+"""Queries on a compiled program: what its loops run, where it branches, and from which ops a value is computed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
@@ -39,7 +39,7 @@ def reached(module: Module, computations: Iterable[str]) -> frozenset[str]:
 
 
 def collectives(module: Module, *, in_loops: bool) -> list[Instruction]:
-    """The collectives that loops run, or the others."""
+    """The collectives inside loops, or those outside."""
     inside = looped(module)
     within = inside if in_loops else frozenset(module.computations) - inside
     return [i for i in module.instructions(within=within) if i.kind in COLLECTIVES]
@@ -52,7 +52,7 @@ def conditionals(module: Module) -> Iterator[tuple[str, Instruction]]:
 
 
 def sources(module: Module, computation: str, name: str) -> set[str]:
-    """The ops that a value is computed by, followed through calls, loops and tuple elements; "argument" for the program's arguments."""
+    """The ops from which a value is computed, through calls, loops and tuple elements. "argument" stands for the program's arguments."""
     found: set[str] = set()
     seen: set[Element] = set()
     pending: list[Element] = [(Spot(computation, name), ())]

@@ -1,4 +1,4 @@
-"""Hostile input for tests: tables of cases, odd files, and a watch over what the code under test does.
+"""Hostile input for tests: tables of cases, odd files, and checks on what the code under test does.
 
 Code that reads a stranger's input promises four things: it starts no program, it changes nothing outside of its folder, it ends
 within seconds, and it reports each problem in one printable line. `watched` checks the first three and `assert_lines` the fourth;
@@ -45,10 +45,10 @@ def names(cases):
 
 
 def content(case):
-    """The bytes of a case: a mapping with `text`, or with `bytes` (each character is a byte), or the text alone.
+    """The bytes of a case, which is a mapping with `text` or with `bytes` (each character is a byte), or the text alone.
 
     A text is a string, or a list of strings and of repetitions `{repeat: TEXT, times: N, between: TEXT}`, where $i in TEXT is the
-    number of the repetition. `encoding` (UTF-8 without it) and `compress: gzip` say what becomes of the text.
+    number of the repetition. `encoding` (by default UTF-8) and `compress: gzip` are applied to the text.
     """
     if not isinstance(case, dict):
         case = {"text": case}
@@ -77,7 +77,7 @@ def argument(case):
 def diagonal(rows, columns, step):
     """All pairs of a row and a column, as parameters of a test.
 
-    Every `step`-th diagonal of the grid always runs, so that each row and each column does; the other pairs are slow tests.
+    Every `step`-th diagonal of the grid always runs, so that each row and each column is covered. The other pairs are slow tests.
     """
     return [
         pytest.param(row, column, marks=() if (i + j) % step == 0 else pytest.mark.slow)
@@ -89,7 +89,7 @@ def diagonal(rows, columns, step):
 
 
 def command(*argv):
-    """Exit code, stdout and the lines of stderr."""
+    """Runs jgt with these arguments. Returns exit code, stdout and the lines of stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(argv))
@@ -97,7 +97,7 @@ def command(*argv):
 
 
 def refused(folder, *argv):
-    """The problems of a command that must refuse its input."""
+    """Runs a command that must refuse its input. Returns the problems that it reports."""
     with watched(folder):
         code, out, lines = command(*argv)
     assert (code, out) == (2, "")
@@ -235,7 +235,7 @@ def _too_late(*_):
 
 @contextlib.contextmanager
 def watched(folder):
-    """Fails when what runs inside starts something, changes a file outside of `folder`, takes SECONDS or 1 GB more than before."""
+    """Fails if the block starts a program, changes a file outside `folder`, takes SECONDS, or raises the peak memory by 1 GB."""
     watch = _Watch(folder)
     before, started = _peak_kb(), time.perf_counter()
     # A call that hangs in the kernel ends too.

@@ -1,4 +1,4 @@
-"""A small decoder in pieces for losses to be made of, and the comparison with the same loss unpipelined on one device.
+"""The parts of a small decoder, from which tests build losses, and the comparison with the unpipelined loss on one device.
 
 b batch, s seq, d embed, f ffn, v vocab, l layers.
 """
@@ -33,7 +33,7 @@ RULES = {
 
 
 def make_params(num_layers=LAYERS, **more):
-    """Parameters of the decoder; `more` are names with shapes."""
+    """The parameters of the decoder. more: shapes of further parameters, by name."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -48,7 +48,7 @@ def make_params(num_layers=LAYERS, **more):
 
 
 def make_batch(num_rows=ROWS):
-    """tokens, targets, weights [b, s]; the first rows are padding, the others of uneven length."""
+    """tokens, targets, weights [b, s]; the first rows are padding, the others have different lengths."""
     rng = np.random.default_rng(1)
     length = rng.integers(1, SEQ + 1, num_rows)
     length[: num_rows // 4] = 0
@@ -72,7 +72,7 @@ def mlp(x, weights):
 
 
 def run_layers(params, x, layer=mlp):
-    """x through every layer(x, weights)."""
+    """Applies layer(x, weights) with the weights of each layer."""
     with context("layers"):
         return jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])[0]
 
@@ -91,17 +91,17 @@ def nats(logits, batch):
 
 
 def weighted(nats, batch):
-    """The mean over what is not padding."""
+    """The mean over tokens that are not padding."""
     return jnp.sum(nats * batch["weights"]) / jnp.sum(batch["weights"])
 
 
 def decoder_loss(params, batch):
-    """The whole of it."""
+    """The loss of the whole decoder."""
     return weighted(nats(logits_of(params, run_layers(params, embed(params, batch))), batch), batch)
 
 
 def compiled(fn):
-    """`fn` under jit. What LLVM would optimize takes a third of the compilation and changes nothing here."""
+    """`fn` under jit, without LLVM's optimizations: they take a third of the compilation time and change nothing here."""
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -112,13 +112,13 @@ def mesh_of(**sizes):
 
 
 def pipeline_of(**options):
-    """The layers' pipeline, of 4 microbatches unless given."""
+    """The pipeline of the layers, by default with 4 microbatches."""
     return jgt.Pipeline(**{"signal": "layers", "microbatches": 4} | options)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """A loss with arguments. What it gives unpipelined on one device is computed once."""
+    """A loss with arguments. Its results on one device, without a pipeline, are computed once."""
 
     loss: Callable[..., Any]
     params: Any
@@ -128,23 +128,23 @@ class Case:
 
     @cached_property
     def expected(self):
-        """Results, and gradients by the parameters."""
+        """The results, and the gradients with respect to the parameters."""
         found = self.derivatives(self.loss)
         for path, gradient in jax.tree.leaves_with_path(found[1]):
             assert np.abs(gradient).max() > 1e-4, f"the loss does not depend on {jax.tree_util.keystr(path)}"
         return found
 
     def derivatives(self, loss):
-        """The same of another loss."""
+        """The same for another loss."""
         return jax.device_get(compiled(jax.value_and_grad(loss, has_aux=self.has_aux))(self.params, *self.inputs))
 
     def pipelined(self, mesh, **options):
-        """The loss over a mesh."""
+        """The pipelined loss over a mesh."""
         return jgt.shard(self.loss, self.rules, mesh, pipeline=pipeline_of(**options))
 
 
 def case(loss=decoder_loss, params=None, *inputs, rules=RULES, has_aux=False):
-    """A case, with the decoder's own arguments unless given."""
+    """A case, by default with the parameters and the batch of the decoder."""
     return Case(
         loss=loss,
         params=make_params() if params is None else params,
@@ -155,9 +155,9 @@ def case(loss=decoder_loss, params=None, *inputs, rules=RULES, has_aux=False):
 
 
 def assert_close(got, want, tolerance):
-    """Every leaf is within `tolerance` of the largest entry of what it should be; whole numbers are equal.
+    """The error of every leaf is at most `tolerance` times the largest entry of the expected leaf. Integers are equal.
 
-    A leaf that is zero but for rounding (the gradient of a key's bias) has to stay as small.
+    A leaf that is zero except for rounding (the gradient of a key's bias) must stay as small.
     """
     largest = max((float(np.abs(x).max()) for x in jax.tree.leaves(want)), default=0.0)
 
@@ -178,7 +178,7 @@ def assert_close(got, want, tolerance):
 
 
 def assert_values(got, want):
-    """Results are within 1e-6, relative to those above 1."""
+    """Results agree to 1e-6, relative to the largest entry if that is above 1."""
 
     def check(got, want):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * max(1.0, float(np.abs(want).max())))
@@ -187,13 +187,13 @@ def assert_values(got, want):
 
 
 def assert_trained(case, mesh, **options):
-    """Trained through a pipeline, a case gives what it gives on one device."""
+    """Through a pipeline, a case has the same results and gradients as on one device."""
     values, gradients = case.derivatives(case.pipelined(mesh, **options))
     assert_values(values, case.expected[0])
     assert_close(gradients, case.expected[1], 1e-5)
 
 
 def assert_exact(case, mesh, **options):
-    """Trained, and evaluated forward only, a case gives what it gives on one device."""
+    """Trained, or evaluated forward only, a case has the same results through a pipeline as on one device."""
     assert_trained(case, mesh, **options)
     assert_values(compiled(case.pipelined(mesh, **options))(case.params, *case.inputs), case.expected[0])

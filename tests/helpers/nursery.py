@@ -1,9 +1,9 @@
-"""Starts runs quickly: a process that has imported everything and opened nothing forks one for each.
+"""Starts runs quickly: a process that has imported everything and opened nothing forks a child for each run.
 
     python nursery.py CACHE
 
-reads a JSON line {"arguments": [...], "log": PATH} and answers with the number of a process that runs `train` with them, in a
-session of its own; reads {"wait": PID} and answers with its exit code (negative: the signal that killed it).
+reads a JSON line {"arguments": [...], "log": PATH} and answers with the PID of a process that runs `train` with them, in its
+own session; reads {"wait": PID} and answers with its exit code (negative: the signal that killed it).
 """
 
 import json

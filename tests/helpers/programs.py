@@ -1,4 +1,4 @@
-"""Reading rewritten programs, and comparing them with what they were."""
+"""Reading rewritten programs, and comparing them with the originals."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ def constraints(fn, *args, **kwargs):
 
 
 def all_constraints(fn, *args, **kwargs):
-    """The same with those at the top: parameters and inputs."""
+    """The same, including constraints outside of signals: those of parameters and inputs."""
     found = []
 
     def walk(program, around):
@@ -33,7 +33,7 @@ def assert_same(got, want, atol=1e-6):
 
 
 def derivatives(fn, *args):
-    """Compiled: the outputs of `fn`, and the gradient of their mean square with respect to the first argument."""
+    """The outputs of the compiled `fn`, and the gradient of their mean square with respect to the first argument."""
 
     def scalar(*args):
         out = fn(*args)
@@ -43,5 +43,5 @@ def derivatives(fn, *args):
 
 
 def assert_same_derivatives(sharded, plain, *args, atol=1e-6):
-    """Values of both, and gradients with respect to the first argument, are the same."""
+    """Both functions have the same values, and the same gradients with respect to the first argument."""
     assert_same(derivatives(sharded, *args), derivatives(plain, *args), atol)

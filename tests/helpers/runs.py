@@ -1,4 +1,4 @@
-"""Runs in processes of their own: started, watched from outside, and killed when a test is over."""
+"""Runs in their own processes: started, watched from outside, and killed at the end of a test."""
 
 import json
 import os
@@ -14,14 +14,14 @@ ENVIRONMENT = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
 
 
 def free_port():
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
 class Nursery:
-    """Starts `train` quickly, by fork; a context."""
+    """Starts `train` quickly, by fork. A context manager."""
 
     def __init__(self, cache, root):
         environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)}
@@ -36,7 +36,7 @@ class Nursery:
             process.kill()
 
     def ask(self, **question):
-        """The nursery's answer, a number."""
+        """Sends a question to the nursery. Returns its answer, a number."""
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
@@ -47,7 +47,7 @@ class Nursery:
 
 
 class Child:
-    """A process of a nursery, as a subprocess.Popen."""
+    """A process of a nursery, with the methods of subprocess.Popen."""
 
     def __init__(self, nursery, pid):
         self._nursery, self.pid = nursery, pid
@@ -60,7 +60,7 @@ class Child:
         return self.returncode
 
     def wait(self, timeout=SECONDS):
-        """The exit code, in time."""
+        """Waits for the end of the process. Returns the exit code, or raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -69,15 +69,15 @@ class Child:
         return self.returncode
 
     def send_signal(self, number):
-        """Sends a signal, if it is still there."""
+        """Sends a signal if the process is still running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class Processes:
-    """Python processes with their output in files; a context that leaves none behind.
+    """Python processes that write their output to files. A context manager, which ends all of them.
 
-    environment: variables besides those of all. With a nursery the commands are arguments of `train` alone.
+    environment: variables in addition to ENVIRONMENT. With a nursery, the commands are only the arguments of `train`.
     """
 
     def __init__(self, folder, commands, root, environment=None, nursery=None):
@@ -104,19 +104,19 @@ class Processes:
                 process.wait()
 
     def send(self, process, number):
-        """Sends a signal to one of them."""
+        """Sends a signal to one process."""
         self._all[process].send_signal(number)
 
     def wait(self, process, seconds=SECONDS):
-        """The exit code of one of them."""
+        """Waits for one process. Returns its exit code."""
         return self._all[process].wait(timeout=seconds)
 
     def wait_all(self, seconds=SECONDS):
-        """The exit codes of all."""
+        """Waits for all processes. Returns their exit codes."""
         return [process.wait(timeout=seconds) for process in self._all]
 
     def output(self, process):
-        """What one of them printed."""
+        """The output of one process."""
         return self.logs[process].read_text()
 
 
@@ -126,7 +126,7 @@ def wait_for_step(run, step):
 
 
 def wait_for_path(path):
-    """Waits until there is a file or folder."""
+    """Waits until a file or folder exists."""
     _wait(path.exists, f"there is no {path}")
 
 
@@ -139,7 +139,7 @@ def _wait(reached, otherwise):
 
 
 def rows(path):
-    """The whole lines of a .jsonl file."""
+    """The rows of the complete lines of a .jsonl file."""
     return (
         [json.loads(line) for line in Path(path).read_text().splitlines(keepends=True) if line.endswith("\n")]
         if Path(path).exists()
@@ -153,7 +153,7 @@ def flags(port, count, process):
 
 
 def run_both(folder, arguments, root):
-    """Runs Python twice with arguments(port, process); what each printed."""
+    """Runs two Python processes with arguments(port, process). Returns their outputs."""
     port = free_port()
     with Processes(folder, [arguments(port, i) for i in range(2)], root) as processes:
         codes, outputs = processes.wait_all(), [processes.output(i) for i in range(2)]

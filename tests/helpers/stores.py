@@ -1,8 +1,8 @@
-"""What all processes of a run see, without processes."""
+"""The store that all processes of a run share, without the processes."""
 
 
 class Shared(dict):
-    """Texts by name. broken: nothing answers; meanwhile() happens in the middle of what a process does with it."""
+    """Texts by name. broken: every access fails. meanwhile(): called in the middle of every access."""
 
     broken = False
     meanwhile = staticmethod(lambda: None)

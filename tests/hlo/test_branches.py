@@ -1,4 +1,4 @@
-"""Branches count as taken, or as often as their names say."""
+"""Branches count as always taken, or as often as their names say."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is read from programs as each supported jaxlib writes them, whichever is installed: one line for each fact."""
+"""The facts read from programs as each supported jaxlib writes them, one line for each fact. The installed jaxlib does not matter."""
 
 import os
 

@@ -132,7 +132,7 @@ def test_an_unknown_notation_is_an_error_that_names_the_collective(text):
 class Extent:
     """Mesh axes by size, and the part of each along which a group extends: (product of the parts before, size), or None.
 
-    order: in which the axes are written.
+    order: the order in which the axes are written.
     """
 
     sizes: tuple[int, ...]
@@ -196,7 +196,7 @@ def comma(numbers):
 
 
 def mesh_axes(one, quote, order):
-    """The mesh, and the axes or parts along which a group extends; a whole axis by its name alone."""
+    """The mesh, and the axes or parts along which a group extends. A whole axis is written as its name alone."""
     mesh = ",".join(f"{quote}axis_{n}{quote}={one.sizes[n]}" for n in order)
     spans = []
     for n in order:

@@ -1,4 +1,4 @@
-"""The helpers with which tests question compiled programs, on programs whose answers are known."""
+"""The helpers that query compiled programs, tested on programs with known answers."""
 
 import jax
 import jax.numpy as jnp

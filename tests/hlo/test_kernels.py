@@ -75,7 +75,7 @@ backend_config={{"gemm_backend_config":{{"alpha_real":1,\
 
 @pytest.mark.parametrize(("target", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "PADDING_CAUSAL", 2.5)])
 def test_attention_of_cudnn(target, mask, matmuls):
-    """Two matmuls with the scores [2, 4, 16, 16] forward, five backward, half of them for a causal mask."""
+    """Two matmuls with the scores [2, 4, 16, 16] forward and five backward. A causal mask halves their FLOPs."""
     found = of(f"""\
 ENTRY %main (q: bf16[2,16,4,8], k: bf16[2,16,4,8]) -> (bf16[2,16,4,8], u8[0]) {{
   %q = bf16[2,16,4,8]{{3,2,1,0}} parameter(0)

@@ -1,4 +1,4 @@
-"""A folder of valid files beside each hostile one, which is the working directory of every test here."""
+"""The working directory of every test here: a folder of valid files beside each hostile one."""
 
 import shutil
 
@@ -14,7 +14,7 @@ from train.checkpoint.steps import Steps
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the valid files name."""
+    """A folder with the files that the valid files refer to."""
     path = tmp_path_factory.mktemp("hostile")
     (path / "a.txt").write_text("some text " * 50)
     np.arange(200, dtype=np.uint16).tofile(path / "a.bin")
@@ -31,7 +31,7 @@ def _in_folder(folder, monkeypatch):
 
 @pytest.fixture
 def empty(tmp_path, _in_folder, monkeypatch):
-    """An empty folder, which is the working directory instead."""
+    """An empty folder as the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

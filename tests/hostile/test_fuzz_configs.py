@@ -1,4 +1,4 @@
-"""Random configs, overrides, rules and schedule tables: each is read, or refused within seconds with one line a problem."""
+"""Random configs, overrides, rules and schedule tables: each is read, or refused within seconds with one line for each problem."""
 
 import yaml
 from fuzzing import TEXTS, as_yaml, fuzz, mutated, spoiled, values

@@ -1,4 +1,4 @@
-"""Random data files and tokenizers: each is read, or refused within seconds with one line a problem."""
+"""Random data files and tokenizers: each is read, or refused within seconds with one line for each problem."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: a step with a damaged manifest, or with anything that its manifest does not list, is broken and set aside."""
+"""Hostile checkpoints: a step with a damaged manifest, or with files that its manifest does not list, counts as broken and is set aside."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ MANIFESTS = table("manifests") | {
 
 
 def hostile_manifest(case, whole):
-    """The manifest of a case, made from the text of a whole one."""
+    """The manifest of a case, made from the text of a complete one."""
     if "change" not in case:
         return content(case)
     *path, last = case["change"]
@@ -99,7 +99,7 @@ ODD_NAMES = ["0", "007", "-1", "1.0", "1e3", "\u0667", "\u00b2", "7 ", "9" * 200
 
 @pytest.mark.parametrize(("name", "kind"), diagonal(ODD_NAMES, ["folder", "file", "pipe", "link"], 2))
 def test_odd_names_among_the_steps_are_ignored(steps, tmp_path, name, kind):
-    """They are not steps. What an interrupted save left is removed, but never what a link leads to."""
+    """They are not steps. The remains of an interrupted save are removed, but never the target of a link."""
     path, outside = steps.folder / name, tmp_path / "run" / "outside"
     (outside / "8").mkdir(parents=True)
     {"folder": Path.mkdir, "file": Path.touch, "pipe": os.mkfifo, "link": lambda path: path.symlink_to(outside)}[kind](path)

@@ -1,4 +1,4 @@
-"""Hostile config files, overrides and schedule tables: each is refused with exit code 2, one line a problem, and executes nothing."""
+"""Hostile config files, overrides and schedule tables: each is refused with exit code 2 and one line per problem, and executes nothing."""
 
 import dataclasses
 import gzip

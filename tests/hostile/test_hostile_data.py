@@ -1,4 +1,4 @@
-"""Hostile data files: damaged, misleading or endless ones are refused when the data is opened, before a step is taken."""
+"""Hostile data files: damaged, misleading or endless ones are refused when the data is opened, before the first step."""
 
 import gzip
 import pickle

@@ -1,4 +1,4 @@
-"""Paths that lead to pipes, devices, loops of links and the like: only regular files are read, and only so many."""
+"""Paths that lead to pipes, devices, loops of links and the like: only regular files are read, and only a limited number of them."""
 
 import json
 import shutil

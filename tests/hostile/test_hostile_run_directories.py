@@ -1,4 +1,4 @@
-"""Run directories with hostile names, odd entries or damaged files: nothing is written outside of them, and nothing is believed."""
+"""Run directories with hostile names, odd entries or damaged files: nothing is written outside of them, and no file is trusted."""
 
 import contextlib
 

@@ -29,7 +29,7 @@ def hosts_of(num_hosts, per_host):
 
 
 def num_hosts_along(mesh, dim):
-    """The most hosts that one line of devices along a dim touches."""
+    """The largest number of hosts on a line of devices along an axis of the mesh."""
     lines = np.moveaxis(mesh, dim, -1).reshape(-1, mesh.shape[dim])
     return max(len({d.process_index for d in line}) for line in lines)
 

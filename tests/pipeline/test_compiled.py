@@ -27,7 +27,7 @@ FLAT = ("1f1b", "interleaved", "zigzag", "zb")
 
 @cache
 def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=(), gather="step", idle="compute"):
-    """Loss and gradients of the decoder, a row in a microbatch on each data shard; sizes: (axis, size) of a mesh, or STAGES.
+    """Loss and gradients of the decoder, with one row per microbatch and data shard. sizes: (axis, size) of a mesh; default: STAGES.
 
     Stages without an item compute, as on a GPU.
     """
@@ -45,13 +45,13 @@ def lowered(schedule, microbatches, num_layers=LAYERS, *, sizes=(), gather="step
 
 @cache
 def compiled(*args, **kwargs):
-    """Without LLVM's optimisations: XLA's own are what is looked at."""
+    """Compiled without LLVM's optimisations, because the tests only look at XLA's."""
     return lowered(*args, **kwargs).compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 @cache
 def module(*args, **kwargs):
-    """What was compiled, read."""
+    """The compiled program, parsed."""
     return Module.parse(compiled(*args, **kwargs).as_text())
 
 
@@ -91,7 +91,7 @@ def test_gpipe_saves_every_microbatch():
 
 @pytest.mark.parametrize("schedule", FLAT)
 def test_nothing_is_as_large_as_the_logits_of_a_batch(schedule):
-    """Of the rows of one data shard; the whole batch has twice as many."""
+    """The limit is the logits of one data shard; the whole batch has twice as many rows."""
     logits = 64 * SEQ * VOCAB // STAGES["stage"]
     largest = max(itertools.chain.from_iterable(sizes_of(i) for i in module(schedule, 64).instructions()))
     assert LAYERS // STAGES["stage"] * EMBED * FFN <= largest < logits
@@ -134,11 +134,11 @@ def test_loops_gather_layers_one_by_one_where_they_are_told_to():
 
 
 TABLE, STACK = VOCAB // SHARDED["stage"] * EMBED, LAYERS // SHARDED["stage"] * EMBED * FFN
-"""Elements of a table and of stacked weights, or of their gradients, of one stage."""
+"""The elements of the table, and of the stacked weights, on one stage. Their gradients have as many."""
 
 
 def reductions(gather, kind, axis):
-    """How many gradients are reduced over an axis outside of loops, whole or scattered; scalars apart."""
+    """The number of gradients that are reduced over an axis outside of loops, whole or scattered, without scalars."""
     names = {size // part: name for name, size in (("table", TABLE), ("stack", STACK)) for part in (1, SHARDED["fsdp"])}
     found = talk(sharded(gather), SHARDED, in_loops=False)
     return Counter(names[size] for k, axes, sizes in found if k == kind and axis in axes for size in sizes if size > 1)
@@ -157,7 +157,7 @@ def test_gradients_that_are_scattered_layer_by_layer_are_reduced_over_the_other_
 
 
 def gathered(gather):
-    """The sizes of what is gathered outside of loops."""
+    """The sizes of the arrays that are gathered outside of loops."""
     return {size for kind, _, sizes in talk(sharded(gather), SHARDED, in_loops=False) if kind == "all-gather" for size in sizes}
 
 
@@ -169,7 +169,7 @@ def test_a_device_never_holds_weights_or_gradients_of_another_stage():
 # -- branches ----------------------------------------------------------------------------------------------------
 
 ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "recv", *COLLECTIVES}
-"""What a value may not come from to be the same on all devices."""
+"""Ops whose results may differ between devices."""
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zigzag"])

@@ -1,4 +1,4 @@
-"""Whatever the schedule, the mesh and the options: the loss and every gradient are those of one device."""
+"""With every schedule, mesh and set of options, the loss and every gradient are the same as on one device."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def name_of(values):
 
 @pytest.fixture(scope="module")
 def decoder():
-    """The decoder with a number of layers, and a batch of a number of rows."""
+    """The case of a decoder with a number of layers, and of a batch with a number of rows."""
     known = {}
 
     def _decoder(num_layers, num_rows=16):
@@ -35,7 +35,7 @@ def decoder():
 
 
 def grid():
-    """Every schedule on every mesh; by default the most stages alone, and stages with both other axes."""
+    """Every schedule on every mesh. Two meshes are not slow: the most stages alone, and two stages with both other axes."""
     for schedule in SCHEDULES:
         for sizes in MESHES:
             is_corner = min(sizes.values()) == 2 or sizes == {"stage": 4, "tensor": 1, "data": 1}
@@ -120,7 +120,7 @@ def test_one_layer_for_each_stage(decoder, options):
 
 
 def one_by_one(stages, backward):
-    """A table with one item a tick: all forward, then backward in another order of microbatches."""
+    """A table with one item per tick: all forward passes, then the backward passes with the microbatches in another order."""
     last = len(stages) - 1
     forward = [("F", m, g) for m in range(len(backward)) for g in range(last + 1)]
     items = [*forward, *(("B", m, g) for m in backward for g in range(last, -1, -1))]

@@ -1,4 +1,4 @@
-"""What layers read besides their weights and the activation: of the inputs, of each layer's number, of parameters, of random keys."""
+"""Layers may read more than their weights and the activation: inputs, the number of the layer, other parameters, random keys."""
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,14 @@ SIZES = {"stage": 2, "tensor": 2, "data": 2}
 
 
 def attend(x, query, memory, mask):
-    """[b, s, d] reads memory [b, t, d] where mask [b, s, t] says so."""
+    """x [b, s, d] attends to memory [b, t, d] where the mask [b, s, t] is true."""
     with context("attn"):
         scores = jnp.where(mask, jnp.einsum("bsd,btd->bst", x @ query, memory), -1e9)
         return x + jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), memory)
 
 
 def loss_of(params, x, batch):
-    """What follows the layers."""
+    """The loss of the layers' output."""
     return weighted(nats(logits_of(params, x), batch), batch)
 
 
@@ -49,7 +49,7 @@ def loss_of(params, x, batch):
 
 
 def packed_batch():
-    """Two sequences in each row: segments and positions [b, s]; and a prefix [b, 3]."""
+    """A batch with two sequences in each row: their segments and positions [b, s], and a prefix [b, 3]."""
     batch = make_batch()
     starts = np.random.default_rng(2).integers(1, SEQ, (len(batch["tokens"]), 1))
     segments = (np.arange(SEQ) >= starts).astype(np.int32)
@@ -68,7 +68,7 @@ def attention_params(num_layers):
 
 
 def packed(params, batch):
-    """Layers read positions, a mask of segments, their own number and whether they see the segment or only their neighbours."""
+    """Layers read positions, a segment mask, their own number, and whether tokens see the whole segment or only neighbours."""
     num_layers = len(params["layers"]["query"])
     same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
     causal = same & jnp.tril(jnp.ones((SEQ, SEQ), bool))[None]
@@ -87,7 +87,7 @@ def packed(params, batch):
 
 
 def prefixed(params, batch):
-    """Every layer reads a prefix that parameters encode."""
+    """Every layer reads a prefix that is encoded with parameters."""
     with context("encoder"):
         memory = jnp.tanh(params["positions"][batch["prefix"]])
     everywhere = jnp.ones((1, 1, 1), bool)
@@ -107,7 +107,7 @@ def prefixed(params, batch):
     ids=["packed", "prefixed", "prefixed recomputed"],
 )
 def test_layers_read_more_than_the_activation(loss, options):
-    """The chunks do not divide the layers, so that some read as padding."""
+    """The number of chunks does not divide the number of layers, so that some chunks contain padding layers."""
     assert_exact(case(loss, attention_params(3 if loss is packed else 5), packed_batch()), mesh_of(**SIZES), **options)
 
 
@@ -115,7 +115,7 @@ def test_layers_read_more_than_the_activation(loss, options):
 
 
 def tied(params, batch):
-    """One table embeds and unembeds; a matrix and a scale stand in every layer, and the matrix in the head once more."""
+    """One table embeds and unembeds. All layers share a matrix and a scale, and the head uses the matrix again."""
 
     def layer(x, weights):
         x = mlp(x, weights)
@@ -165,7 +165,7 @@ def rounded():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bf16_on_every_schedule(rounded, schedule):
-    """bf16 has 8 bits: sums in another order differ by some 2^-8 a term, of which a gradient has a few that partly cancel."""
+    """bf16 has 8 bits: sums in another order differ by about 2^-8 per term, and a gradient has a few terms that partly cancel."""
     value, gradients = rounded.derivatives(rounded.pipelined(mesh_of(**SIZES), schedule=schedule))
     np.testing.assert_allclose(value, rounded.expected[0], rtol=0, atol=2**-8 * rounded.expected[0])
     assert_close(gradients, rounded.expected[1], 2**-5)
@@ -212,7 +212,7 @@ def carried_keys(params, batch, key):
 
 
 def keys_everywhere(params, batch, key):
-    """Before the layers, in them and after them."""
+    """Dropout before the layers, in them and after them."""
     first, inside, last = jax.random.split(key, 3)
     x = dropped(embed(params, batch), first)
     x = run_layers(params, x, lambda x, weights: dropped(mlp(x, weights), inside))
@@ -220,7 +220,7 @@ def keys_everywhere(params, batch, key):
 
 
 def by_parts(loss, num_parts, num_shards):
-    """The mean over the parts that a pipeline makes, each with its own key."""
+    """The mean of the loss over the parts into which a pipeline splits the batch, each with its own key."""
 
     def mean(params, batch, key):
         def split(x):

@@ -1,4 +1,4 @@
-"""Sums, means, weights, penalties and metrics: whatever a loss adds up over the batch comes out as on one device."""
+"""Sums, means, weights, penalties and metrics: every sum of a loss over the batch is the same as on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def under_checkpoint(params, batch):
 
 
 def no_loss_for_padding_guarded(params, batch):
-    """The count of tokens is guarded against 0, as trainers do."""
+    """The number of tokens is guarded against 0, as in most trainers."""
     losses = nats(decoded(params, batch), batch)
     return jnp.sum(losses * batch["weights"]) / jnp.maximum(jnp.sum(batch["weights"]), 1)
 
@@ -112,12 +112,12 @@ def with_penalty(params, batch):
 
 
 def with_scaled_penalty(params, batch):
-    """A product of the two has to be told from a function of the loss."""
+    """The factor 2 must not be taken for a function of the loss."""
     return 2 * decoder_loss(params, batch) + optax.tree.norm(params["layers"])
 
 
 def layers_with_ys(params, batch, measure):
-    """Logits, and what every layer measures of its output, stacked."""
+    """The logits, and a measure of every layer's output, stacked."""
 
     def layer(x, weights):
         x = mlp(x, weights)
@@ -145,7 +145,7 @@ def rows_of_each_layer(params, batch):
 
 
 def last_layers_only(params, batch):
-    """The layers' values are not used alike."""
+    """The loss does not use the values of all layers in the same way."""
     logits, measured = layers_with_ys(params, batch, lambda x: jnp.mean(x**2))
     return weighted(nats(logits, batch), batch) + 0.1 * measured[-1] - 0.2 * measured[1]
 
@@ -156,7 +156,7 @@ def two_values_of_each_layer(params, batch):
 
 
 def carried(params, batch, measure):
-    """Logits, and the sum of what every layer measures of its output."""
+    """The logits, and the sum of a measure of every layer's output."""
 
     def layer(carry, weights):
         x, found = carry
@@ -266,7 +266,7 @@ def test_a_loss_may_be_scaled_after_it():
 
 
 def test_padding_is_uneven_over_the_parts():
-    """What makes a mean of means differ from the mean."""
+    """This makes a mean of means differ from the mean."""
     weights = make_batch()["weights"].reshape(2, 4, -1).sum(-1)
     assert (weights == 0).any()
     assert len(np.unique(weights)) > 3

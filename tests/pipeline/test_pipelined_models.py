@@ -1,4 +1,4 @@
-"""Whatever layers are made of, and whoever wrote the model: a pipeline trains it as one device does."""
+"""A pipeline trains all kinds of layers, and models by any author, as one device does."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def loss_of(params, x, batch):
-    """What follows the layers."""
+    """The loss of the layers' output."""
     return weighted(nats(logits_of(params, x), batch), batch)
 
 
@@ -58,7 +58,7 @@ def loss_of(params, x, batch):
 
 
 def moving(params, batch):
-    """Entries move: along a dim that is sharded over tensor, along seq, and by a scan over seq."""
+    """Entries move along a dim that is sharded over tensor, along seq, and in a scan over seq."""
 
     def layer(x, weights):
         with context("mlp"):
@@ -80,7 +80,7 @@ def moving(params, batch):
 
 @jax.custom_vjp
 def squashed(x):
-    """tanh whose derivative is computed from its result."""
+    """tanh with a custom derivative, which is computed from the result."""
     return jnp.tanh(x)
 
 
@@ -88,7 +88,7 @@ squashed.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, g: (g * (1 - y**2),))
 
 
 def branching(params, batch):
-    """Each layer takes a branch by a flag, has a derivative of its own, and is recomputed but for what a policy keeps."""
+    """Each layer branches on a flag, has a custom derivative, and is recomputed except for the values that a policy keeps."""
     flags = jnp.arange(len(params["layers"]["up"])) % 3 == 0
 
     def layer(x, scanned):
@@ -124,13 +124,13 @@ def test_layers_are_made_of_anything(loss, options):
 
 
 def with_save(hidden):
-    """The decoder's rules, with an action for what its layers call hidden."""
+    """The decoder's rules, with a save action for the tensor `hidden` of its layers."""
     signals = RULES["signals"]
     return RULES | {"signals": signals | {"layers/mlp": signals["layers/mlp"] | {"save": {"hidden": hidden}}}}
 
 
 def saves_hidden(measured, **options):
-    """Whether the program has a buffer of what the layers name: [..., rows of a microbatch on a shard, s, f]."""
+    """Whether the program has a buffer for the tensor `hidden`: [..., rows of a microbatch on a shard, s, f]."""
     pipelined = measured.pipelined(mesh_of(**SIZES), **options)
     text = str(jax.make_jaxpr(jax.value_and_grad(pipelined))(measured.params, *measured.inputs))
     return re.search(rf"f32\[(\d+,){{2,}}{ROWS // 8},{SEQ},{FFN}\]", text) is not None
@@ -150,7 +150,7 @@ def test_what_is_not_kept_is_computed_again():
 
 
 class Linen(nn.Module):
-    """As its author would write it: layers scanned, each recomputed."""
+    """A model as its author would write it, with layers that are scanned and recomputed."""
 
     layers: int
 
@@ -249,7 +249,7 @@ def test_a_dim_that_is_split_over_tensor_and_fsdp(gather):
 
 
 def test_layers_may_call_a_function_that_is_jitted():
-    """As shipped activations are (jax.nn.silu), and modules that their author jitted."""
+    """Examples are the activations of JAX (jax.nn.silu), and modules that their author jitted."""
     layer = jax.jit(mlp)
 
     def loss(params, batch):

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is refused where it is asked for, with what to do instead."""
+"""Pipelines that cannot work are refused, with a message that says what to do instead."""
 
 import re
 
@@ -177,7 +177,7 @@ def test_a_batch_that_is_none():
 
 
 def test_an_input_that_is_no_batch_but_as_long():
-    """Positions of a sequence as long as the batch has rows: told by the rule []."""
+    """Positions of a sequence that is as long as the batch has rows. The rule [] says that they are not the batch."""
     batch = make_batch(4)  # as many rows as tokens
 
     def positioned(params, batch):

@@ -29,7 +29,7 @@ RUN = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_quickly():
-    """What XLA's last passes on CPU leave out changes nothing that is looked at here."""
+    """Turns off the last passes of XLA on CPU, which change nothing that these tests look at."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -37,20 +37,20 @@ def _compiled_quickly():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The working directory, with the file of a small run."""
+    """The working directory, with the config of a small run."""
     monkeypatch.chdir(tmp_path)
     write("run.yaml")
     return tmp_path
 
 
 def write(name, **changes):
-    """Writes the file of a run."""
+    """Writes the config of a run."""
     Path(name).write_text(document.dump(RUN | changes))
 
 
 @pytest.fixture
 def command(capsys):
-    """Runs the command; its exit code, stdout and stderr."""
+    """Runs the command. Returns its exit code, stdout and stderr."""
 
     def _command(*arguments):
         code = main(arguments)
@@ -61,7 +61,7 @@ def command(capsys):
 
 @pytest.fixture
 def refused(command):
-    """The problems of an input that is refused."""
+    """Runs the command, which must refuse its input. Returns the problems."""
 
     def _refused(*arguments):
         code, out, err = command(*arguments)

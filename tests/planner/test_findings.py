@@ -1,4 +1,4 @@
-"""Planted faults are named, each with its signal and its line; where there is no fault, nothing is found."""
+"""Planted faults are reported, each with its signal and its line. Without a fault, nothing is reported."""
 
 import inspect
 import math
@@ -30,20 +30,20 @@ MESHES = {"fsdp_tensor": {"data": 1, "fsdp": 2, "tensor": 4}, "sequence": {"data
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_quickly():
-    """What XLA's last passes on CPU leave out changes nothing that is looked at here."""
+    """Turns off the last passes of XLA on CPU, which change nothing that these tests look at."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 def place(source):
-    """A file and a line, of the file:line of a plan."""
+    """The file and the line in a plan's file:line."""
     path, _, line = source.rpartition(":")
     return Path(path).resolve(), int(line)
 
 
 def line_of(where, text):
-    """The place of the one line of a function, of a file, or of the files of a folder, that contains a text."""
+    """The file and the number of the only line that contains a text, in a function, a file, or the files of a folder."""
     if callable(where):
         sources = [(Path(__file__), *inspect.getsourcelines(where))]
     else:
@@ -53,7 +53,7 @@ def line_of(where, text):
 
 
 def only(found, kind, signal):
-    """The one finding of a kind under a signal."""
+    """The only finding of a kind under a signal."""
     (one,) = [f for f in found.findings if (f.kind, f.signal) == (kind, signal)]
     assert one.text.startswith(f"{one.source}: {signal}: ")
     return one
@@ -120,12 +120,12 @@ def test_the_same_order_of_axes_on_both_sides_is_no_rematerialization():
 
 
 def unchanged(rules):
-    """Rules as they ship."""
+    """Leaves the rules as they ship."""
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """Plans a small run whose rules are a file that ships with a part changed."""
+    """Plans a small run with a shipped rules file, of which a part is changed."""
 
     def _planned(rules, change=unchanged, target=None, **model):
         folder = tmp_path_factory.mktemp("run")
@@ -170,7 +170,7 @@ def test_a_replicated_embedding(replicated, right):
 
 
 def test_the_line_of_a_replicated_embedding(replicated):
-    """The look-up, or its call in the model: files with a backward pass of their own are left out of tracebacks."""
+    """It is the line of the look-up or of its call in the model: tracebacks leave out files with their own backward pass."""
     lines = (line_of(MODELS, "self.table()[tokens]"), line_of(MODELS / "decoder.py", "self.embed(tokens)"))
     assert place(only(replicated, "replicated", "embed").source) in lines
 
@@ -215,7 +215,7 @@ def test_attention_whose_heads_have_no_rule(planned, target):
 
 
 def attention(found):
-    """The row of attention."""
+    """The plan's row for attention."""
     return next(row for row in found.signals if row.signal == "layers/attn")
 
 
@@ -235,7 +235,7 @@ def attention(found):
     ids=lambda case: "-".join(filter(None, case)),
 )
 def shipped(request):
-    """The plan of a run that ships, of the trainer's own step."""
+    """The plan of the trainer's own step, for a shipped config."""
     name, target = request.param
     return make_plan(load(CONFIGS / f"{name}.yaml"), None if target is None else parse_target(target), None)
 
@@ -290,6 +290,6 @@ def test_a_function_without_signals_has_one_row(target):
 
 
 def assert_told(found):
-    """At least 99 % of the bytes that are sent carry a signal."""
+    """At least 99 % of the sent bytes belong to a signal."""
     assert found.sent_bytes > 0
     assert sum(c.total_bytes for c in found.collectives if c.signal == "(none)") <= 0.01 * found.sent_bytes

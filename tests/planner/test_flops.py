@@ -1,4 +1,4 @@
-"""FLOPs of traced programs against closed forms, and bytes of compiled ones against arithmetic."""
+"""FLOPs of traced programs compared with closed forms, and bytes of compiled programs compared with counts by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ def counted(fn, *args):
 
 
 def closed_form(model, batch, *, recomputed):
-    """FLOPs of a training step: matmuls of the blocks and the head, scores in full (arXiv 2104.04473, appendix).
+    """FLOPs of a training step: matmuls of the blocks and the head, with all scores (arXiv 2104.04473, appendix).
 
-    Backward costs twice the forward pass. Recompute runs a block again but for its last matmul, whose result nobody needs.
+    Backward costs twice the forward pass. Recompute runs a block again except for its last matmul, whose result is not needed.
     """
     tokens, heads, width = batch * model.seq, model.heads * model.head_size, model.embed
     kv = model.num_kv_heads * model.head_size
@@ -35,7 +35,7 @@ def closed_form(model, batch, *, recomputed):
 
 
 def step_of(config, *overrides):
-    """The trainer's step, and the run."""
+    """The trainer's step, its setup and its config."""
     run = load(f"configs/{config}.yaml", [*SMALL, *overrides])
     setup = prepare(run, num_devices=8)
     return setup.train_step(), setup, run.config

@@ -34,7 +34,7 @@ def model(params, x):
 
 
 def refactored(weights, inputs):
-    """The same, written by someone else."""
+    """The same computation, in other code."""
 
     def block(name, first, second, value):
         with context(name):
@@ -49,7 +49,7 @@ def refactored(weights, inputs):
 
 
 def planned(fn=model, rules=RULES):
-    """The plan of its loss and gradients, sharded."""
+    """The plan of the sharded loss and its gradients."""
 
     def loss(params, x):
         return jnp.mean(fn(params, x) ** 2)
@@ -68,7 +68,7 @@ def array(*shape):
 
 @pytest.fixture(scope="module")
 def original():
-    """The plan that is held against others, and against budgets."""
+    """The plan that the tests compare with others and with budgets."""
     return planned()
 
 
@@ -93,7 +93,7 @@ def test_a_lock_breaks_on_a_changed_rule(original):
 
 
 def test_what_a_lock_holds(original):
-    """A line for each signal, kind, type and axes, of which none is a place or a time."""
+    """A line for each signal, kind, type and axes; none of them contains a source line or a time."""
     header, _, *facts = lock_text(original).splitlines()
     assert header == "jgt plan lock 1"
     assert facts[:2] == ["target cpu", "mesh data=2 tensor=4"]
@@ -169,17 +169,17 @@ def test_a_budget_is_a_mapping():
 
 
 def limit(key, most, signal="", kind=""):
-    """A limit of a file's first line."""
+    """A limit from the first line of a file."""
     return Limit(key=key, where="run.yaml:1", most=most, signal=signal, kind=kind)
 
 
 def of_signal(most, signal, kind="all-reduce"):
-    """A limit of what a signal sends."""
+    """A limit on the bytes that a signal sends."""
     return limit(f"{signal}.{kind}", most, signal, kind)
 
 
 def sent_by(found, signal, kind="all-reduce"):
-    """GB of a kind under a signal."""
+    """GB that collectives of a kind send under a signal."""
     return sum(c.total_bytes for c in found.collectives if c.signal == signal and c.kind == kind) / 1e9
 
 

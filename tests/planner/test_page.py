@@ -1,4 +1,4 @@
-"""The page of a plan loads nothing, holds everything, escapes what it shows, and sorts its tables."""
+"""The page of a plan loads nothing, contains everything, escapes what it shows, and sorts its tables."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>/a&b'\".py:3"
 
 @pytest.fixture(scope="module")
 def small():
-    """Two signals, each with a matmul whose partial sums are added up, on two axes."""
+    """A plan with two signals, each with a matmul whose partial sums are added, on two axes."""
     mesh = jgt.make_mesh({"data": 2, "tensor": 4})
 
     def loss(params, x):
@@ -46,7 +46,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def hostile(small):
-    """The same with texts that try to be HTML: paths may hold anything."""
+    """The same with HTML in its texts, because paths may contain anything."""
     first, *others = small.collectives
     finding = Finding(kind="unexplained", signal="attn", source=HOSTILE, rule="", bytes=1, text=f"{HOSTILE}: attn: too much")
     return dataclasses.replace(small, collectives=(dataclasses.replace(first, source=HOSTILE), *others), findings=(finding,))

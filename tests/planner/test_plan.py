@@ -1,4 +1,4 @@
-"""Plans of a user's own function, for the devices at hand and for others."""
+"""Plans of a user's own function, for the devices of this machine and for others."""
 
 import re
 
@@ -40,7 +40,7 @@ def loss(params, batch):
 
 
 def step_on(mesh):
-    """A step over a mesh, its state's and its batch's shapes with their shardings."""
+    """A step over a mesh, and the shapes of its state and of its batch with their shardings."""
     params = {"up": jax.ShapeDtypeStruct((16, 64), jnp.float32), "down": jax.ShapeDtypeStruct((64, 8), jnp.float32)}
     moments = jax.eval_shape(OPTIMIZER.init, params)
     placement = jgt.place(loss, RULES, mesh, params, BATCH)
@@ -62,7 +62,7 @@ def facts(plan):
 
 
 GRADIENT = ("all-reduce", 1024, 1, ("data",), "mlp", "backward")
-"""Of `up` [16, 64 / 4] in f32, over two devices: twice the half of 1024 bytes."""
+"""The gradient of `up`, [16, 64 / 4] in f32, over two devices: each sends twice the half of its 1024 bytes."""
 
 
 @pytest.mark.parametrize("make_mesh", [jgt.make_mesh, jgt.abstract_mesh])
@@ -123,7 +123,7 @@ def test_a_shard_map_moves_to_the_target():
 
 
 def test_arguments_may_be_numbers_and_share_their_names():
-    """The second argument has the parameters' names and other shardings."""
+    """The second argument has the names of the parameters, but other shardings."""
     _, state, _ = step_on(jgt.make_mesh(SIZES))
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state[0])
     plan = jgt.plan(lambda params, other, scale: jax.tree.map(lambda a, b: scale * (a + b), params, other), state[0], whole, 0.5)

@@ -73,7 +73,7 @@ OTHERS = f"""\
 
 
 def hosts(num, chip=SLOW):
-    """8 devices on that many hosts."""
+    """The network of 8 devices on `num` hosts."""
     return Network(target=Target(chip=chip, text="slow", num_hosts=num, per_host=8 // num), hosts=[d * num // 8 for d in range(8)])
 
 
@@ -81,7 +81,7 @@ ONE_HOST = hosts(1)
 
 
 def timeline(*schedule, body=(), network=ONE_HOST):
-    """The walk through a program with these lines, in a mesh of 8 devices."""
+    """The walk through a program with these lines, on a mesh of 8 devices."""
     text = (
         f"HloModule step, is_scheduled=true\n\n{OTHERS}\n"
         f"%body (p: (s32[])) -> (s32[]) {{\n{lines(body)}}}\n\nENTRY %main () -> (s32[]) {{\n{lines(schedule)}}}\n"
@@ -90,13 +90,13 @@ def timeline(*schedule, body=(), network=ONE_HOST):
 
 
 def lines(schedule):
-    """Those lines in order; a name that comes again gets a number."""
+    """These lines in order. A repeated name gets a number."""
     numbered = [LINES[line].replace(" =", f".{n} =", 1) if line in schedule[:n] else LINES[line] for n, line in enumerate(schedule)]
     return PARAMETERS + "".join(f"  {line}\n" for line in numbered) + "  ROOT %end = (s32[]) tuple()\n"
 
 
 def exposed(walk):
-    """Seconds by signal, of what was waited for."""
+    """Seconds spent waiting, by signal."""
     return {signal: cost.exposed for (signal, _), cost in walk.costs.items() if cost.exposed}
 
 

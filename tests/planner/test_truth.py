@@ -1,4 +1,4 @@
-"""What a plan says is sent, compared with counts by hand, and with an independent count of a whole training step.
+"""The bytes that a plan reports as sent, compared with counts by hand and with an independent count of a whole training step.
 
 Rings over n devices: a device sends (n-1)/n of the whole array for all-gather, reduce-scatter and all-to-all, twice that for all-reduce,
 and its own array for collective-permute.
@@ -74,7 +74,7 @@ _WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 
 
 def sent(text):
-    """kind → bytes that a device sends, by the sizes of results. An asynchronous collective shows its operands before them."""
+    """kind → bytes that a device sends, from the sizes of results. Asynchronous collectives list their operands before the results."""
     blocks = dict(re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{\n((?: .*\n)*)\}", text, re.MULTILINE))
     total = Counter()
     for name, lines in blocks.items():
@@ -89,7 +89,7 @@ def sent(text):
 
 
 def runs(blocks, name):
-    """How often a computation runs: once for each line that names it, but the body of a loop as often as it repeats."""
+    """How often a computation runs: once for each line that names it; the body of a loop, once per iteration."""
     lines = [
         (outer, line)
         for outer, block in blocks.items()

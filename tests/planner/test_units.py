@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in units that people read easily."""
 
 import pytest
 

@@ -37,7 +37,7 @@ MS = 1_000_000
 
 
 def ms(*rows):
-    """Rows in milliseconds."""
+    """Rows whose times are given in milliseconds."""
     return [(name, int(start * MS), int(duration * MS), stats) for name, start, duration, stats in rows]
 
 

@@ -1,4 +1,4 @@
-"""What jgt relies on of JAX's inside, one test a fact: what a new JAX changes fails here first."""
+"""The JAX internals that jgt relies on, one test for each fact. If a new JAX changes one of them, it fails here first."""
 
 import jax
 import jax.extend.core as jex
@@ -18,7 +18,7 @@ X = jnp.float32(0.5)
 
 
 def only(program, *, having):
-    """The one equation with a program in its params, or with this primitive."""
+    """The only equation with this primitive, or with this key in its params."""
     found = [e for e in jx.body(program).eqns if (e.primitive.name == having or having in e.params)]
     assert len(found) == 1
     return found[0]

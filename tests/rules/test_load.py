@@ -1,4 +1,4 @@
-"""Rules from YAML and from Python: what a file means, and every message it can earn."""
+"""Rules from YAML and from Python: what a file means, and every message that it can cause."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Globs over signal paths, against a matcher that tries everything."""
+"""Globs over signal paths, compared with a matcher that tries every possibility."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from jgt.rules import matches, matches_end, prefixes
 
 
 def slow_level(pattern, text):
-    """One level: each character of the pattern, every possibility tried."""
+    """Matches one level: tries every possibility for each character of the pattern."""
     if not pattern:
         return not text
     head, rest = pattern[0], pattern[1:]
@@ -21,7 +21,7 @@ def slow_level(pattern, text):
 
 
 def slow(pattern, path):
-    """All levels: `**` takes every number of them."""
+    """Matches all levels: tries every number of levels for `**`."""
     if not pattern:
         return not path
     assert "" not in path

@@ -7,7 +7,7 @@ from jgt.rules import Seen, match_input, match_optimizer, match_out, match_param
 
 
 class Asked:
-    """Asks rules about the parts of a program, and keeps what a program would have shown."""
+    """Queries rules about the parts of a program, and records the matches and the names that the program would contain."""
 
     def __init__(self, text):
         self.rules = rules_from_node(parse(text, "r.yaml"))

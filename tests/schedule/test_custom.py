@@ -1,4 +1,4 @@
-"""Tables as CSV: what is written is read again; what is wrong is reported with its line."""
+"""Tables as CSV: a written table can be read again, and mistakes are reported with their line."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def read(tmp_path, monkeypatch):
 
 @pytest.fixture
 def problems(read):
-    """What is wrong with a text."""
+    """The problems of reading a text."""
 
     def _problems(text):
         with pytest.raises(InputError) as caught:

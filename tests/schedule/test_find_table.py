@@ -1,4 +1,4 @@
-"""A schedule by name or file, and everything that can be wrong with what is asked for."""
+"""A schedule by name or file, and everything that can be wrong with the request."""
 
 import pytest
 

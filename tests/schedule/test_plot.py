@@ -1,4 +1,4 @@
-"""The timeline over time: every item, as long as it lasts."""
+"""The picture of a schedule over time: every item, with its duration."""
 
 import pytest
 from matplotlib.axes import Axes
@@ -12,7 +12,7 @@ from jgt.schedule.timeline import shade
 
 @pytest.fixture
 def bars(monkeypatch):
-    """What is drawn: (start, length, middle, colour) of each bar, and the texts."""
+    """The drawn bars, each as (start, length, middle, colour), and the texts."""
     seen, texts = [], []
     bar, text = Axes.broken_barh, Axes.text
 

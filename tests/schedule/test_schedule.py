@@ -1,4 +1,4 @@
-"""Every schedule runs, whatever the numbers; ticks, time, bubble and peak are those of the closed forms."""
+"""Every schedule runs with all sizes, and its ticks, time, bubble and peak equal the closed forms."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ EVEN = [(S, M) for S, M in SIZES if M >= S and M % S == 0]
 
 @pytest.fixture(scope="module")
 def tables():
-    """All tables, by name, chunks of a stage, S and M."""
+    """All tables, by name, chunks per stage, S and M."""
     return {(name, v, S, M): schedule_table(name, S, M, v) for name, v in NAMES for S, M in SIZES}
 
 

@@ -1,4 +1,4 @@
-"""The command, in this process: exit codes, what it prints and what it writes."""
+"""`jgt schedule`, run in this process: exit codes, output and files."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shown(capsys):
-    """What the command prints where all is well."""
+    """The output of a command that succeeds."""
 
     def _shown(*arguments):
         assert main(arguments) == 0

@@ -1,4 +1,4 @@
-"""The picture has every item where it runs; it fits a terminal, and a file gets all of it."""
+"""The timeline shows every item where it runs. It fits a terminal; a file gets all of it."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from jgt.schedule.timeline import MAX_BLOCKS, ink, print_comparison, print_timel
 
 
 def drawn(table, **options):
-    """What a console writes."""
+    """The text that a console writes."""
     file = io.StringIO()
     print_timeline(table, Console(file=file, highlight=False, **options))
     return file.getvalue()
@@ -24,7 +24,7 @@ def plain(text):
 
 
 def cells(text):
-    """Tick → stage → texts, read from the columns below the numbers of ticks."""
+    """Tick → stage → texts, read from the columns below the tick numbers."""
     found = {}
     for block in text.split("\n\n")[:-1]:
         header, *lines = block.splitlines()

@@ -1,4 +1,4 @@
-"""A broken table is reported, and the verdict is that of a slow run of the table."""
+"""Broken tables are reported, and the verdict agrees with a slow run of the table."""
 
 import dataclasses
 
@@ -14,12 +14,12 @@ FIELDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def problems(table):
-    """What is wrong with a table, as a message lists it."""
+    """The faults of a table, as a message lists them."""
     return limit_texts([fault.text for fault in find_faults(table)])
 
 
 def put(table, kind, tick, stage, item):
-    """The table with another entry."""
+    """The table with one entry replaced."""
     rows = [list(row) for row in table.rows(kind)]
     rows[tick][stage] = item
     return dataclasses.replace(table, **{FIELDS[kind]: tuple(map(tuple, rows))})
@@ -37,7 +37,7 @@ def place(table, kind, microbatch, chunk):
 
 
 def move(table, kind, microbatch, chunk, tick):
-    """The table with an item in another tick; what stood there is dropped."""
+    """The table with an item moved to another tick, where it replaces the item that is there."""
     before, stage = place(table, kind, microbatch, chunk)
     return put(put(table, kind, before, stage, None), kind, tick, stage, Item(microbatch, chunk))
 
@@ -173,7 +173,7 @@ def test_ticks_come_in_order_and_only_so_many(table):
 
 
 def runs(table):
-    """A slow run: what each stage has got, tick by tick, and whether all is done at the end, once."""
+    """Whether the table runs: follows what each stage receives, tick by tick. In the end, every item must have run once."""
     first, last = 0, table.num_chunks - 1
     arrived = {("F", m, first) for m in range(table.num_microbatches)}
     done = []
@@ -205,7 +205,7 @@ def runs(table):
 
 @st.composite
 def changed(draw):
-    """A schedule with an item in another tick, once or twice, and maybe on another stage."""
+    """A schedule in which up to two items move to another tick, and maybe to another stage."""
     name = draw(st.sampled_from(list(SCHEDULES)))
     table = longer(schedule_table(name, draw(st.integers(1, 4)), draw(st.integers(1, 5))), 2)
     for _ in range(draw(st.integers(0, 2))):

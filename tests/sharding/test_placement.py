@@ -1,4 +1,4 @@
-"""Where parameters, gradients, optimizer state and inputs go; and that nothing is ever made whole on one device."""
+"""The layout of parameters, gradients, optimizer state and inputs; none of them is ever created whole on one device."""
 
 import functools
 
@@ -327,7 +327,7 @@ def test_an_nnx_module_as_first_argument():
 
 
 class Wrapping(nnx.Module):
-    """A linear map, and something around or behind it."""
+    """A linear layer, with a transformation around it or a module after it."""
 
     def __init__(self, around=None, behind=None):
         self.inner = nnx.Linear(8, 8, rngs=nnx.Rngs(0))

@@ -344,7 +344,7 @@ def test_a_shard_map_may_have_another_backward_spec(axis_names):
 
 
 def around(fn, in_specs):
-    """The whole function inside a shard_map over data, its batch split."""
+    """The whole function inside a shard_map over data, which splits its batch."""
     return lambda w, x: jax.shard_map(fn, mesh=MESH, in_specs=(in_specs, P("data")), out_specs=P("data"), axis_names={"data"})(w, x)
 
 
@@ -564,7 +564,7 @@ def named_remat_scan(w, x):
 
 
 def residuals(fn, *args):
-    """Shapes of what the backward pass finds, arguments and constants apart; offloaded ones are marked."""
+    """Shape, place (device or host) and source of each value saved for the backward pass, without arguments and constants."""
     found = []
     for aval, source in saved_residuals(lambda w: fn(w, *args).sum(), W):
         if "argument" not in source and "constant" not in source and aval.shape != W.shape:
@@ -577,7 +577,7 @@ OWN_REGION = [named_remat, named_remat_scan]
 
 
 def kept(model, **actions):
-    """How many values the backward pass of this model finds on the device, and how many on the host."""
+    """The numbers of values saved for the backward pass of a model, on the device and on the host."""
     # A step's own input is found too where a scan is recomputed.
     extra = 1 if model in PER_STEP else 0
     found = [place for _, place, _ in residuals(jgt.shard(model, save_rules(**actions), MESH), X)]

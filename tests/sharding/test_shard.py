@@ -1,4 +1,4 @@
-"""One trace for each set of shapes, shared by calls, placement and init; and what may not share one."""
+"""Calls, placement and init share one trace for each set of shapes, and some programs must not share one."""
 
 import jax
 import jax.numpy as jnp

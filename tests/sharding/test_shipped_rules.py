@@ -71,7 +71,7 @@ def test_xla_partitions_without_complaint(rules):
 
 @contextlib.contextmanager
 def captured_stderr():
-    """What C++ code writes to file descriptor 2."""
+    """A file with everything that is written to file descriptor 2, also by C++ code."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Runs of a tiny decoder on a tiny text, compiled without optimisation: what is tested is not XLA's code generator."""
+"""Runs of a tiny decoder on a tiny text, compiled without optimisation, because XLA's code generator is not under test."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ TINY = {
 
 @pytest.fixture(scope="package", autouse=True)
 def _compiled_quickly(tmp_path_factory) -> Iterator[None]:
-    """The same program is compiled once: a run that is started again is a program that was compiled before."""
+    """Compiles each program once: when a run is started again, its program comes from the cache."""
     _configure(quick=True, folder=str(tmp_path_factory.mktemp("compiled")), min_seconds=0.0)
     yield
     _configure(quick=False, folder=None, min_seconds=1.0)
@@ -40,14 +40,14 @@ def _configure(*, quick: bool, folder: str | None, min_seconds: float) -> None:
 
 @pytest.fixture(scope="package")
 def nursery(tmp_path_factory, pytestconfig) -> Iterator[Nursery]:
-    """Starts runs in processes of their own, by fork."""
+    """Starts runs in their own processes, by fork."""
     with Nursery(tmp_path_factory.mktemp("compiled"), pytestconfig.rootpath) as nursery:
         yield nursery
 
 
 @pytest.fixture(scope="package")
 def text_file(tmp_path_factory) -> Path:
-    """Some 30 kB of digits and spaces."""
+    """About 30 kB of digits and spaces."""
     path = tmp_path_factory.mktemp("text") / "squares.txt"
     path.write_text(" ".join(str(i * i) for i in range(4000)))
     return path

@@ -1,4 +1,4 @@
-"""Processes stop together and start alike; the other processes are played."""
+"""Processes stop together and start alike. The other processes are simulated."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from train.processes.processes import agree_on_input
 
 @pytest.fixture
 def others(monkeypatch):
-    """Plays process 0 of several: what the others send is a function of what it sends."""
+    """Simulates process 0 of several: what each of the others sends is a function of what process 0 sends."""
 
     def play(*answers):
         monkeypatch.setattr("jax.process_count", lambda: 1 + len(answers))

@@ -1,4 +1,4 @@
-"""Processes that are asked to stop, in any order of what they do, stop behind the same step."""
+"""Processes that are asked to stop all stop after the same step, in whatever order they act."""
 
 import threading
 
@@ -10,7 +10,7 @@ from stores import Shared
 from train.processes.peers import Agreement
 
 AHEAD = 3
-"""How many steps a process may be ahead of the slowest one: its devices wait for those of the others."""
+"""The number of steps that a process may be ahead of the slowest one, because its devices wait for those of the others."""
 TURNS = ("train", "look", "ask", "look while training")
 
 
@@ -19,7 +19,7 @@ class WaitsError(Exception):
 
 
 class Condition:
-    """Tells instead of waiting."""
+    """Raises WaitsError instead of waiting."""
 
     def __enter__(self):
         return self
@@ -35,7 +35,7 @@ class Condition:
 
 
 class Process:
-    """One process with its two threads, of which the test says when they go on."""
+    """One process with its two threads. The test says when each of them continues."""
 
     def __init__(self, store, number, count, first):
         with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +44,7 @@ class Process:
         self.begun, self.stopped = first - 1, False
 
     def train(self, others):
-        """Begins the next step, unless it waits or was stopped."""
+        """Begins the next step, unless the process has to wait or was stopped."""
         if self.stopped or self.begun + 1 - min(other.begun for other in others) > AHEAD:
             return
         try:

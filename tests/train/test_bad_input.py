@@ -35,7 +35,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def refused(capsys):
-    """Runs the command, which must refuse its input; the problems."""
+    """Runs the command, which must refuse its input. Returns the problems."""
 
     def _refused(path, *arguments):
         assert main(["--config", str(path), *arguments]) == 2

@@ -1,4 +1,4 @@
-"""Checkpoints of a small state: bit for bit, on any layout, the last ones kept."""
+"""Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import shutil
 
@@ -68,7 +68,7 @@ def test_the_manifest_says_what_there_is(tmp_path):
 
 
 def damaged_ways():
-    """Ways to spoil a file."""
+    """Ways to damage a file."""
 
     def cut(path):
         path.write_bytes(path.read_bytes()[:-1])
@@ -91,7 +91,7 @@ def damaged_ways():
 
 @pytest.mark.parametrize("spoil", damaged_ways(), ids=["deleted", "cut", "zeroed", "flipped", "linked"])
 def test_a_damaged_step_is_never_used(spoil, checkpoints, tmp_path):
-    """Each file of the newest step in turn: the one before is used, and the damage is told."""
+    """Damages each file of the newest step in turn: the step before is used, and the damage is reported."""
     states = {1: state_on(PartitionSpec()), 2: State(*jax.tree.map(lambda x: x + 1, tuple(state_on(PartitionSpec()))))}
     for step, state in states.items():
         checkpoints.save(state, step, samples=step)

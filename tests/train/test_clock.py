@@ -1,4 +1,4 @@
-"""Step times, by a clock that the test turns."""
+"""Step times, with a clock that the test sets."""
 
 import pytest
 

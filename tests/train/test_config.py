@@ -1,4 +1,4 @@
-"""A run's file: what is printed is read back, and what stands between the lines."""
+"""The config of a run: it can be printed and read back, and finds its rules and its directory."""
 
 import subprocess
 import sys

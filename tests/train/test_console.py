@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""The output in the terminal."""
 
 from train.records.console import Screen
 

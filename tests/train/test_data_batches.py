@@ -1,4 +1,4 @@
-"""Order, resumption, rows of several processes, held-out windows: against the definition, written out slowly."""
+"""Order, resumption, rows of several processes and held-out windows, compared with a slow version of the definition."""
 
 import threading
 from itertools import islice, pairwise
@@ -18,7 +18,7 @@ NUM_TOKENS = 1003
 
 @pytest.fixture
 def token_file(tmp_path):
-    """Token i is i, so that a window says where it comes from."""
+    """A file in which token i is i, so that a window shows where it comes from."""
     path = tmp_path / "tokens.bin"
     np.arange(NUM_TOKENS, dtype=np.uint16).tofile(path)
     return str(path)

@@ -1,4 +1,4 @@
-"""The data keys: what `bind` refuses, what only the file system tells, and that neither loads JAX."""
+"""The data keys: mistakes that `bind` finds, mistakes that only the file system shows, and no import of JAX for either."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every kind of file: what it reads, and what it says about a damaged one."""
+"""Every kind of data file: what is read from it, and the message about a damaged one."""
 
 import gzip
 import json

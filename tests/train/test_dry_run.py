@@ -1,4 +1,4 @@
-"""A dry run: bytes per device from shapes, and nothing written."""
+"""A dry run computes bytes per device from shapes, and writes nothing."""
 
 import re
 
@@ -11,7 +11,7 @@ NUM_PARAMETERS = 2 * 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 
 @pytest.fixture
 def dry_run(tiny_file, tmp_path, capsys):
-    """Runs the command; bytes per device by name."""
+    """Runs the command. Returns its output, and bytes per device by name."""
 
     def _dry_run(*overrides):
         assert main(["--config", str(tiny_file), f"run.dir={tmp_path}/run", *overrides, "--dry-run"]) == 0

@@ -1,4 +1,4 @@
-"""Faults of drills: each once in a run, in the process and at the step that are named."""
+"""Faults for drills: each happens once in a run, in the given process and at the given step."""
 
 import signal
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ class HappenedError(Exception):
 
 @pytest.fixture
 def start(tmp_path):
-    """The faults of a process that starts; what it notes is in `noted`."""
+    """The faults of a starting process. `noted` collects what it records."""
 
     def _start(*faults, process=0):
         started = Faults(faults, tmp_path, process, lambda fault: _start.noted.append((fault.kind, fault.at_step)))
@@ -35,7 +35,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What would have killed or stopped this process."""
+    """The calls that would have killed or stopped this process."""
     found = []
 
     def happen(*call):

@@ -1,4 +1,4 @@
-"""A run directory goes on with the model, the data and the seed that it was started with."""
+"""A run directory resumes with the model, the data and the seed that it was started with."""
 
 import pytest
 
@@ -11,7 +11,7 @@ FINGERPRINT = {"source": "text", "train_tokens": 100}
 
 @pytest.fixture
 def started(tiny):
-    """A run whose directory was started."""
+    """A run whose directory already exists."""
     run = tiny()
     write_folder(run, FINGERPRINT)
     return run

@@ -1,4 +1,4 @@
-"""Matmuls of layers against JAX's own, values and gradients."""
+"""The matmul of the layers, compared with JAX's own in values and gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Whole runs on one device: what they write, and that stopping and starting again changes nothing."""
+"""Whole runs on one device: they write the right files, and stopping and resuming changes nothing."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ SIX_STEPS = ("train.steps=6", "train.eval_every=3", "data.eval_tokens=1000", "ch
 
 @pytest.fixture(scope="module")
 def straight(tiny_file, tmp_path_factory):
-    """The directory of six steps in one go, with evaluations and checkpoints."""
+    """The directory of an uninterrupted run of six steps, with evaluations and checkpoints."""
     folder = tmp_path_factory.mktemp("straight")
     train(load(tiny_file, [f"run.dir={folder}", *SIX_STEPS]))
     return folder
@@ -54,7 +54,7 @@ def last_params():
 
 
 def full_at(monkeypatch, *saves):
-    """Makes the disk look full to some of a run's saves, by number."""
+    """Makes the disk look full to some saves of a run, given by their numbers."""
     number = itertools.count(1)
     plain = shutil.disk_usage
     monkeypatch.setattr(

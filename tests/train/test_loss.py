@@ -1,4 +1,4 @@
-"""Cross entropy against the definition, and its gradient, whole and in chunks."""
+"""Cross entropy and its gradient, whole and in chunks, compared with the definition."""
 
 import functools
 

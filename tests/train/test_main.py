@@ -1,4 +1,4 @@
-"""The garbage collector around imports."""
+"""The garbage collector is paused during imports."""
 
 import gc
 

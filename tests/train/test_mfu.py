@@ -1,4 +1,4 @@
-"""FLOPs of a token against a count by hand, matmul by matmul."""
+"""FLOPs per token, compared with a count by hand, matmul by matmul."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ def num_parameters(config):
 
 
 def attention():
-    """Scores and their sum over the values, of the half of the positions that a token sees."""
+    """The scores and their product with the values, for the half of the positions that a token sees on average."""
     return MATMUL * LAYERS * 2 * HEADS * SIZE * SEQ / 2
 
 

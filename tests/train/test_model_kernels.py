@@ -1,4 +1,4 @@
-"""Which attention kernel a run gets, what recomputing it keeps, and matmuls in eight bits."""
+"""The attention kernel that a run gets, the values that its recompute keeps, and 8-bit matmuls."""
 
 from types import SimpleNamespace
 
@@ -93,7 +93,7 @@ CONTRACTED = (((2,), (0,)), ((), ()))
 
 
 def eight_bits(x, dtype):
-    """Rounded as numpy's own type rounds, after scaling the largest value to the format's."""
+    """x rounded as by numpy's 8-bit type, after scaling its largest value to the largest value of the type."""
     scale = np.abs(x).max() / float(jnp.finfo(dtype).max)
     return np.asarray(x / scale, dtype).astype(np.float32) * scale
 

@@ -1,4 +1,4 @@
-"""Llama and GPT against slow obvious references in numpy, and what holds of any decoder. b batch, s seq, n heads, h head, d embed."""
+"""Llama and GPT compared with slow references in numpy, and properties of any decoder. b batch, s seq, n heads, h head, d embed."""
 
 import ast
 from pathlib import Path
@@ -49,7 +49,7 @@ def slow_attention(config, p, x, rope):
 
 
 def slow_rope(x, theta):
-    """Each pair (i, i + h/2) turned by position * theta ** (-2i / h)."""
+    """Each pair (i, i + h/2), rotated by position * theta ** (-2i / h)."""
     out, half = np.zeros_like(x), x.shape[-1] // 2
     for s in range(x.shape[1]):
         for i in range(half):

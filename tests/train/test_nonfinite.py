@@ -1,4 +1,4 @@
-"""Updates that are not finite never reach the parameters, and are told with their samples."""
+"""Updates that are not finite never reach the parameters, and are reported with their samples."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def test_an_update_that_is_not_finite_changes_nothing(value):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Makes the batches of some steps not finite."""
+    """Makes the weights in the batches of some steps NaN."""
     plain = Feed.train
 
     def _spoil(*steps):

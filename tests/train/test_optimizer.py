@@ -1,4 +1,4 @@
-"""Schedules by their values, AdamW against the paper's formulas, Muon against optax's, moments in bf16 against f32."""
+"""Values of schedules, AdamW compared with the paper's formulas, Muon with optax's, and bf16 moments with f32."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def test_matrices_decay_and_nothing_else(kind):
 
 
 class Odd(nnx.Module):
-    """Parameters whose names say nothing."""
+    """Parameters whose names do not show their roles."""
 
     def __init__(self, rngs):
         self.weight = nnx.Param(jnp.ones((4, 3)))
@@ -107,7 +107,7 @@ def test_a_late_warmup_leaves_less_to_fall_through():
 
 
 def tree(seed, dtype=jnp.float32):
-    """Parameters of two stacks of matrices, wide and tall, and of a vector and a table, as gradients."""
+    """Random parameters or gradients: two stacks of matrices, wide and tall, a vector and a table."""
     shapes = {"mlp": {"up": {"kernel": (3, 4, 6)}, "down": {"kernel": (3, 6, 4)}}, "norm": {"scale": (4,)}, "embed": {"embedding": (5, 4)}}
     keys = iter(jax.random.split(jax.random.key(seed), 4))
     return jax.tree.map(lambda shape: jax.random.normal(next(keys), shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -131,7 +131,7 @@ def test_muon_is_that_of_optax_for_matrices_and_adamw_for_the_rest():
 
     @jax.jit
     def second(params, gradients):
-        """The second update of each, after one by half the gradients."""
+        """The second update of each optimizer, after a first one with half the gradients."""
         found = []
         for optimizer, part in ((ours, lambda x: x), (adamw, lambda x: x), (theirs, lambda x: x["mlp"])):
             _, state = optimizer.update(jax.tree.map(lambda g: 0.5 * g, part(gradients)), optimizer.init(part(params)), part(params))

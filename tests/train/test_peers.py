@@ -1,4 +1,4 @@
-"""Processes that fail or fall silent are told to all others; rounds and time are those of the test."""
+"""Processes that fail or fall silent are reported to all others. The test controls rounds and time."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ SILENT = "process 2 has been silent for 30 s"
 
 
 class Turns:
-    """Stands for the event that ends the rounds: the test says when one begins, and goes on when it is over."""
+    """Replaces the event that ends the rounds. The test says when a round begins, and continues when it is over."""
 
     def __init__(self):
         self._orders, self._over = queue.Queue(), queue.Queue()
@@ -33,7 +33,7 @@ class Turns:
 
 
 class Process:
-    """One process; lost: what it heard of the end of others."""
+    """One process. lost: the reports that it received about the end of others."""
 
     def __init__(self, store, number, count):
         self.turns, self.lost, self.agreement = Turns(), [], Agreement(store, number, count)
@@ -54,20 +54,20 @@ class Group:
         return self.processes[number]
 
     def talk(self, seconds, *numbers):
-        """Lets time pass, with two rounds of these processes a second."""
+        """Lets time pass, with two rounds of these processes per second."""
         for _ in range(seconds):
             self.now[0] += 1
             for number in (*reversed(numbers), *numbers):
                 self.processes[number].turns.take()
 
     def lost(self):
-        """What each has heard, once."""
+        """The reports that each process received, without duplicates."""
         return [sorted(set(process.lost)) for process in self.processes]
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Starts so many processes."""
+    """Starts a number of processes."""
     now, groups = [1000.0], []
     monkeypatch.setattr("train.processes.peers.time", SimpleNamespace(monotonic=lambda: now[0]))
 

@@ -1,4 +1,4 @@
-"""Runs through a pipeline: on every step the numbers of one device, and checkpoints that go on without it or with another."""
+"""Runs through a pipeline have the numbers of one device at every step, and can resume without it or with another pipeline."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ PIPELINES = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Curve:
-    """What the logged steps of a run directory say, and its folder."""
+    """The numbers of the logged steps in a run directory, and its path."""
 
     folder: Path
     losses: np.ndarray
@@ -61,7 +61,7 @@ class Curve:
 
 @pytest.fixture(scope="module")
 def small(text_file):
-    """configs/pipeline.yaml in small, with overrides."""
+    """A small version of configs/pipeline.yaml, with overrides."""
     return lambda *overrides: load(CONFIG, [f"data.path={text_file}", *SMALL, *overrides])
 
 
@@ -89,7 +89,7 @@ def read(folder):
 
 
 def opened(run):
-    """A run's parts and its data, without a directory."""
+    """A run's setup and its data, without a run directory."""
     setup, config = prepare(run), run.config
     data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
     return setup, Feed(data, setup.batch_shardings, config.train.batch, config.model.seq)

@@ -1,4 +1,4 @@
-"""Wrong pipelines: exit code 2 from both commands, every problem at once, each with its file, line and key. And the config that ships."""
+"""Wrong pipelines: exit code 2 from both commands, every problem at once, each with its file, line and key. Also the shipped config."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ NAMES = ", ".join(SCHEDULES)
 
 @pytest.fixture
 def write(tmp_path, text_file):
-    """Writes a run's file with each key of its pipeline on a line of its own; values of None leave keys out."""
+    """Writes a config with each key of its pipeline on its own line. A key with the value None is left out."""
 
     def _write(pipeline=None, *, mesh=MESH, rules=CONFIGS / "rules" / "pipeline.yaml", layers=4, train="{batch: 16}"):
         lines = [
@@ -39,7 +39,7 @@ def write(tmp_path, text_file):
 
 @pytest.fixture
 def refused(capsys):
-    """The problems that both commands have with a file, the same."""
+    """The problems that both commands report for a file; they must be the same."""
 
     def _refused(path):
         assert main(["--config", str(path)]) == 2

@@ -1,4 +1,4 @@
-"""What a run writes about itself."""
+"""The metrics and events that a run writes."""
 
 import contextlib
 import json

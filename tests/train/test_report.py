@@ -1,4 +1,4 @@
-"""Where wall time went: hand-written events and what they add up to, to the last second."""
+"""Where wall time went: hand-written events, and accounts of them that are exact to the second."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def stretch(time, seconds, first, last, **details):
 
 
 def opening(time, processes=1, process=0, host="a"):
-    """3 s for the process, 1 s for its checkpoints; 4 s in all."""
+    """The events of a start that takes 4 s: 3 s for the process, 1 s for its checkpoints."""
     start = event("start", time, 3.0, processes=processes, process=process, devices=8, host=host, pid=1, jax="0.10.2")
     return [start, event("verify", time + 3, 1.0)]
 
@@ -64,7 +64,7 @@ KILLED_TWICE = [
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes events files, process 0's first; the run directory."""
+    """Writes events files, that of process 0 first. Returns the run directory."""
 
     def _write(*files, config=None):
         run = tmp_path / "run"
@@ -88,7 +88,7 @@ def account_of(rows, **options):
 
 
 def causes(accounts):
-    """Seconds by cause, those without any left out. They sum to wall exactly."""
+    """Seconds by cause, without causes of 0 seconds. They sum exactly to the wall time."""
     assert math.fsum(share.seconds for share in accounts.causes.values()) == accounts.wall_s
     assert sum(share.share for share in accounts.causes.values()) == pytest.approx(1.0)
     assert accounts.goodput == accounts.causes["steps"].share
@@ -278,7 +278,7 @@ def test_causes_sum_to_wall_time_whatever_happened(rows, others):
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6))
 def test_each_step_counts_once(starts):
-    """Starts that save after some of their steps and are killed after others: (saved, lost)."""
+    """Each start saves after some steps and is killed after further ones: (saved, lost)."""
     rows, time, saved = [], 0.0, 0
     for more, lost in starts:
         rows += [*opening(time), event("restore", time + 4, 1.0, step=saved)]

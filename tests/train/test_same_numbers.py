@@ -32,7 +32,7 @@ B1 = 0.9
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run looks like: parameters and gradients before the first update, and the loss of every step."""
+    """The numbers of a run: parameters and gradients before the first update, and the loss of every step."""
 
     params: Any
     gradients: Any
@@ -41,7 +41,7 @@ class Curve:
 
 @pytest.fixture(scope="module")
 def measure(tiny_file):
-    """A run's curve; what was measured once is not measured again."""
+    """A run's curve. Each run is measured only once."""
     known = {}
 
     def _measure(*overrides, steps=STEPS):

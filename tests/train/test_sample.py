@@ -1,4 +1,4 @@
-"""Sampled text against a slow loop that calls the model once a token."""
+"""Sampled text, compared with a slow loop that calls the model once for each token."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Losses far above those before are skipped, told, and remembered by checkpoints."""
+"""Losses far above earlier ones are skipped, reported, and stored in checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ NOISE = (2.0, 2.2, 1.9, 2.1, 2.05, 1.95, 2.15, 1.85)
 
 @jax.custom_jvp
 def of_norm(w, norm):
-    """Zero, with a gradient of this norm by w."""
+    """Zero, with a gradient of this norm with respect to w."""
     return 0.0 * w
 
 
@@ -30,7 +30,7 @@ of_norm.defjvp(lambda primals, tangents: (0.0 * primals[0], primals[1] * tangent
 
 @pytest.fixture(scope="module")
 def run():
-    """Trains on losses as given, each with its norm of the gradient; which of the updates were applied, and the states after them."""
+    """Trains on given losses and gradient norms. Returns which of the updates were applied, and the states after them."""
     spikes, optimizer = SpikesConfig(window=WINDOW, deviations=6), optax.adamw(0.1)
     step = jax.jit(
         make_train_step(
@@ -94,7 +94,7 @@ def test_the_loss_of_a_gradient_that_is_not_finite_stays_out_too(run):
 
 @pytest.fixture
 def strange(monkeypatch):
-    """Makes the text of one step strange."""
+    """Replaces all targets of one step by token 255."""
     plain = Feed.train
 
     def _strange(strange):

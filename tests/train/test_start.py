@@ -1,4 +1,4 @@
-"""What a run starts from, and that the rest of the world stays as it was."""
+"""The checkpoint that a run starts from; starting leaves other files as they were."""
 
 import contextlib
 import shutil
@@ -24,7 +24,7 @@ def copied(earlier, tmp_path):
 
 @pytest.fixture
 def position():
-    """Where a run would start, and what it says."""
+    """The position at which a run would start, and its messages."""
 
     def _position(run, resume=None):
         resume, said = resume or Resume(), []

@@ -1,4 +1,4 @@
-"""A training step against its definition, whole and in parts, on a loss small enough to write down."""
+"""A training step, whole and in parts, compared with its definition on a loss that is small enough to write down."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def mean_loss(params):
 
 
 def step(batch=BATCH, accumulate=1, clip=None):
-    """One step of gradient descent with rate 1: what the parameters lose is the gradient."""
+    """One step of gradient descent with rate 1, which subtracts the gradient from the parameters."""
     optimizer = optax.sgd(1.0)
     train_step = jax.jit(make_train_step(loss, optimizer, accumulate=accumulate, pin_gradients=lambda tree: tree, clip=clip))
     state, metrics = train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch)

@@ -1,4 +1,4 @@
-"""Updates of one parameter after another, with moments in the host's memory: the same numbers as those of all at once."""
+"""Updating one parameter after another, with moments in the host's memory, gives the same numbers as updating all at once."""
 
 import jax
 import numpy as np

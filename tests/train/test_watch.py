@@ -1,4 +1,4 @@
-"""What the watch ends, with which code and words; its time is the test's, and it leaves the test running."""
+"""The watchdog ends a process with the right exit code and message. The test controls its time, and is not ended itself."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from train.run.loop import train
 from train.sections import WatchdogConfig
 
 TICK = 0.5
-"""Seconds of which the watch believes at most so many at a time."""
+"""The most seconds that the watchdog counts at a time, so that suspended time does not count."""
 
 
 class LeftError(BaseException):
@@ -29,7 +29,7 @@ class LeftError(BaseException):
 
 
 class Turns:
-    """Stands for `select`: the test says when the watch looks, and goes on when it has looked or left."""
+    """Replaces `select`. The test says when the watchdog looks, and continues when it has looked or ended the process."""
 
     def __init__(self):
         self._orders, self._over = queue.Queue(), queue.Queue()
@@ -60,7 +60,7 @@ class Turns:
 
 
 class Scene:
-    """A watch, and the time."""
+    """A watchdog and its clock."""
 
     def __init__(self, watch, now, turns):
         self.watch, self._now, self._turns = watch, now, turns
@@ -73,7 +73,7 @@ class Scene:
         return self._turns.codes
 
     def wait(self, seconds):
-        """Lets time pass as it does."""
+        """Lets time pass in ticks."""
         for _ in range(round(seconds / TICK)):
             self.jump(TICK)
 
@@ -84,13 +84,13 @@ class Scene:
             self._turns.take()
 
     def steps(self, first, last, seconds):
-        """Trains some steps of so many seconds each, but for the last one, which only begins."""
+        """Trains steps of this many seconds each. The last step only begins."""
         for step in range(first, last + 1):
             assert self.watch.may_begin(step)
             self.wait(seconds if step < last else 0)
 
     def signal(self, number):
-        """Sends this process a signal, for which the watch has set a handler."""
+        """Sends this process a signal, for which the watchdog has set a handler."""
         assert signal.getsignal(number).__module__ == "train.processes.watch"
         os.kill(os.getpid(), number)
         for _ in range(100):
@@ -102,7 +102,7 @@ class Scene:
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
-    """Enters a watch with these limits."""
+    """Starts a watchdog with these limits."""
     now, turns = [1000.0], Turns()
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime, sleep=lambda seconds: None)
     monkeypatch.setattr("train.processes.watch.time", clock)
@@ -158,7 +158,7 @@ def test_each_step_has_its_own_time(watched):
 
 
 def test_the_first_steps_have_the_time_of_a_start_and_are_no_measure(watched):
-    """The host is two steps ahead of the devices: the third is the first in which it waits for one."""
+    """The host runs two steps ahead of the devices, so the third step is the first in which it waits."""
     with watched(step_seconds=60, start_seconds=200) as scene:
         scene.steps(1, 3, 0.5)
         scene.wait(190)

@@ -15,7 +15,7 @@ GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
 
 @pytest.fixture
 def flags(monkeypatch):
-    """Configures with XLA_FLAGS as given; what they are afterwards, and the warnings."""
+    """Configures XLA with the given XLA_FLAGS. Returns the flags afterwards, and the warnings."""
 
     def _flags(config, given=""):
         monkeypatch.setenv("XLA_FLAGS", given)
@@ -27,7 +27,7 @@ def flags(monkeypatch):
 
 @pytest.fixture
 def updates(monkeypatch):
-    """What is set in JAX's configuration."""
+    """The options that are set in JAX's configuration."""
     found = {}
     monkeypatch.setattr(jax.config, "update", found.__setitem__)
     return found
