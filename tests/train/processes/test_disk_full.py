@@ -1,4 +1,4 @@
-"""A disk that is full during a save, on a real small file system: training goes on, and saving too once there is room."""
+"""A disk that is full during a save, on a real small file system: training continues, and so do saves once there is room."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ MEGABYTES = 6
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder with a file system of its own, of a few megabytes."""
+    """A folder with its own file system of a few megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)], capture_output=True, check=False)
@@ -26,7 +26,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def run_on(tiny, small_disk, monkeypatch):
-    """A run on that disk, of which all but `left` bytes are taken from one save on to another."""
+    """The directory of a run on that disk, which has only `left` bytes free from the save of step `full_from` to that of `free_from`."""
     plain, ballast = Checkpoints.save, small_disk / "ballast"
 
     def _run_on(left, *, full_from, free_from):

@@ -1,4 +1,4 @@
-"""Real processes killed at random moments: every restart goes on, and ends bit for bit where the unbroken run ends."""
+"""Real processes killed at random moments: every restart resumes, and the end is bit for bit that of an uninterrupted run."""
 
 import random
 import signal
@@ -34,7 +34,7 @@ MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
 
 @pytest.fixture
 def start(nursery, tiny_file, tmp_path):
-    """Starts the processes of a run, which write beside its folder."""
+    """Starts the processes of a run. Their logs are beside its folder."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(document.dump(RULES))
 
@@ -50,12 +50,12 @@ def start(nursery, tiny_file, tmp_path):
 
 
 def ended(children):
-    """The exit codes of a run's processes, which end by themselves."""
+    """Waits for the processes of a run to end by themselves. Returns their exit codes."""
     return [child.wait() for child in children]
 
 
 def kill_at_random(children, longest, chance):
-    """Kills one of a run's processes, or all, after a random time; whether they were still there."""
+    """Kills one process of a run, or all, after a random time. Returns whether any of them was still running."""
     time.sleep(chance.uniform(0.1, longest))
     victims = chance.choice([children, *([child] for child in children)])
     there = [child.poll() is None for child in victims]
@@ -65,7 +65,7 @@ def kill_at_random(children, longest, chance):
 
 
 def outcome(tiny_file, folder, read_rows):
-    """Parameters and optimizer state at the end, and every step's loss."""
+    """The parameters and the optimizer state at the end, and the loss of every step."""
     setup = prepare(load(tiny_file, [f"run.dir={folder}", *OVERRIDES]))
     found, reports = find_checkpoint(folder)
     assert reports == [] and found.manifest.step == STEPS
@@ -74,7 +74,7 @@ def outcome(tiny_file, folder, read_rows):
 
 
 def check_listed(folder):
-    """What is listed is whole."""
+    """Every listed step is complete."""
     steps = Steps(folder / FOLDER)
     for step in steps.listed():
         assert steps.read(step).step == step

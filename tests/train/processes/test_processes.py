@@ -1,4 +1,4 @@
-"""Two real processes of four devices each: the numbers of one process with eight, and checkpoints that either reads."""
+"""Two real processes with four devices each give the numbers of one process with eight, and either reads the other's checkpoints."""
 
 import types
 
@@ -28,7 +28,7 @@ RULES = {
 
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory):
-    """The override that names these rules."""
+    """The override that sets these rules."""
     from jgt import document
 
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
@@ -38,7 +38,7 @@ def rules(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_file, rules, tmp_path_factory, pytestconfig):
-    """The directory of some steps on two processes, and what each of them printed."""
+    """The directory of a run of some steps on two processes, and the output of each process."""
     folder = tmp_path_factory.mktemp("two")
     command = ["-m", "train", "--config", str(tiny_file), f"run.dir={folder}", rules, *OVERRIDES, "devices.virtual_cpu=4"]
     return folder, run_both(tmp_path_factory.mktemp("logs"), lambda port, i: [*command, *flags(port, 2, i)], pytestconfig.rootpath)
@@ -121,7 +121,7 @@ def restored(run):
 
 
 class Sharding:
-    """Stands for the sharding of an array of which this process's devices hold some parts."""
+    """Replaces the sharding of an array of which this process's devices hold some parts."""
 
     def __init__(self, *indices):
         self._indices = dict(enumerate(indices))

@@ -1,4 +1,4 @@
-"""Where a fault of a step comes from: of passes made by hand, and of runs."""
+"""The cause of a wrong step, for passes made by hand and for runs."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def passed(losses, *, norm=1.0, digest=7):
 
 
 def judged(losses, *, second=None, logged=None, own=WELL, other=WELL, **changes):
-    """The verdict on the last of these steps, which came out twice alike and as it was logged unless said otherwise."""
+    """The verdict on the last of these steps. By default, both passes give the same result, which is also the logged one."""
     first = passed(losses, **changes)
     plain = {step: loss if np.isfinite(loss) else None for step, loss in losses.items()}
     return judge(max(losses), plain if logged is None else logged, [first, second or first], [own, other], 160)

@@ -1,7 +1,7 @@
-"""A run stops on one shape and goes on, on another: the same bits at the checkpoint, and the losses of the unbroken run after it.
+"""A run stops on one shape and resumes on another: the same bits at the checkpoint, then the losses of the uninterrupted run.
 
-A shape is all that may change between two starts and leaves the mathematics alone: devices, processes, mesh, rules, pipeline, parts of
-a batch, recomputation.
+A shape is everything that may change between two starts without changing the mathematics: devices, processes, mesh, rules, pipeline,
+parts of a batch, recomputation.
 """
 
 import functools
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a start runs on; `devices` in each process."""
+    """The shape that a start runs on. devices: in each process."""
 
     overrides: tuple[str, ...]
     devices: int = 8
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def is_here(self):
-        """Whether these processes and devices are the test's own."""
+        """Whether the shape is that of the test process itself."""
         return (self.processes, self.devices) == (1, 8)
 
 
@@ -84,7 +84,7 @@ copy_and_train(run)
 
 
 def restored(run, devices=None):
-    """The state of a run's newest checkpoint, on devices that may be fewer than all, and its manifest."""
+    """The state of a run's newest checkpoint, on all devices or on `devices`, and its manifest."""
     setup = prepare(run, devices=devices)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
     found, reports = checkpoints.find()
@@ -94,7 +94,7 @@ def restored(run, devices=None):
 
 
 def copy_and_train(run):
-    """Saves what this start restores once more, beside the run's own checkpoints; then goes on to the last step."""
+    """Saves the restored state again, beside the run's own checkpoints, and then trains to the last step."""
     state, manifest = restored(run)
     copies = Checkpoints(run.config.run.path / "copy" / "checkpoints", run.config.checkpoint)
     copies.save(state, manifest.step, manifest.samples)
@@ -105,7 +105,7 @@ def copy_and_train(run):
 
 @pytest.fixture(scope="module")
 def start(tiny_file, tmp_path_factory):
-    """Starts a run of a shape, in this process or in as many as it has."""
+    """Starts a run on a shape, in this process or in as many processes as the shape has."""
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "helpers")]),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
@@ -129,7 +129,7 @@ def start(tiny_file, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(start, tmp_path_factory):
-    """The directory of a shape's run in one go, which is trained once."""
+    """The directory of an uninterrupted run on a shape, which is trained only once."""
     known = {}
 
     def _unbroken(name):
@@ -143,7 +143,7 @@ def unbroken(start, tmp_path_factory):
 
 @pytest.fixture
 def broken(unbroken, start, tmp_path):
-    """The directory of a run that stopped on one shape and went on, on another."""
+    """The directory of a run that stopped on one shape and resumed on another."""
 
     def _broken(before, after):
         folder = tmp_path / "broken"
@@ -171,7 +171,7 @@ def losses(read_rows):
 
 @pytest.fixture(scope="module")
 def state(tiny_file, tmp_path_factory):
-    """The state at the checkpoint of a run directory, as arrays by name, restored by this process on a shape of no more devices."""
+    """The state at the checkpoint of a run directory, as arrays by name, restored in this process on as many devices as the shape has."""
 
     def _state(name, folder):
         alone = tmp_path_factory.mktemp("alone")

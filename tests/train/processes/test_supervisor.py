@@ -1,4 +1,4 @@
-"""When a launcher starts a group again, on how many processes and how soon; and how real groups end."""
+"""When a launcher restarts a group, with how many processes and how soon; and how real groups end."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from train.launch.supervisor import Policy, supervise
 
 
 class Played:
-    """A runner whose groups end as the test says: with this code of process 0, after so many more steps."""
+    """A runner whose groups end as the test says: with this exit code of process 0, after a number of further steps."""
 
     def __init__(self, *ends, stopped_in=None):
         self._ends, self._stopped_in = list(ends), stopped_in
@@ -163,7 +163,7 @@ class NeverStarted:
 
 @pytest.fixture
 def refused(monkeypatch, capsys, tiny_file, tmp_path):
-    """What a launcher says that starts nothing."""
+    """The messages of a launcher that refuses to start."""
     monkeypatch.setattr(launch, "Group", NeverStarted)
 
     def _refused(*own, arguments=()):
@@ -241,7 +241,7 @@ echo "process $last: $*"
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """Gives the processes of groups this shell text to run, in which $last is the number of the process."""
+    """Makes the processes of groups run this shell script, in which $last is the number of the process."""
     # After a fork of a process with threads Python may do nothing.
     monkeypatch.setattr("train.launch.group._end_with", lambda parent: None)
 
@@ -256,7 +256,7 @@ def python(tmp_path, monkeypatch):
 
 @pytest.fixture
 def group(python, tmp_path):
-    """A group of processes that run this shell text."""
+    """A group of processes that run this shell script."""
     started = []
 
     def _group(body, count=3):

@@ -1,4 +1,4 @@
-"""Real processes that are asked to stop, die, hang or fail: what the others do, and that the run goes on afterwards."""
+"""Real processes that are asked to stop, die, hang or fail: the reaction of the others, and the resumed run."""
 
 import signal
 import time
