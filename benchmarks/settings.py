@@ -1,4 +1,4 @@
-"""The effect of each setting: plans of llama-1b.yaml with one change, for a described GPU, without having one.
+"""The effect of settings: plans of llama-1b.yaml with one or two changes, for a described GPU, without having one.
 
     python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--json] [--save]
 
