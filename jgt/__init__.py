@@ -58,10 +58,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    # The only public name that is a module: its functions are read as jgt.signal.context and jgt.signal.tensor.
     if name == "signal":
         return importlib.import_module("jgt.signal")
     if name not in _OWNERS:
         raise AttributeError(f"module 'jgt' has no attribute {name!r}")
+    # Stored in the module, so that Python asks `__getattr__` once for each name.
     value = globals()[name] = getattr(importlib.import_module(_OWNERS[name]), name)
     return value
 

@@ -20,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVa
 PREFIX = "sig."
 """Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
 
+# The others mean something in XLA's op names: `@` ends a name, a quote ends the attribute, and / ( ) : separate scopes and the names
+# of operations that XLA combined.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train",
         description="Trains the model of a YAML file. The same command again resumes the run from its newest checkpoint.",
+        # The launcher looks for `--resume never` among the arguments, and would not find an abbreviation of it.
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
@@ -157,6 +158,7 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     except Exception:
         traceback.print_exc()
         code = Exit.FAILED
+    # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
     exit_if_distributed(code)
     return code
 

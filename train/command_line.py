@@ -64,6 +64,7 @@ def find_cluster(coordinator: str | None, num_processes: int | None, process: in
         size = os.environ.get(variable, "1")
         if size.isdigit() and int(size) > 1 and all(name in os.environ for name in others):
             return Cluster(num_processes=int(size))
+    # Kubernetes gives an index to the pods of an Indexed job only.
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         return Cluster()
     return None
@@ -88,5 +89,6 @@ def flag_problems(coordinator: str | None, num_processes: int | None, process: i
         yield f"command line: --processes: must be at least 1, not {num_processes}"
     elif num_processes is not None and process is not None and not 0 <= process < num_processes:
         yield f"command line: --process: must be between 0 and {num_processes - 1} (--processes {num_processes}), not {process}"
+    # The last colon counts, because an IPv6 address has colons of its own.
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         yield f"command line: --coordinator: {coordinator!r} has no port. Write HOST:PORT, for example localhost:8476"

@@ -178,6 +178,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder)
         problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
+    # The mesh is a placeholder if there is none: rules without a mesh are an error, and a run without rules is on one device.
     run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.

@@ -64,6 +64,7 @@ class RunConfig:
         key = "name" if self.dir is None else "dir"
         if self.dir is not None and not (self.dir and self.dir.isprintable()):
             yield "dir", f"{document.shown(self.dir)} cannot be a path. Use letters, digits, dots, dashes and slashes, or null"
+        # Systems limit names and paths in bytes, not in characters.
         elif max(map(len, map(os.fsencode, self.path.parts)), default=0) > MAX_NAME or len(os.fsencode(self.path)) > MAX_PATH:
             yield key, f"{document.shown(str(self.path))} is too long; a name has at most {MAX_NAME} bytes here, a path {MAX_PATH:,}"
 
@@ -104,6 +105,7 @@ class XlaConfig:
         A config may come from anywhere, and a path in a flag lets XLA write files, or load and run the ones that it finds there.
         """
         for name, value in self.flags.items():
+            # Without re.ASCII, \w would take the letters and digits of every script.
             if not re.fullmatch(r"(--)?xla_\w{1,100}", name, re.ASCII) or not re.fullmatch(r"[\w.,:+-]{1,100}", str(value), re.ASCII):
                 yield f"flags.{name}", "is not an XLA flag. Write xla_NAME: VALUE, without spaces and slashes"
             # By name, because XLA's flags carry no types: dump_to, data_dir, cache_path and their like.

@@ -1,4 +1,11 @@
-"""Everything of a run that exists before its first step: devices, model, placement, compiled functions."""
+"""Everything of a run that exists before its first step: devices, model, placement, compiled functions.
+
+Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
+all of them call `prepare`, which makes the whole program from shapes: mesh, model, loss under its rules, optimizer, and the place of
+every array. Nothing in it needs devices: on an abstract mesh, a laptop checks a run for hardware that it does not have.
+
+The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepare`, before anything is compiled or allocated.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +65,7 @@ class Setup:
         whole = place.replicated()
         memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
         moments = place.optimizer(self.shapes.opt_state, memory)
+        # The window of losses is a few numbers, which every device keeps.
         return State(whole, place.params, moments, jax.tree.map(lambda _: whole, self.shapes.losses))
 
     @property
@@ -72,6 +80,7 @@ class Setup:
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
+        # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
         return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def train_step(self) -> Any:
@@ -95,7 +104,9 @@ class Setup:
         return jax.jit(
             step,
             in_shardings=(shardings, self.batch_shardings),
+            # The new state has the layout of the old one, the only one that the compiled step takes.
             out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "applied": whole}),
+            # The new state takes the memory of the old one.
             donate_argnums=0,
         )
 
@@ -131,9 +142,11 @@ def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devic
     plain = make_loss(model.features, chunks=chunks, groups=_num_shards(run, mesh)[0] if run.pipeline is None else 1)
     # The step, the evaluation and the placement share one trace of the loss.
     loss = jgt.shard(plain, rules, mesh, pipeline=run.pipeline)
+    # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
     part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
+    # Even the key is only a shape: nothing is computed where the devices may be absent.
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     placement = jgt.place(loss, rules, mesh, params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
     _check_remat(run, placement.tensors)
@@ -178,6 +191,7 @@ def _attention(run: Run, device: Any, *, shares_stage: bool) -> AttentionChoice:
 def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh) -> int:
     """As few chunks as fit, or as many as the file says."""
     train, model, pipeline = run.config.train, run.config.model, run.pipeline
+    # The rows whose logits exist at once: those of one part of the batch, in a pipeline those of one microbatch.
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
     return train.loss_chunks or num_chunks(
         rows, model.seq, model.vocab, mesh.size, local_seq=max(model.seq // _num_shards(run, mesh)[1], 1)
@@ -236,6 +250,7 @@ def _axis_names(run: Run) -> list[str]:
     names = list(run.mesh)
     if run.pipeline is None or run.pipeline.axis not in names:
         return names
+    # XLA requires the manual axes of nested shard_maps in the order of the mesh, and the outer one is over the batch.
     batch = set(run.batch_dims[0]) - {run.pipeline.axis}
     first = [name for name in names if name in batch]
     return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]

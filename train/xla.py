@@ -109,6 +109,7 @@ def _try_flags(flags: list[str]) -> Iterator[str]:
 
 
 def _is_accepted(flags: list[str]) -> bool:
+    # On the CPU, so that the trial leaves the accelerators alone.
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, "-c", _PROBE], env=environment, capture_output=True, check=False).returncode == 0
 

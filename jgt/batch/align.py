@@ -74,6 +74,7 @@ class _Comparison:
             return
         for a, b in zip(equation.outvars, twin.outvars, strict=True):
             m, n = math.prod(jx.shape_of(a)), math.prod(jx.shape_of(b))
+            # The number of elements either is the same or grows in proportion to the batch.
             if m != n and m * self.num_rows[1] != n * self.num_rows[0]:
                 raise self._error(equation, f"makes {m} numbers in one of them and {n} in the other")
         # Where a dim of size 1 is missing, params that name dims differ legitimately. So only numbers are compared, and only

@@ -28,9 +28,11 @@ def backward_program(equation: Equation) -> Program:
 
     Literals are not operands of it, and results that are never used have no cotangent.
     """
+    # An operand that occurs twice has one gradient, which is the sum over both places.
     invars = list(dict.fromkeys(a for a in equation.invars if jx.is_var(a)))
     outvars = [v for v in equation.outvars if not jx.is_dropped(v)]
     is_real = [jx.is_real(v) for v in invars]
+    # The program inside lends the new one its class and its debug info, and nothing of its content.
     program = jx.program_of(next(jx.subprograms(equation)), invars, [equation], outvars)
 
     def backward(operands: list[jax.Array], cotangents: list[jax.Array]) -> list[jax.Array]:
@@ -55,12 +57,15 @@ def cotangent_extent(result: Extent) -> Extent:
     """
     if result.rows:
         return Extent(Rows(result.rows.dim, result.rows.copies), -result.degree)
+    # The gradient of a weight is made of rows. The cotangent of a sum over rows is a constant, because the loss is
+    # linear in it.
     return Extent(None, 1 - result.degree, not result.of_batch)
 
 
 def is_gradient_extent(gradient: Extent, operand: Extent) -> bool:
     """Whether a gradient has the extent of a derivative by this operand, so that gradients of microbatches add up."""
     if gradient.rows and operand.rows:
+        # Copies have to agree, unless the rows of one side are all equal (0): those fit any order.
         is_in_place = gradient.rows.dim == operand.rows.dim and gradient.rows.copies in (0, operand.rows.copies or gradient.rows.copies)
         return is_in_place and gradient.degree == -operand.degree
     return gradient.rows is operand.rows and gradient.exact and gradient.degree == 1 - operand.degree

@@ -50,6 +50,7 @@ class Growth:
         """
         if jx.is_var(atom):
             return self.extents.get(atom, INDEPENDENT)
+        # Without a twin a literal counts as the same at every batch size.
         twin_value = atom.val if twin is None or jx.is_var(twin) else twin.val
         return constant_extent(atom.val, twin_value, self.num_rows)
 
@@ -68,4 +69,5 @@ class Growth:
 def batch_sizes(program: Flat, twin: Flat) -> tuple[int, int] | None:
     """The number of rows of the batch in two traces: dim 0 of the first input whose shape differs; None if there is none."""
     shapes = ((jx.shape_of(a), jx.shape_of(b)) for a, b in zip(program.invars, twin.invars, strict=True))
+    # The first input that differs speaks for all, because inputs with rows have the same number of them.
     return next(((a[0], b[0]) for a, b in shapes if a != b), None)

@@ -64,6 +64,7 @@ def _column_rows(equation: Equation, operand_rows: OperandRows) -> Rows | None:
     """The concatenation of columns [batch, 1] to an index [batch, num_dims]: some of the columns are places."""
     dim = equation.params["dimension"]
     present = [rows for rows in operand_rows if rows]
+    # XLA's indices have their columns in the last dim, one column for each dim that is indexed.
     is_index = dim == len(jx.shape_of(equation.outvars[0])) - 1 and all(size_of(a, dim) == 1 for a in equation.invars)
     if not is_index or any(rows.columns or rows.index in ("never", "lost") for rows in present) or len({rows.dim for rows in present}) > 1:
         return None
@@ -90,8 +91,10 @@ def gather(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Row
     refuse_indices("gather", [x])
     # The result's dims are those of the slices that are taken (offset dims) and, in order, those of the indices except the last.
     index_dims = _dims_except(equation.outvars[0], numbers.offset_dims)
+    # The last dim of the indices is that of the columns, so rows must be in another one.
     is_inside = index is not None and index.dim < len(jx.shape_of(indices)) - 1
     if x is None:
+        # table[arange(batch)] gives each row an entry of its own, but every microbatch would begin at entry 0.
         refuse_indices("gather", [index])
         if index is None or not is_inside:
             raise MixingError(BY_INDEX)
@@ -125,6 +128,7 @@ def scatter(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Ro
         refuse_indices("scatter", [index])
         if not is_paired:
             raise MixingError("it writes rows of the batch into something that has none")
+        # Called for its check alone: index and update have to go through the rows in the same order.
         common_copies("scatter", [index, update])
         return None
     if _is_within_rows(x, index if is_paired else None, operand, indices, numbers):

@@ -26,6 +26,7 @@ def _reshape(equation: Equation, twin: Equation, operand_rows: OperandRows) -> R
     rows = operand_rows[0]
     assert rows
     old, new = jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])
+    # The dim that grows is the dim of the rows. Without one, no result has rows and `result_rows` drops the answer.
     dim = next((d for d, (m, n) in enumerate(zip(new, jx.shape_of(twin.outvars[0]), strict=True)) if m != n), 0)
     if rows.is_index:
         # Places stay places only if the rows' dim is the same dim as before; dims of size 1 may come and go around it.

@@ -88,6 +88,7 @@ def grown_dim(var: Atom, twin: Atom, num_rows: tuple[int, int]) -> int | None:
     if len(dims) > 1:
         raise MixingError("it pairs rows of the batch with each other: two dims of its result grow with the batch")
     (dim,) = dims
+    # Cross-multiplied, because the quotient of two sizes may not be a whole number.
     if a[dim] * num_rows[1] != b[dim] * num_rows[0]:
         raise MixingError(
             f"it adds rows to the batch or leaves some out: {a[dim]} for a batch of {num_rows[0]}, {b[dim]} for one of {num_rows[1]}"
@@ -132,6 +133,7 @@ def merged_rows(a: Rows, b: Rows) -> Rows:
         return a
     if a.dim != b.dim or (a.copies and b.copies and a.copies != b.copies):
         raise MixingError("it has the rows of the batch in one order or in another, depending on the branch or the iteration")
+    # Where the two places differ, nothing is known of an index any more.
     return Rows(a.dim, max(a.copies, b.copies), "lost" if a.is_index or b.is_index else "")
 
 
@@ -142,6 +144,7 @@ _SIZE_PARAMS = names("shape new_sizes limit_indices start_indices slice_sizes si
 def refuse_params(equation: Equation, twin: Equation, *, has_rows: bool) -> None:
     """Raises MixingError if a param depends on the batch size: x ** batch_size has its exponent in a param."""
     for key, value in equation.params.items():
+        # Functions and programs cannot be compared here. The walk follows programs by itself.
         if (has_rows and key in _SIZE_PARAMS) or not (_is_plain(value) and _is_plain(twin.params.get(key))):
             continue
         # Compared as text, because nan != nan.

@@ -62,6 +62,7 @@ def _sliced_rows(rows: Rows, taken: _Slice, twin_taken: _Slice) -> Rows:
     # One row of each group of `stride` neighbours, the same one of every group.
     if stride > 1 and rows.copies < 2 and all(_takes_one_of_each_group(s, start, stride) for s in both):
         return rows
+    # At both batch sizes, because constant bounds that cut out a whole copy at one of them need not do so at the other.
     ranges = {_range_of_copies(s, rows.copies) for s in both}
     if len(ranges) > 1:
         raise MixingError(_OTHER_PART.format("slice"))

@@ -70,6 +70,7 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
             problems.append(node.problem(f"the key {name!r} is missing"))
     if len(problems) > num_before:
         return None
+    # Only now: the checks of `problems` rely on the types and bounds of the single fields.
     bound = cls(**values)
     for name, message in getattr(bound, "problems", tuple)():
         # The field may have its default: its key is named all the same, with the line of the section.
@@ -92,6 +93,7 @@ def _bind_scalar(node: Node, hint: object, problems: list[str]) -> object:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     assert hint in _TYPE_NAMES, f"bind does not know the type {hint}"
+    # Not isinstance: True is an int, and a whole number must not take it.
     if type(value) is not hint:
         hinted = " (write true or false)" if hint is bool and value in ("yes", "no", "on", "off") else ""
         problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {describe(value)}{hinted}"))

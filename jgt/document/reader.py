@@ -34,6 +34,7 @@ _MAX_DIGITS = 300
 _MAX_OPEN = 1_000
 """Levels at which reading stops altogether: libyaml's time grows with the square of the open brackets."""
 
+# PyYAML may be built without libyaml. Its own parser reads the same YAML, more slowly.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
@@ -152,6 +153,7 @@ class _Builder:
                 break
             name = self._key_text(name_event, key)
             value_event = next(self._events, None)
+            # The events end early at a limit or at a syntax error, which is a problem already.
             if value_event is None:
                 break
             path = dotted_key(key, name)
@@ -212,6 +214,7 @@ def _scalar(text: str) -> Value:
 class _Dumper(yaml.SafeDumper):
     """Lists on one line, no anchors, and quotes around text that `parse` would read as something else."""
 
+    # An object that occurs twice would be written as an anchor and an alias, which `parse` refuses.
     def ignore_aliases(self, data: object) -> bool:
         return True
 

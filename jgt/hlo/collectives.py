@@ -69,6 +69,7 @@ def collectives(module: Module, mesh: Mapping[str, int], num_devices: int) -> tu
     counts: collections.Counter[Collective] = collections.Counter()
     for name, runs in runs_per_step(module).items():
         for instruction in module.computations[name].instructions.values() if runs else ():
+            # The `-done` of a pair is of another kind, so a pair counts once.
             if instruction.kind in COLLECTIVES:
                 for row in _rows(module, name, instruction, participants_of(instruction, mesh, num_devices)):
                     # A branch that 2 of 3 visits take runs 8 times in a loop of 12. Fractions of a run are rounded.

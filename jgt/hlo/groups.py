@@ -76,6 +76,7 @@ class Participants(NamedTuple):
 
 def participants_of(collective: Instruction, mesh: Mapping[str, int], num_devices: int) -> Participants:
     """The devices of a collective on a mesh of axis sizes. Raises ValueError like `groups_of`."""
+    # Groups of one device exchange nothing, and neither do a permutation's pairs of a device with itself.
     groups = tuple(group for group in groups_of(collective, num_devices) if len(set(group)) > 1)
     axes = axes_between(groups, mesh)
     # A permutation's pairs are links, not groups: a ring of four has four pairs. Its group is what the links connect.
@@ -100,6 +101,7 @@ def _are_of_replicas(collective: Instruction) -> bool:
     return ids and collective.kind in ("all-gather", "all-reduce", "reduce-scatter")
 
 
+# A program has many collectives and few different groups.
 @functools.lru_cache(maxsize=4096)
 def _parse(text: str, num_devices: int, *, of_replicas: bool) -> Groups:
     if text.startswith("{"):

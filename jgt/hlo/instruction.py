@@ -115,6 +115,7 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The value of `name=value`. Raises KeyError if the instruction does not have the attribute."""
+        # The word boundary keeps `index` from being found inside a longer name.
         # A value ends at a comma or a space, unless it is in braces, where both may occur.
         found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^\s,]+)", self.text)
         if not found:

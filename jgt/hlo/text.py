@@ -97,6 +97,7 @@ class Module:
                     # Programs are large, and few lines are ever asked about: the rest of a line is parsed on demand.
                     instructions[name] = Instruction(name=name, op=op, shape=shape, text=rest, is_root=bool(root))
             elif line.startswith("}"):
+                # Python assigns from left to right: the name is used before it is cleared.
                 computations[computation], computation = Computation(instructions), ""
             elif start := _COMPUTATION.match(line):
                 computation, instructions = start[1], {}

@@ -67,6 +67,8 @@ def make_mesh(
     resolved = resolve_sizes(sizes, len(chosen), where)
     names = list(resolved)
     order = names if axis_names is None else list(axis_names)
+    # Devices are placed in the order of `sizes`. Transposing afterwards changes the order of the axes and leaves every
+    # device with its neighbours.
     grid = np.transpose(arrange(resolved, chosen), [names.index(name) for name in order])
     return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order))
 
@@ -107,6 +109,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Device]) -> DeviceGrid:
     inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
     blocks = [
         mesh_utils.create_device_mesh(inside, [d for d in devices if host_of(d) == host], allow_split_physical_axes=True)
+        # Sorted, because every process of a run has to arrive at the same mesh.
         for host in sorted(num_on_host)
     ]
     return _interleave(blocks, inside, over_hosts)
@@ -131,6 +134,8 @@ def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]
     room = per_host
     over: list[int] = []
     for size in reversed(list(sizes.values())):
+        # The common divisor, not the minimum: an axis of 6 on a host with room for 4 has 2 devices inside, and 3 parts
+        # over hosts.
         inside = math.gcd(size, room)
         room //= inside
         over.append(size // inside)

@@ -16,6 +16,7 @@ MAX_DEVICES = 1_000_000
 MAX_MESH_AXES = 32
 """More axes than devices could use: 2 ** 20 devices have 20 axes of size 2."""
 
+# No name can be read as a number, or as the `...` of a spec.
 _NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
 
 
@@ -43,6 +44,7 @@ def read_sizes(node: Node, problems: list[str]) -> dict[str, int]:
             sizes[axis] = size
     if problem := _free_problem(sizes):
         problems.append(node.problem(problem))
+    # Each size may be within its limit and their product beyond it.
     if (product := _known_product(sizes)) > MAX_DEVICES:
         problems.append(node.problem(f"the sizes multiply to {product:,}; a mesh has at most {MAX_DEVICES:,} devices"))
     return sizes

@@ -34,6 +34,7 @@ _Args = TypeVarTuple("_Args")
 
 def has_gradient(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether JAX differentiates by this value, which is to say whether it is a float."""
+    # JAX's function, because to numpy's own bf16 and the eight-bit types are not floats.
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 

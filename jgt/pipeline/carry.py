@@ -56,6 +56,7 @@ class StageBuffers:
 
     def updated(self, changed: StageBuffers) -> StageBuffers:
         """These buffers, with those that `changed` has in the place of their old values."""
+        # An item gets and returns only the buffers that it touches. Its other lists are empty.
         return replace(self, **{name: buffer for name, buffer in vars(changed).items() if jax.tree.leaves(buffer)})
 
 

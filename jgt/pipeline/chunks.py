@@ -47,6 +47,7 @@ class Chunks:
     @cached_property
     def ids(self) -> NDArray[np.int32]:
         """The number of the layer at each place [stages, layers of a stage]; -1 for padding."""
+        # array_split gives the extra layers to the first chunks. The others are padded below.
         chunks = np.array_split(np.arange(self.num_layers), len(self.stages))
         rows: list[list[int]] = [[] for _ in range(self.num_stages)]
         for stage, chunk in zip(self.stages, chunks, strict=True):
@@ -58,8 +59,10 @@ class Chunks:
         S, k = self.num_stages, self.layers_per_chunk
         # Reshapes keep what is sharded where it is; a gather over a sharded dim would bring it together first.
         if self._is_round_robin:
+            # With v chunks on a stage: [layers, ...] → [v, S, k, ...] → [S, v, k, ...] → [S, v · k, ...].
             return jnp.swapaxes(x.reshape(-1, S, k, *x.shape[1:]), 0, 1).reshape(S, -1, *x.shape[1:])
         if self._is_down_and_up:
+            # [layers, ...] → two arrays [S, k, ...]: the first S chunks go down the stages, the others come back up.
             down, up = x.reshape(2, S, k, *x.shape[1:])
             return jnp.stack([down, jnp.flip(up, 0)], 1).reshape(S, -1, *x.shape[1:])
         # Slices, not a gather: XLA aborts on some gathers over a dim that a shard_map leaves to it.
@@ -71,6 +74,7 @@ class Chunks:
         S, k = self.num_stages, self.layers_per_chunk
         rest = x.shape[2:]
         if self._is_round_robin:
+            # [S, v · k, ...] → [S, v, k, ...] → [v, S, k, ...] → [layers, ...].
             return jnp.swapaxes(x.reshape(S, -1, k, *rest), 0, 1).reshape(self.num_layers, *rest)
         if self._is_down_and_up:
             x = x.reshape(S, 2, k, *rest)

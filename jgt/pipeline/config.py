@@ -37,6 +37,8 @@ class Pipeline:
     gather: Literal["step", "layer"] = "step"
     idle: Literal["compute", "skip"] | None = None
     per_microbatch: tuple[str, ...] = ()
+    # `compare=False`: the same options are equal wherever they were written, so functions sharded with them share their
+    # trace.
     lines: Mapping[str, str] = field(default_factory=dict[str, str], init=False, compare=False, repr=False)
     """The file:line of each key, for messages; the section's own under the key ""."""
 
@@ -51,6 +53,7 @@ class Pipeline:
     def located(self, lines: Mapping[str, str]) -> Pipeline:
         """The same options, with the file:line of each key."""
         new = replace(self)
+        # The dataclass is frozen, and its constructor does not take `lines`.
         object.__setattr__(new, "lines", dict(lines))
         return new
 

@@ -55,6 +55,8 @@ class Batch:
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind == "rows":
                 return row(x, microbatch)
+            # Each part of the batch has a number, and so a key, of its own. The data shard counts too, or all shards
+            # would draw the same numbers.
             return jax.random.fold_in(x, microbatch * self.num_shards + self.shard) if kind == "key" else x
 
         values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]
@@ -69,6 +71,7 @@ class Ends:
 
     def __init__(self, split: Split, rewrite: Rewrite, batch: Batch, common: Arrays):
         self.split, self.rewrite, self.batch, self.common = split, rewrite, batch, common
+        # Equations keep the signals in their name stacks, so the part itself lies at the top of the program.
         self._embed = split.embed.changed(lambda p: rewrite(p, Place()))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))
         self._floats = Floats.among(common)
@@ -87,6 +90,7 @@ class Ends:
     def embed(self, microbatch: Integers, common_floats: Arrays | None = None) -> Arrays:
         """The values that enter the first chunk: the embedding's, then zeros for what the layers are yet to write (`ys`)."""
         entering = call(self._embed, self._known(microbatch, common_floats))
+        # The scan's stacked outputs travel from the first chunk on, because shapes must be the same in every tick.
         return [*map(raw, entering), *self.no_travel()[len(entering) :]]
 
     def embed_back(self, microbatch: Integers, cotangents: Arrays) -> Arrays:
@@ -95,6 +99,7 @@ class Ends:
         def embed(floats: Arrays) -> tuple[Arrays, None]:
             return self.travel_floats.select(self.embed(microbatch, floats)), None
 
+        # This runs the embedding again. Its residuals are not kept between the two ticks.
         _, derivative, _ = vjp(embed, self._floats.select(self.common))
         return derivative(cotangents)[0]
 
@@ -120,11 +125,13 @@ class Ends:
             return self._total_floats.select(totals), self._total_floats.others(totals)
 
         totals, derivative, counts = vjp(head, floats, self._floats.select(self.common))
+        # jax.vjp takes cotangents of exactly the types of the results.
         cotangents, gradients = derivative([s.astype(t.dtype) for s, t in zip(seeds, totals, strict=True)])
         return self._total_floats.merge(totals, counts), cotangents, gradients
 
     def finished(self, totals: Arrays, num_parts: int) -> Arrays:
         """The totals of the whole batch, from their sums over `num_parts` parts of equal size: sums stay, means are divided."""
+        # All parts have the same number of rows, so the mean over the batch is the mean of their means.
         done = [t / num_parts if total.is_mean else t for t, total in zip(totals, self.split.totals, strict=True)]
         return [d.astype(jx.dtype_of(total.var)) for d, total in zip(done, self.split.totals, strict=True)]
 

@@ -108,6 +108,7 @@ class Executor:
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The totals of the batch, and the data shard's gradients of weights and of common values."""
         split, layout = self.split, self._layout
+        # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
         table = self.table.forward_only() if seeds is None else self.table
         chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
         num_microbatches = table.num_microbatches
@@ -117,10 +118,13 @@ class Executor:
             shard=layout.shard_index(),
             num_shards=layout.num_shards,
             kinds=self.inputs,
+            # [rows of the shard, ...] → [microbatches, rows of one, ...]: a microbatch is neighbouring rows, which
+            # `jgt.batch` relies on.
             values=[x.reshape(num_microbatches, -1, *x.shape[1:]) if k == "rows" else x for k, x in zip(self.inputs, inputs, strict=True)],
             statistics=statistics,
         )
         ends = Ends(split, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
+        # [layers, ...] → [stages, layers of a stage, ...].
         staged = [layout.on_stages(v, chunks.arrange(w)) for v, w in zip(split.weights, weights, strict=True)]
         part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
         carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()

@@ -77,6 +77,7 @@ class Body:
         with scopes.signals(split.place.signals):
             results: Arrays = jx.evaluate(self.program, [*consts, *moving[:num_carry], *scanned])
         stacked = dict(zip(split.scan.outvars, results, strict=True))
+        # y is [layers, ...] for all layers of the model and travels on. Each layer writes its own row.
         new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, stacked[var], layer, 0) for y, var in zip(ys, split.ys, strict=True)]
         after = [*map(raw, results[:num_carry]), *travel[num_carry:num_moving], *new_ys]
         return [jnp.where(inputs.index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self.is_padded else after
@@ -114,6 +115,8 @@ class Layer:
             after = body(inputs_of(floats.merge(floating, others)))
             return travel.select(after), travel.others(after)
 
+        # The layer runs inside a scan, which XLA's elimination of common subexpressions does not cross. A barrier would
+        # only cost time.
         run_layer = cast("Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]", jax.checkpoint(run, prevent_cse=False)) if recompute else run
 
         def forward(floating: Arrays, others: Arrays) -> tuple[Arrays, Callable[[Arrays], tuple[Arrays]]]:
@@ -183,6 +186,7 @@ class Layer:
     def _all_residuals(self, inputs: LayerInputs[jax.Array], saved: Arrays) -> Arrays:
         again = dict(zip(self._again.outputs, call(self._again, self._known(inputs)), strict=True))
         again |= dict(zip(self._saved, saved, strict=True))
+        # JAX may leave a literal as a residual, which needs no slot.
         return [again[a] if jx.is_var(a) else jnp.asarray(a.val, jx.dtype_of(a)) for a in self._residuals]
 
 

@@ -98,6 +98,7 @@ class Layout:
 
     def pinned(self, var: Var, x: jax.Array) -> jax.Array:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
+        # Where no other axis splits the value, a constraint would only pin it to being whole.
         dims = self._other_dims(var)
         return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
@@ -124,9 +125,11 @@ class Layout:
         if not self._is_stacked(var):
             return parts.astype(jx.dtype_of(var))
         stored = self._batch_dims(var)
+        # Over an axis that the value is not stored over, every device needs the whole sum.
         over = tuple(a for a in self.batch_axes if not any(a in axes for axes in stored))
 
         def local(part: jax.Array) -> jax.Array:
+            # [1, ...] → [...]: the dim of data shards that `parts` added has one entry on each device.
             gradient = _each_dim(stored, part[0], _scattered)
             return _psum(gradient, over)
 
@@ -155,6 +158,7 @@ class Layout:
             return self._on_layer(weight, gradient, _scattered)
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
+        # Without the first dim, the dim of layers: x is one layer.
         stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
         if not self.by_layer or not any(stored):
             return x
@@ -177,6 +181,7 @@ class Layout:
     def on_stages(self, var: Var, x: jax.Array) -> jax.Array:
         """A value [stages, layers of a stage, ...], constrained to its sharding."""
         dims = self._other_dims(var)
+        # A value of unknown layout is left to the partitioner, except for the dim of stages.
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
         return self._constrained(x, PartitionSpec(self.axis, None, *rest))
 
@@ -194,6 +199,7 @@ class Layout:
 
         specs = tuple(PartitionSpec(self.axis) if staged else PartitionSpec() for staged in has_stages)
         outer = self.outer_axes
+        # Axes of one device that the outer shard_map did not make manual. `outer_axes` says why they have to be.
         ones = [axis for axis, size in dict(self.mesh.shape).items() if size == 1 and axis not in (self.axis, *outer)]
         in_specs = (PartitionSpec(self.axis), PartitionSpec())
         return cast(StageResults, self.manual(local, (self.axis, *ones), in_specs, specs)(own, common))
@@ -215,6 +221,7 @@ class Layout:
         return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
 
     def _constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
         return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
 
 

@@ -50,6 +50,7 @@ class Loop:
     def __init__(self, ends: Ends, layout: Layout, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
         self._ends, self._layout, self._ticks, self._chunks = ends, layout, ticks, chunks
         self._split, self._seeds, self._weights = ends.split, seeds, weights
+        # [stages, layers of a stage], with -1 for padding.
         self._ids = jnp.asarray(chunks.ids)
         self._stage = self._make_stage(remat)
 
@@ -69,6 +70,8 @@ class Loop:
                 buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
                 carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering)
             carry, from_head = self._head(segment, carry, work.head, leaving)
+            # Some tables (gpipe) run the last chunk's backward item in a later tick than its forward item. The head's
+            # cotangents wait for it in the inbox.
             if from_head and work.forward.from_head is not None:
                 buffers = StageBuffers(inbox_back=carry.staged.inbox_back)
                 carry, from_head = self._on_stages(keep_cotangents, carry, work.forward.from_head, buffers, from_head)
@@ -122,6 +125,7 @@ class Loop:
             return _added(carry.common, gradients, on), new_totals, cotangents
 
         def skip() -> tuple[Arrays, Arrays, Arrays]:
+            # Both branches of a cond have to return the same shapes.
             cotangents = [] if seeds is None else self._ends.travel_floats.select(self._ends.no_travel())
             return carry.common, carry.totals, cotangents
 
@@ -197,6 +201,7 @@ class Loop:
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[StageBuffers]:
             return (self._stage.empty_buffers(ends.travel_shapes, own.weights, everywhere.common),)
 
+        # The zeros are made inside the shard_map, in which all shapes are those of one stage.
         (staged,) = self._on_every_stage(make, None, StageBuffers(), [], (True,))
         totals = ends.no_totals()
         if self._seeds is None:

@@ -122,6 +122,7 @@ class Pipelined:
                 "so the backward pass of the first microbatch would need the loss of the last. "
                 "Return a sum or a (weighted) mean over the batch, and take functions of it outside"
             )
+        # The executor ignores the seeds of counts. They only keep the list in the order of the totals.
         return which.merge(gradient(floats, others), [jnp.zeros((), jnp.float32)] * len(others))
 
     # -- the parts of the program that run outside of the pipeline ----------------------------------------------------------

@@ -152,6 +152,7 @@ class _Splitter:
         weights = _unique(a for a in _variables(scanned) if self._of(a) == PARAMS)
         common = _unique(a for a in _variables([*constants, *read_by_head, *read_by_embed]) if self._of(a) == PARAMS)
         shared = _unique([*weights, *common])
+        # The search of each part below ends at these: they are computed outside of the loop, once a step.
         known = (*shared, *statistics)
         # These two are cut from the whole program: they need no microbatches, and run once.
         before, after = extract_part(whole.flat, fed), extract_part(whole.flat, whole.flat.outvars, frontier)
@@ -171,7 +172,10 @@ class _Splitter:
             statistics=statistics,
             embed=extract_part(self.flat, travel, known),
             travel=travel,
+            # Stacked outputs that the head does not read need not travel.
             ys=tuple(v for v in results[num_carry:] if v in read_by_head),
+            # 0: made of constants alone, such as a causal mask. A stage computes such values itself instead of
+            # receiving them.
             local=extract_part(self.flat, _unique(a for a in _variables([*constants, *scanned]) if self._of(a) in (0, DATA)), statistics),
             head=extract_part(self.flat, [t.var for t in totals], (*results, *extras, *known)),
             totals=totals,

@@ -60,6 +60,7 @@ class Stage:
     def empty_buffers(self, travel: Structs, weights: Arrays, common: Arrays) -> StageBuffers:
         """The stage's buffers before the first tick; travel: the shapes that travel."""
         slots, num_layers = self.ticks.buffers, self.chunks.layers_per_chunk
+        # [slots, ...] for what travels, [slots, layers of a chunk, ...] for what each layer saves.
         inbox, saved = zeros(travel, slots.forward.inbox.num_slots), slots.saved.num_slots
         if not self.trains:
             return StageBuffers(inbox=inbox)
@@ -181,6 +182,7 @@ class Stage:
 
         def inputs_of(i: jax.Array, travel: Arrays) -> LayerInputs[jax.Array]:
             at = item.chunk * self.chunks.layers_per_chunk + i
+            # One layer at a time: a slice of the whole chunk would copy all of its weights in every tick.
             sliced = [_at(w, at) for w in own.weights]
             weights = [self.layout.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
             return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
@@ -249,6 +251,7 @@ def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _at(buffer: jax.Array, *index: Integers) -> jax.Array:
     """buffer[index], where the index may be traced."""
+    # dynamic_slice keeps the indexed dims, with the size 1. The reshape drops them.
     num = len(index)
     start = [*index, *(0,) * (buffer.ndim - num)]
     return jax.lax.dynamic_slice(buffer, start, (*(1,) * num, *buffer.shape[num:])).reshape(buffer.shape[num:])

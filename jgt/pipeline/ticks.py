@@ -137,6 +137,7 @@ class Segment:
 
     def share(self, name: EndName | ItemName) -> Fraction:
         """The share of this work that is wanted: items over ticks, and over stages where each stage has items."""
+        # [ticks] for embedding and head, [ticks, stages] for the items of stages.
         on = np.asarray(getattr(self.work, name).on)
         return Fraction(int(np.sum(on)), on.size)
 
@@ -162,7 +163,9 @@ def arrays_of(table: Table, *, skips: bool) -> Ticks:
     def kinds_in(tick: int) -> tuple[Kind, ...]:
         return tuple(kind for kind in KINDS if any(table.rows(kind)[tick]))
 
+    # groupby joins neighbours only: the same kinds may come again in a later segment.
     groups = [(kinds, [*ticks]) for kinds, ticks in itertools.groupby(range(table.num_ticks), kinds_in)]
+    # With v chunks on each stage only about one tick in v has work for embedding and head, so a branch pays.
     # Ticks in which no stage has an item, which a table of the user may contain, do nothing.
     segments = tuple(_segment(whole, ticks, skips=skips or table.virtual > 1) for kinds, ticks in groups if kinds)
     return Ticks(buffers=buffers, segments=segments, apart=table.weight is not None, skips=skips)
@@ -175,6 +178,7 @@ def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
     work: Work = jax.tree.map(during, whole)
     on = {name: np.asarray(item.on) for name, item in vars(work).items()}
     return Segment(
+        # None, and not False in every tick: the body of the segment's scan then has no code for that kind.
         work=replace(work, **{name: None for name, wanted in on.items() if not wanted.any()}),
         # With one chunk on each stage, only the ticks at both ends have none of it: that is not worth a branch.
         branches=frozenset(name for name in ENDS if skips and on[name].any() and not on[name].all()),
@@ -185,6 +189,7 @@ def _work(table: Table, buffers: Buffers) -> Work:
     """The work of all ticks."""
     forward, backward, weight = map(table.rows, KINDS)
     last = table.num_chunks - 1
+    # For all other items `at` gives the slot for garbage, because the head runs in their ticks too.
     only_last = tuple(tuple(item if item and item.chunk == last else None for item in row) for row in forward)
     return Work(
         embed=_end(forward, 0),
@@ -221,8 +226,10 @@ def _staged(table: Table, rows: tuple[Row, ...], saved: Buffer) -> dict[str, Any
 
 def _end(rows: Sequence[Row], chunk: int) -> EndItem:
     """The microbatch of the item at a chunk, tick by tick."""
+    # At most one item of a tick is at a chunk, because a chunk lives on one stage.
     items = [next((item for item in row if item and item.chunk == chunk), None) for row in rows]
     return EndItem(
+        # Microbatch 0 stands in where a tick has none: an index has to be valid even if its result is dropped.
         microbatch=np.asarray([item.microbatch if item else 0 for item in items], np.int32),
         on=np.asarray([item is not None for item in items], np.bool_),
     )

@@ -40,6 +40,7 @@ def _scans(program: Program, signal: str, within: Equation) -> bool:
     for equation in jx.body(program).eqns:
         if jx.is_scan(equation) and jx.place_of(equation, around).path == signal:
             return True
+        # A jit means the same as its content. A scan inside any other region cannot be reached by flattening.
         if any(_scans(p, signal, equation) for p in jx.subprograms(equation) if jx.is_call(equation)):
             return True
     return False
@@ -114,6 +115,7 @@ class Whole:
                     pending.append(atom)
         if not any(self._marks[v] & LAYERS for v in found):
             raise SplitError("no result of the function depends on its layers")
+        # In the order of the program: the search meets the values in an order that means nothing.
         return tuple(sorted(found, key=lambda var: self.maker[var]))
 
     def _check(self, var: Var, extent: Extent) -> None:

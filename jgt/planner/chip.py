@@ -81,6 +81,7 @@ def chip_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
+# Asked for with every logged step of a run, for its MFU.
 @functools.cache
 def load_chip(name: str) -> Chip:
     """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""

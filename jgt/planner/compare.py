@@ -67,6 +67,7 @@ def changes(plan: Plan, locked: str) -> list[str]:
     old, new = (_facts(text) for text in (locked, lock_text(plan)))
     # No context (n=0): a line is printed because it changed.
     marked = difflib.unified_diff(old, new, lineterm="", n=0)
+    # These three begin difflib's own headers.
     return [line for line in marked if not line.startswith(("---", "+++", "@@"))]
 
 
@@ -119,6 +120,7 @@ def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, float | None, float | None]
 def _sent(a: Plan, b: Plan) -> Iterator[tuple[tuple[str, str, str], int, int]]:
     """Bytes by signal, kind and axes where the plans differ, the largest difference first."""
     old, new = _sent_bytes(a), _sent_bytes(b)
+    # A Counter answers 0 for a key that only the other plan has.
     keys = [key for key in {**old, **new} if old[key] != new[key]]
     for key in sorted(keys, key=lambda key: (-abs(new[key] - old[key]), key)):
         yield key, old[key], new[key]

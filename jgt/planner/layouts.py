@@ -60,9 +60,11 @@ class Parameter:
 def parameters_of(program: Program, state: Sequence[Argument], num_devices: int) -> tuple[Parameter, ...]:
     """The parameters among the arrays of a program's first argument."""
     uses = parameter_uses(program, len(state))
+    # The update reads parameters and moments alike. Only a signal of the model shows which is which.
     by_model = [tuple(s for s in use.signals if s != OPTIMIZER) for use in uses]
     has_signals = any(by_model)
     rows = list(zip(state, by_model, uses, strict=True))
+    # Not `== "f"`: the kind of bf16 is V in numpy.
     is_parameter = [bool(signals) if has_signals else a.dtype.kind not in "iub" for a, signals, _ in rows]
     moments = [a for a, chosen in zip(state, is_parameter, strict=True) if not chosen]
     return tuple(_parameter(*row, moments, num_devices) for row, chosen in zip(rows, is_parameter, strict=True) if chosen)
@@ -81,6 +83,7 @@ def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequenc
         spec="" if a.sharding is None else _spec_text(dims),
         dims=dims,
         state_dims=_dims(moment),
+        # An empty array has no bytes to divide by.
         copies=num_devices * a.local_bytes // max(a.num_bytes, 1),
         local_bytes=a.local_bytes,
         # The gradient has the moment's sharding, but the parameter's type: moments may be kept in another one.

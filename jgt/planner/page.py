@@ -85,6 +85,7 @@ def _tiles(plan: Plan) -> Iterator[str]:
 
 def _mesh(plan: Plan) -> str:
     """The mesh as rows of boxes, a box for each device: the last axis along a row, the others down the rows."""
+    # A mesh on which every axis has the size 1 is drawn as one device.
     axes = [(axis, size) for axis, size in plan.mesh.items() if size > 1] or [("device", 1)]
     *outer, (inner, columns) = axes
     # Whole rows only, at least one.

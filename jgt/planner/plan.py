@@ -115,6 +115,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         devices=num_devices,
         mesh=mesh,
         memory=memory,
+        # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
         flops_per_device=sum(row.executed for row in traced) / num_devices,
         model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
         step_time_ms=None if network is None else walk.seconds * 1e3,

@@ -59,6 +59,7 @@ def signal_rows(
 ) -> Iterator[SignalRow]:
     """A row for each signal that has any cost, the slowest first. timed: whether the walk has times."""
     owned: dict[str, list[Parameter]] = collections.defaultdict(list)
+    # A tied parameter counts at the first of its signals only, so that the rows add up.
     for p in params:
         owned[p.signals[0] if p.signals else NONE].append(p)
     sent: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)

@@ -65,6 +65,7 @@ def _is_notable(plan: Plan, row: SignalRow) -> bool:
     """Whether a signal has parameters or matmuls, or a thousandth of the bytes sent or of the time."""
     total = sum((r.compute_ms or 0) + (r.exposed_ms or 0) for r in plan.signals)
     time = (row.compute_ms or 0) + (row.exposed_ms or 0)
+    # Without a target all times are 0, and then none of them is notable.
     return bool(row.parameter_bytes or row.flops or sum(row.sent.values()) > 1e-3 * plan.sent_bytes or time > 1e-3 * total > 0)
 
 

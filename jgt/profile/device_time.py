@@ -179,6 +179,7 @@ def _pauses(events: Sequence[Event], num_steps: int) -> list[tuple[float, float]
     runs: dict[str, list[Event]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda event: event.start_ns):
         runs[event.instruction].append(event)
+    # Transposed: entry n has the n-th event of every instruction that ran once in a step.
     steps = list(zip(*(found for found in runs.values() if len(found) == num_steps), strict=True))
     ends = [max(event.end_ns for event in step) for step in steps]
     starts = [min(event.start_ns for event in step) for step in steps]

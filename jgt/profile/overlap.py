@@ -43,6 +43,7 @@ class BusyTime:
 
 def divide_time(intervals: Iterable[Interval]) -> BusyTime:
     """Divides the time of intervals among their origins, in one pass over the starts and ends in order of time."""
+    # At the same moment ends (-1) come before starts (1), so that intervals which only touch never run at once.
     edges = sorted(
         ((at, step, i.in_background, i.origin) for i in intervals for at, step in ((i.start, 1), (i.end, -1))), key=lambda edge: edge[:2]
     )
@@ -51,6 +52,7 @@ def divide_time(intervals: Iterable[Interval]) -> BusyTime:
     before = edges[0][0] if edges else 0.0
     for at, step, in_background, origin in edges:
         if at > before:
+            # The foreground is asked first: while any kernel runs, the background gets nothing.
             counts = next((counter for counter in running if counter), None)
             if counts is None:
                 busy.gaps.append((before, at))

@@ -50,7 +50,11 @@ def constraint_equations(
     def constrained(x: jax.Array) -> jax.Array:
         return constrain(x, forward, backward)
 
+    # JAX records the mesh context in each equation while it traces. A constraint inside a shard_map needs the context of its
+    # neighbours, in which the manual axes are manual.
     with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
+        # The result of a custom_vjp is used as it is traced, so its trace needs the exact aval. Of a plain constraint only the
+        # equation is used.
         program = jax.make_jaxpr(constrained)(jx.struct_of(var) if forward == backward else var.aval)
     inner = jx.body(program)
     if forward == backward:
@@ -65,6 +69,8 @@ def constraint_equations(
 
 
 def _placed_like(equation: Equation, like: Equation | None) -> Equation:
+    # The name stack is part of the source info. It gives the constraint the signal of its value, so that a plan attributes the
+    # collectives that it causes.
     return equation if like is None else equation.replace(source_info=like.source_info)
 
 

@@ -20,6 +20,7 @@ def unchanged_arguments(program: Program) -> list[int | None]:
     inner = jx.body(program)
     origin = {var: index for index, var in enumerate(inner.invars)}
     for equation in inner.eqns:
+        # A program with another number of outputs, such as the condition of most while loops, makes none of the results.
         returned = [_unchanged_operands(equation, p) for p in jx.subprograms(equation) if len(jx.body(p).outvars) == len(equation.outvars)]
         for out, *atoms in zip(equation.outvars, *returned, strict=True):
             # Every branch of a cond has to return the same operand.

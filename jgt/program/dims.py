@@ -19,6 +19,7 @@ Dims = tuple[tuple[str, ...], ...]
 def partition_spec(dims: Dims, *, free: int = 0) -> PartitionSpec:
     """JAX's spec of these dims. The first `free` dims are left to the partitioner; a vmap puts such dims in front."""
     named = [axes[0] if len(axes) == 1 else axes or None for axes in dims[free:]]
+    # UNCONSTRAINED and not None: None would replicate the dim that a vmap added, whatever it was mapped over.
     return PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * free, *named)
 
 

@@ -109,6 +109,7 @@ def constants(program: Program) -> dict[Var, ArrayLike]:
 def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Atom]) -> Program:
     """A new program made of equations of `like`. It closes over nothing: `invars` must include the constants it reads."""
     inner = body(like)
+    # The debug info of `like` names arguments and results that the new program does not have.
     info = inner.debug_info.with_unknown_names()
     inner = inner.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
     return inner if body(like) is like else jex.ClosedJaxpr(inner, [])
@@ -136,6 +137,7 @@ def inline_equation(equation: Equation, call: Equation, rename: Mapping[Var, Ato
 def param_items(equation: Equation) -> Iterator[object]:
     """Every param of an equation, and in place of a list or tuple its elements."""
     for value in equation.params.values():
+        # One level is enough: cond, for example, has its branches in a tuple.
         yield from value if isinstance(value, tuple | list) else (value,)
 
 
@@ -192,6 +194,8 @@ def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
     invars = body(program).invars
     outer = list(equation.invars)
     if "cond_nconsts" in equation.params:
+        # The operands of a while loop are the condition's constants, the body's constants, then the carry. Each of its two programs
+        # takes its own constants and the carry.
         num_condition, num_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         is_condition = program is equation.params["cond_jaxpr"]
         outer = outer[:num_condition] + outer[num_condition + num_body :] if is_condition else outer[num_condition:]
@@ -271,6 +275,7 @@ def line_of(equation: Equation) -> str:
 def place_of(equation: Equation, around: Place) -> Place:
     """The place of an equation whose program is at `around`."""
     signals, num_vmaps = list(around.signals), around.num_vmaps
+    # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
     for element in equation.source_info.name_stack.stack:
         if element.name.startswith(PREFIX):
             signals.append(element.name.removeprefix(PREFIX))
@@ -343,6 +348,7 @@ def vmapped_axes() -> frozenset[str]:
 def mesh_around() -> AbstractMesh | None:
     """The mesh of the shard_map that the current trace is in; None outside of any."""
     mesh = jax.sharding.get_abstract_mesh()
+    # jax.set_mesh sets an abstract mesh too, but one without manual axes: a trace under it is not inside a shard_map.
     return mesh if mesh.manual_axes else None
 
 
@@ -355,6 +361,7 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
 def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
     """An equation's context with the kind of device of another mesh: inside a shard_map the context names the mesh too."""
     around = equation.ctx.cur_abstract_mesh
+    # Outside of a shard_map and of jax.set_mesh an equation has the empty mesh, which names no devices.
     if not around.axis_names:
         return equation.ctx
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):

@@ -80,6 +80,8 @@ def _dissolved(
         for var, value in jx.constants(program).items():
             new = local[var] = jx.new_var_like(var)
             consts[new] = value
+        # The generator is consumed in order: an equation can only be renamed after the ones before it have put their results into
+        # `local`.
         yield from _dissolved((_inlined(e, outer, local) for e in inner.eqns), rename, consts, dissolve)
         for out, atom in zip(equation.outvars, inner.outvars, strict=True):
             result = local.get(atom, atom) if jx.is_var(atom) else atom

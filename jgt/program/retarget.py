@@ -46,6 +46,7 @@ def meshes_in(program: Program) -> Iterator[Mesh | AbstractMesh]:
     for equation in jx.body(program).eqns:
         for item in jx.param_items(equation):
             mesh = item.mesh if isinstance(item, NamedSharding) else item
+            # A jit that was traced outside of any mesh names the empty mesh.
             if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
                 yield mesh
         for inner in jx.subprograms(equation):
@@ -58,6 +59,7 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
     for equation in jx.body(program).eqns:
         params = jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
         new = equation if params is None else equation.replace(params=params)
+        # `map_params` does not look inside programs, so their equations are replaced before.
         eqns.append(new.replace(params=jx.map_params(new, lambda item: _on_mesh(item, mesh)), ctx=jx.context_on(equation, mesh)))
     return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
 

@@ -19,6 +19,7 @@ import jax
 
 from jgt.signal import PREFIX
 
+# These names do not begin with the prefix of signals, so no rule can match them.
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
@@ -52,6 +53,7 @@ def recompute() -> AbstractContextManager[object]:
 
 def branch_taken(share: Fraction) -> AbstractContextManager[object]:
     """A branch of a cond that runs in this share of the cond's executions."""
+    # `3of4` and not `3/4`: a slash separates scopes in an op name.
     return jax.named_scope(f"jgt.taken.{share.numerator}of{share.denominator}")
 
 

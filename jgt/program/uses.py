@@ -59,6 +59,7 @@ class _Consumer:
     source: str
 
 
+# A set for each variable, because the branches of a cond may return different parameters.
 _Trails = dict[Var, set[_Trail]]
 
 
@@ -82,6 +83,7 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
             continue
         place = jx.place_of(equation, around)
         programs = list(jx.subprograms(equation))
+        # A call or a loop is not a use by itself: the equations inside it are.
         for inner in programs:
             _follow_into(equation, inner, place, trails, consumers)
         if programs:
@@ -106,9 +108,12 @@ def _meets(equation: Equation, trails: _Trails) -> tuple[bool, bool]:
         operand: set[_Trail] = trails.get(atom, set()) if jx.is_var(atom) else set()
         is_array = bool(jx.shape_of(atom))
         has_arrays |= is_array
+        # Among scalars only a parameter that is a scalar itself counts. The norm of a parameter does not, and neither does a
+        # constant.
         if is_array or any(trail.shape == () for trail in operand):
             origins.add(frozenset(trail.index for trail in operand))
     is_foreign = frozenset() in origins
+    # Either several parameters meet each other, or one of them meets an array without a trail.
     meets = has_arrays and (len(_union(origins)) > 1 or (is_foreign and len(origins) > 1))
     return meets, meets or is_foreign
 
@@ -119,12 +124,14 @@ def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
     squeezed: tuple[int, ...] | None = equation.params.get("dimensions")
     if permutation is not None:
         return replace(trail, dims=tuple(trail.dims[d] for d in permutation))
+    # `rev` has the same param, but keeps the rank.
     if squeezed is not None and rank == len(trail.dims) - len(squeezed):
         # A dim of size 1 that is squeezed out is part of the parameter's own shape: a stack of one layer is scanned, not squeezed.
         return trail.without(squeezed, at_least=2)
     # unstack has `axis` and nothing else.
     if equation.params.keys() == {"axis"} and rank == len(trail.dims) - 1:
         return trail.without([equation.params["axis"]])
+    # A change of rank that is none of these, such as a reshape, leaves no known correspondence. Dims sliced off later do not count.
     return trail if rank == len(trail.dims) else replace(trail, dims=(None,) * rank)
 
 
@@ -140,6 +147,7 @@ def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trai
     _follow(inner, place, inside, consumers)
     for outer, var in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
         if outer is not None and jx.is_var(var) and var in inside:
+            # A scan stacks what it returns: the new leading dim is not one of the parameter's.
             stacked = (None,) * (len(jx.shape_of(outer)) - len(jx.shape_of(var)))
             trails.setdefault(outer, set()).update(replace(trail, dims=stacked + trail.dims) for trail in inside[var])
 
@@ -152,7 +160,9 @@ def _use(consumers: set[_Consumer]) -> Use:
     # Where a parameter meets an array matters; where it is only cast on the way there does not.
     meeting = {consumer for consumer in consumers if consumer.meets} or consumers
     signals = sorted({consumer.signal for consumer in meeting})
+    # A use in layers/attn counts more than one in layers: it is more specific, and rules of `layers` cover it as well.
     innermost = tuple(s for s in signals if s and not any(other.startswith(f"{s}/") for other in signals))
     relevant = (c.sliced for c in meeting if c.signal in innermost or not innermost)
     sources = tuple(min((c.source for c in meeting if c.source and c.signal == signal), default="") for signal in innermost)
+    # One spec has to serve all uses. It is written for the use that sees the fewest dims.
     return Use(innermost, max(relevant, key=len, default=frozenset[int]()), sources)

@@ -51,6 +51,7 @@ class _Coverage:
         self._shadowed: dict[Slot, str] = {}
         for match in seen.matches:
             for slot, where in match.shadowed:
+                # One of the rules that come before it is enough for a message.
                 self._shadowed.setdefault(slot, where)
 
     def signal(self, index: int, rule: SignalRule) -> Iterator[str]:
@@ -62,6 +63,7 @@ class _Coverage:
         yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches")
         reason = "no parameter used below this signal matches that the spec fits"
         yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason)
+        # For the advice in messages: the names that a rule of this signal can reach.
         below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
         yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
         yield from self._tensors(f"{label}backward", rule.backward_tensors, (*at, "backward_tensors"), below)
@@ -92,6 +94,7 @@ class _Coverage:
             yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), reason)
 
     def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:
+        # A rule that got its turn and did not fit counts as decided, because a problem of its own says so.
         if slot in self._decided:
             return
         by = self._shadowed.get(slot)

@@ -40,6 +40,8 @@ def make_rules(tree: Mapping[str, Any]) -> Rules:
 def rules_from_node(root: Node) -> Rules:
     """Rules from a document's mapping. Raises InputError."""
     reader = _Reader()
+    # `document.read` resolves the key of a file and removes it, so here it can only come from rules without a file of
+    # their own.
     inherited = root.value.get("extends") if isinstance(root.value, dict) else None
     if inherited is not None:
         raise InputError([inherited.problem("only a file can extend another; write rules: PATH, and extends: in that file")])
@@ -56,6 +58,7 @@ class _Reader:
 
     def rules(self, root: Node) -> Rules:
         parts = self._section(root, _TOP)
+        # The groups are read before any spec, because specs are expanded while they are read.
         for name, node in self._children(parts.get("axes")).items():
             self.groups[name] = self._group(node)
         default = parts.get("default")
@@ -95,6 +98,7 @@ class _Reader:
         if node is None:
             if "batch" not in self.groups:
                 return ()
+            # The implicit rule for inputs has no line of its own. It gets the line of the group, which the user wrote.
             where = root.find("axes.batch").where
             return (SpecRule(pattern="**", spec=(self.groups["batch"], ...), where=where),)
         if isinstance(node.value, list):
@@ -116,6 +120,7 @@ class _Reader:
                 node,
                 f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}",
             )
+            # After a problem the spec must not cause another one. This one fits every rank.
             return (...,)
         entries = tuple(self._entry(child) for child in node.value)
         if entries.count(...) > 1:
@@ -125,6 +130,7 @@ class _Reader:
             self._problem(
                 node, f"the axis {axis!r} appears twice in one spec, but an axis can shard only one dim of a tensor. Remove one of them"
             )
+        # `[]` replicates a tensor of any rank, which only `...` can say.
         return entries or (...,)
 
     def _entry(self, node: Node) -> Entry:
@@ -134,6 +140,8 @@ class _Reader:
             return ...
         if isinstance(node.value, str):
             group = self.groups.get(node.value, (node.value,))
+            # A group of one axis becomes the axis itself and an empty group becomes null, so that equal layouts are
+            # equal specs.
             return group if len(group) > 1 else group[0] if group else None
         if isinstance(node.value, list):
             axes = tuple(axis for child in node.value for axis in self._axis(child))
@@ -148,6 +156,7 @@ class _Reader:
         return self.groups.get(node.value, (node.value,))
 
     def _group(self, node: Node) -> tuple[str, ...]:
+        # A group of one axis may be written without brackets.
         children = node.value if isinstance(node.value, list) else [node]
         names = [child.value for child in children if isinstance(child.value, str)]
         if len(names) < len(children):

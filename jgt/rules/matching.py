@@ -52,12 +52,14 @@ def match_param(rules: Rules, path: str, signals: Sequence[str], rank: int) -> M
 
 def match_optimizer(rules: Rules, path: str, signals: Sequence[str], fits: Callable[[SpecRule], bool]) -> Match[SpecRule]:
     """The rule of a parameter's optimizer state, if it differs from the parameter's own. Rules whose spec does not fit are skipped."""
+    # A pattern such as `**` is meant for all parameters whose dims it divides. The others keep their own layout.
     return _match_parameter(rules, "optimizer", path, signals, lambda found: _first(one for one in found if fits(one[1])))
 
 
 def match_input(rules: Rules, path: str, rank: int) -> Match[SpecRule]:
     """The rule of an argument that is not a parameter. A spec with more dims than the argument does not match it."""
     found = _slots(rules.inputs, "inputs")
+    # No upper limit: one rule may serve inputs of several ranks, and their further dims stay whole.
     return _first(one for one in found if matches_end(one[1].pattern, path) and rank >= min_rank(one[1].spec))
 
 
@@ -79,6 +81,7 @@ def match_out(rules: Rules, signal: str, rank: int, *, backward: bool = False) -
     found: list[Candidate[SpecRule]] = []
     for index, rule in enumerate(rules.signals):
         out = rule.backward_out if backward else rule.out
+        # The pattern has to match the signal itself. A value that leaves layers/attn need not leave `layers`.
         if out is not None and matches(rule.pattern, signal) and fits_rank(out.spec, rank):
             found.append((("signals", index, section), out))
     return _first(found)
@@ -130,13 +133,16 @@ def _match_parameter(
 ) -> Match[SpecRule]:
     top = rules.params if section == "params" else rules.optimizer
     whole_file = [one for one in _slots(top, section) if matches_end(one[1].pattern, path)]
+    # The top of the file decides even if its spec does not fit. Rules of signals are not tried after it.
     if whole_file:
         return choose(whole_file)
+    # A parameter without a signal is used at the top of the program, whose path is empty and which only `**` matches.
     found = {signal: choose(_below(rules, section, path, signal)) for signal in signals or ("",)}
     merged = Match[SpecRule](
         rule=next(iter(found.values())).rule,
         decided=tuple(slot for match in found.values() for slot in match.decided),
         shadowed=tuple(pair for match in found.values() for pair in match.shadowed),
+        # One rule of an outer signal may answer for several signals below it.
         problems=tuple(dict.fromkeys(problem for match in found.values() for problem in match.problems)),
     )
     # A tied parameter is used under several signals. They may all have a rule, as long as the rules agree.

@@ -22,6 +22,7 @@ from jgt.rules.spec import SpecRule, axes_in
 _TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|.")
 
 
+# The rewriter asks about every pattern for every value that a program computes, and most paths occur again and again.
 @functools.lru_cache(maxsize=1 << 16)
 def matches(pattern: str, path: str) -> bool:
     """Whether a glob matches a whole path. An empty path is the top of the program; only `**` matches it."""
@@ -31,6 +32,7 @@ def matches(pattern: str, path: str) -> bool:
     places = {0}
     for part in pattern.split("/"):
         if part == "**":
+            # `**` reaches every level behind the earliest place, so the later places add nothing.
             places = set(range(min(places), len(levels) + 1))
         else:
             places = {n + 1 for n in places if n < len(levels) and _level_matches(part, levels[n])}
@@ -74,6 +76,7 @@ class SaveRule:
 
     name: str
     action: Action
+    # Rules are equal wherever they were written, so a cache whose key contains them finds them again.
     where: str = field(default="rules", compare=False)
 
 

@@ -68,6 +68,7 @@ def expand(spec: Spec, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str
 
     expand(("data", ...), 3) is (("data",), (), ()). Raises ValueError if the spec names more dims than there are.
     """
+    # The number of dims that `...` stands for, or that a spec without it leaves unnamed.
     room = rank - len(skip) - min_rank(spec)
     if room < 0:
         raise ValueError(f"the spec has {min_rank(spec)} dims, the tensor {rank - len(skip)}")
@@ -75,12 +76,14 @@ def expand(spec: Spec, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str
     for entry in spec:
         known += [()] * room if entry is ... else [axes_of(entry)]
     entries = iter(known)
+    # The entries may end early: an input may have more dims than the spec, and those are not sharded.
     return tuple(() if dim in skip else next(entries, ()) for dim in range(rank))
 
 
 def misfits(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> Iterator[Misfit]:
     """The dims of `shape` that their axes do not divide on a mesh of these sizes. An axis that the mesh does not have counts as 1."""
     for dim, (axes, size) in enumerate(zip(dims, shape, strict=True)):
+        # A missing axis has a problem of its own (`Rules.axis_problems`), so it must not cause a misfit as well.
         parts = math.prod(mesh.get(axis, 1) for axis in axes)
         if size % parts:
             yield Misfit(dim, size, tuple(axis for axis in axes if mesh.get(axis, 1) > 1), parts)

@@ -1,7 +1,8 @@
 """The command `jgt schedule`: shows one schedule, or compares all of them.
 
 It answers at once, because it imports neither JAX nor numpy, and matplotlib only for --plot. All problems with the arguments
-are collected before anything is written or printed: a user who made three mistakes sees three messages, not one a run.
+are collected before anything is written or printed: a user who made three mistakes sees three messages, not one a run. Files are
+written before anything is printed, so a command that fails leaves stdout empty, and a script can trust the JSON that it reads there.
 """
 
 from __future__ import annotations

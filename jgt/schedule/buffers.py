@@ -70,6 +70,7 @@ def allocate_slots(lifetimes: Iterable[Lifetime], num_stages: int, num_ticks: in
     alive: dict[tuple[int, int], set[int]] = {}
     for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.first, lifetime.last)):
         on_stage = last_use[lifetime.stage]
+        # Strictly before: within its first tick a value may be written before the last reader of the old one has run.
         slot = next(n for n in range(len(on_stage) + 1) if on_stage.get(n, -1) < lifetime.first)
         on_stage[slot] = lifetime.last
         slots[lifetime.stage, lifetime.item] = slot
@@ -152,6 +153,8 @@ def _sends(table: Table, places: Places, kind: Kind, step: int, from_head: list[
         if (kind, target) in places:
             read, receiver = places[kind, target]
             lifetimes.append(Lifetime(stage=receiver, first=tick + 1, last=read, item=target))
+            # Modulo S, so that a shift is the same for all stages. It is 0 where a chunk follows on its own stage, as
+            # at zigzag's turn.
             arrivals[(receiver - stage) % S][tick + 1][receiver] = target
     # A shift moves something on every stage. What arrives at the end of a tick is in its slot at the beginning of the next, so
     # garbage must go to a slot that is free in that next tick.

@@ -30,7 +30,7 @@ from jgt.schedule.verify import MAX_FAULTS, Fault, find_faults, limit_texts
 SUFFIX = ".csv"
 MAX_TABLE_BYTES = 1_000_000
 _MAX_MISSING = 10_000
-# At most nine digits: converting a number of a million digits would take minutes.
+# At most nine digits: int() raises ValueError for numbers of thousands of digits.
 _ITEM = re.compile(r"(?P<kind>[FBW])(?P<microbatch>[0-9]{1,9})(?:\.(?P<chunk>[0-9]{1,9}))?")
 _SPELLING = "Write F, B or W, a microbatch, and .chunk if a stage has several, such as F3 or B3.5; - if the stage is idle"
 

@@ -31,6 +31,7 @@ def find_table(name: str, stages: int | None, microbatches: int | None, virtual:
     file_problems: list[str] = []
     table = None
     if not name.endswith(SUFFIX):
+        # The size is computed only from a known name and from numbers that are right.
         problems += _name_problems(name, numbers) or ([] if problems else _size_problems(name, stages or 1, microbatches or 1, virtual))
     elif not is_file(name):
         problems.append(f"there is no file {shown(name)}. Name a {SUFFIX} file or one of {', '.join(SCHEDULES)}")

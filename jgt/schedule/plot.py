@@ -61,6 +61,7 @@ def _draw(axes: Axes, table: Table, simulation: Simulation, shortest_label: floa
             item = rows[slot.kind][slot.tick][stage]
             if item is None or slot.length == 0:
                 continue
+            # A slot is as long as the slowest stage takes for it. A faster stage fills its share.
             length = slot.length * cost / slowest
             colour = shade(slot.kind, local_chunks[item.chunk], table.virtual)
             spans.append((slot.start, length))

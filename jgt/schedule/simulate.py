@@ -92,6 +92,7 @@ def simulate(table: Table, costs: Costs | None = None, stage_costs: Sequence[flo
 def _slots(table: Table, costs: Costs, slowest: float) -> tuple[TickSlot, ...]:
     # An unsplit backward item computes the weight gradients, too.
     backward = costs.backward if table.weight is not None else costs.backward + costs.weight
+    # An item costs the share of one chunk, and takes as long as on the slowest stage.
     lengths = {kind: cost * slowest / table.virtual for kind, cost in zip(KINDS, (costs.forward, backward, costs.weight), strict=True)}
     rows = {kind: table.rows(kind) for kind in KINDS}
     used: list[tuple[int, Kind]] = [(tick, kind) for tick in range(table.num_ticks) for kind in KINDS if any(rows[kind][tick])]

@@ -50,6 +50,7 @@ class Table:
     num_stages: int
     num_microbatches: int
     stages: tuple[int, ...]
+    # A grid for each kind, because a stage may run one item of each kind in a tick.
     forward: tuple[Row, ...]
     backward: tuple[Row, ...]
     weight: tuple[Row, ...] | None = None
@@ -100,6 +101,7 @@ class Table:
     def forward_only(self) -> Table:
         """The table of an evaluation: the forward items, without the ticks that have none."""
         rows = tuple(row for row in self.forward if any(row))
+        # Backward rows without items, because all kinds have the same number of ticks.
         return replace(self, forward=rows, backward=((None,) * self.num_stages,) * len(rows), weight=None)
 
 
@@ -113,6 +115,7 @@ def table_from_items(
     grids: dict[Kind, list[list[Item | None]]] = {kind: [[None] * num_stages for _ in range(num_ticks)] for kind in KINDS}
     num_microbatches = 0
     for kind, tick, item in placed:
+        # A cell has room for one item of a kind. `custom.py` refuses two of them before they come here.
         grids[kind][tick][stages[item.chunk]] = item
         num_microbatches = max(num_microbatches, item.microbatch + 1)
     rows = {kind: tuple(map(tuple, grid)) for kind, grid in grids.items()}

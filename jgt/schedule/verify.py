@@ -146,6 +146,7 @@ def _last_need(ticks: ItemTicks, kind: Kind, m: int, g: int) -> _Need:
         for other, offset, delay in _NEEDS[kind]
         if (tick := ticks[other].get((m, g + offset))) is not None
     ]
+    # Without any of them the first tick would do. Items that are missing altogether have a fault of their own.
     return max(needs, key=lambda need: need.earliest, default=_Need(earliest=0, tick=-1, kind=kind, chunk=g))
 
 

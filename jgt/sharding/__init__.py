@@ -3,7 +3,6 @@
 shard        the wrapped function: calls, placement, init, and the cached trace behind all three
 arguments    one call's arguments, and its trace
 call         trace → parameters and inputs placed → program rewritten → ready to run
-parameters   the rules of each parameter and input
 rewrite      constraints put into the program; saves: remat policies by tensor name
 placement    the result: shardings of parameters, gradients, optimizer state and inputs
 staging      the same call run by a pipeline; microbatches: what its inputs are

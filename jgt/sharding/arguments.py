@@ -21,7 +21,9 @@ from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
 from jgt.sharding.placement import KeyPath, Shaped, named_leaves, path_text
 
+# A scalar of numpy is an array of rank 0. A number of Python is a constant of the program.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+# Values that cannot change in place, so that a comparison with an earlier call is enough.
 _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 
 
@@ -54,6 +56,7 @@ class Arguments:
         constants = [x for is_array, (_, x) in zip(self._is_array, self._leaves, strict=True) if not is_array]
         if not all(isinstance(x, _IMMUTABLE) or callable(x) for x in constants):
             return None
+        # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
         types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
         # 1, 1.0 and True are equal, but not the same program.
         return self._tree, tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
@@ -72,6 +75,7 @@ class Arguments:
 
     def parameter_tree(self) -> Any:
         """The tree of the first positional argument. Raises ValueError if it is missing or contains anything but arrays."""
+        # The tree is (args, kwargs).
         positional = self._tree.children()[0].children()
         if not positional:
             raise ValueError(
@@ -91,6 +95,8 @@ class Arguments:
 
     def _flat(self, *arrays: Any) -> Any:
         result, before, after = self._run(arrays)
+        # Compared by identity: a function that writes into its arguments leaves other objects there, even if the values
+        # are equal.
         if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
             self._refuse_changes()
         return result

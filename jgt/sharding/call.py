@@ -85,11 +85,13 @@ def plan_call(
         return jx.evaluate(whole.program, arrays)
 
     staged = StagedCall(parameters=params.places, run=evaluate)
+    # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
         staged = stage(arguments, program, pipeline, rules, mesh, params.places)
         found += staged.problems
     if found:
         raise InputError(found)
+    # Last, because it raises an error of its own instead of adding to `found`.
     check_aliases(arguments.named, staged.parameters, rules)
     return PlannedCall(
         placement=Placement(rules=rules, mesh=mesh, parameters=staged.parameters, tree=tree, tensors=tuple(whole.tensors)),
@@ -132,8 +134,11 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
         state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
         places.append(ParameterPlace(path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims))
         matches += [match, state]
+        # The problems of the match itself are collected with those of all matches.
         problems += own[len(match.problems) :]
         if not own:
+            # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
+            # reduce-scatter.
             pins[index] = (dims, state_dims)
     return _Placed(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
@@ -145,6 +150,7 @@ def _place_inputs(inputs: Sequence[Named], first: int, rules: Rules, site: Surro
     problems: dict[str, None] = {}
     reported: set[tuple[SpecRule, tuple[int, ...]]] = set()
     for index, (path, x) in enumerate(inputs, start=first):
+        # An input that is an array itself has no path below its argument. Its name is its position or its keyword.
         name = path_text(path[2:] or path[1:])
         match, dims = match_argument(rules, name, x)
         matches.append(match)
@@ -166,6 +172,7 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
     first: dict[int, ParameterPlace] = {}
     problems: list[str] = []
     for (_, x), place in zip(params, places, strict=False):
+        # Two parameters may share a ShapeDtypeStruct without being one array.
         other = place if isinstance(x, jax.ShapeDtypeStruct) else first.setdefault(id(x), place)
         if other.dims != place.dims:
             problems.append(

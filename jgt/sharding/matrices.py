@@ -46,6 +46,7 @@ def on_whole_matrices(fn: MatrixFn, x: jax.Array, dims: Dims, mesh: Mesh | Abstr
     there = [NamedSharding(mesh, partition_spec(layout)) for layout in spread.layouts]
     rows = x.shape[0] // spread.parts
     x = x.reshape(spread.parts, rows, *x.shape[1:])
+    # [parts, rows, ..., m, n]. The padding consists of zero matrices, which fn maps to themselves.
     y = jnp.pad(x, [(0, 0), (0, spread.padding), *[(0, 0)] * (x.ndim - 2)])
     for sharding in there:
         y = jax.lax.with_sharding_constraint(y, sharding)
@@ -63,6 +64,8 @@ def spread_of(shape: Sequence[int], dims: Dims, mesh: Mapping[str, int]) -> Spre
     used = {axis for axes in dims for axis in axes}
     idle = [axis for axis in mesh if axis not in used]
     matrix = [axis for axes in dims[-2:] for axis in axes]
+    # The axes of the matrix come first. They have to leave its dims in any case, and an all-to-all sends less than a
+    # gather.
     shared = _sharing([*matrix, *idle], mesh, rows)
     # The slice comes first: less is sent after it.
     split = tuple(axis for axis in idle if axis in shared)
@@ -78,7 +81,9 @@ def spread_of(shape: Sequence[int], dims: Dims, mesh: Mapping[str, int]) -> Spre
 
 def _sharing(axes: Sequence[str], mesh: Mapping[str, int], rows: int) -> set[str]:
     """The axes that leave each device the fewest rows. Ties go to the smallest product of sizes, then to the first axes."""
+    # Sets of axes by the product of their sizes: two sets with the same product leave each device equally many rows.
     found: dict[int, tuple[str, ...]] = {1: ()}
     for axis in axes:
+        # The older entry wins (`| found`), so ties go to the axes that come first.
         found = {product * mesh[axis]: (*names, axis) for product, names in found.items()} | found
     return set(found[min(found, key=lambda product: (-(-rows // product), product))])

@@ -50,6 +50,7 @@ class Microbatches:
             return
         per_shard, left = divmod(self.num_rows, self.num_shards)
         shards = f" ({per_shard} on each of {self.num_shards} data shards)" if self.num_shards > 1 else ""
+        # If the rows do not divide among the data shards, no number of microbatches fits.
         fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
         multiple = pipeline.microbatches * self.num_shards
         allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {multiple}"
@@ -81,6 +82,7 @@ class _Found:
         """Its kind, given the rows of the batch."""
         if self.is_key:
             return "key"
+        # An input without a rule is cut too if it has as many rows as the batch: weights or a mask of the same rows.
         is_whole = not self.shape or self.shape[0] != num_rows or self.is_shared
         return "whole" if is_whole else "rows"
 
@@ -96,6 +98,7 @@ def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, i
     batch = next(iter([*split, *free]), None)
     num_rows = 0 if batch is None else batch.shape[0]
     batch_axes = split[0].dims[0] if split else ()
+    # An axis of size 1 splits nothing, so the pipeline need not make it manual.
     axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1)
     return Microbatches(
         names=tuple(one.name for one in found),

@@ -62,6 +62,7 @@ class ParameterPlace:
     def bytes_per_device(self, mesh: Mesh | AbstractMesh) -> int:
         """Bytes of this parameter on one device."""
         local = NamedSharding(mesh, partition_spec(self.dims)).shard_shape(self.shape)
+        # The dtype matters: without it, np.prod of the shape () is the float 1.0.
         return int(np.prod(local, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
@@ -102,7 +103,10 @@ class Placement:
 
     def owner(self, path: str, shape: tuple[int, ...] | None) -> ParameterPlace | None:
         """The parameter that a leaf of an optimizer state belongs to, by its path and shape (None: any shape will do)."""
+        # The path of a parameter is empty if the tree of parameters is a single array.
         fits = [p for p in self.parameters if shape in (None, p.shape) and (not p.path or f"/{path}".endswith(f"/{p.path}"))]
+        # The longest path wins: a parameter `kernel` at the top also matches the end of out/kernel, but does not own
+        # its moments.
         return max(fits, key=lambda p: len(p.path), default=None)
 
     def map_matrices(self, fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
@@ -116,6 +120,7 @@ class Placement:
             place = self.owner(path_text(path), x.shape)
             if place is None:
                 raise ValueError(f"{path_text(path)}: no parameter has this name and the shape {list(x.shape)}")
+            # The tree is laid out like the gradients, which have the layout of the optimizer state.
             return on_whole_matrices(fn, x, place.optimizer_dims, self.mesh)
 
         return jax.tree.map_with_path(one, tree)
@@ -169,6 +174,7 @@ class Surroundings:
 
     def is_in_stage(self, path: str) -> bool:
         """Whether a signal lies in the one that a pipeline runs."""
+        # With the slash, `layers` does not contain a signal such as `layers_norm`.
         return self.stage is not None and f"{path}/".startswith(f"{self.stage[0]}/")
 
     def stage_problems(self, rule: SpecRule, dims: Dims, signals: Sequence[str], what: str) -> Iterator[str]:
@@ -185,6 +191,7 @@ class Surroundings:
 
 def match_argument(rules: Rules, path: str, x: Shaped) -> tuple[Match[SpecRule], Dims]:
     """The match and dims of an argument that is not a parameter. Random keys (uint32[2] too) are never sharded."""
+    # A spec such as [batch, ...] would otherwise split the two words of a key.
     match = Match[SpecRule]() if is_key(x) else match_input(rules, path, len(x.shape))
     return match, () if match.rule is None else expand(match.rule.spec, len(x.shape))
 
@@ -202,6 +209,7 @@ def named_leaves(tree: object) -> tuple[list[tuple[KeyPath, Any]], Any]:
 
 def path_text(path: KeyPath) -> str:
     """A key path of jax.tree_util as names joined by slashes, without the `value` that ends the path of a Flax variable."""
+    # A key of a dict has `key`, one of an attribute has `name`, and one of a list has `idx`.
     names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
     if len(names) > 1 and names[-1] in ("value", "raw_value"):
         names.pop()

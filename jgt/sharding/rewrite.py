@@ -54,12 +54,14 @@ def rewrite(
     rewriter = _Rewriter(rules, site, applies=applies)
     pinned: dict[Var, Var] = {}
     eqns: list[Equation] = []
+    # Arguments have no equation behind which a constraint could be put, so theirs come first.
     for index, (forward, backward) in arguments.items() if rewriter.constrains else ():
         var = jx.body(program).invars[index]
         ahead, behind = (rewriter.sharding(site.free_dims(dims), site.around) for dims in (forward, backward))
         new, pinned[var] = constraint_equations(var, ahead, behind, None)
         eqns += new
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
+    # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
         new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
     return rewriter.result(new_program)
@@ -115,6 +117,7 @@ class _Rewriter:
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
         saves: dict[str, SaveRule] = {}
+        # Found before the walk, because the equations that read a value decide whether it leaves a signal.
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
@@ -129,6 +132,8 @@ class _Rewriter:
                     new_eqns += extra
                     renamed[var] = new
         old = jx.body(program)
+        # The same object if nothing changed: `map_subprograms` compares by identity, and an equation around then stays
+        # as it is.
         if len(new_eqns) == len(old.eqns) and all(a is b for a, b in zip(new_eqns, old.eqns, strict=True)):
             return program, saves
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
@@ -148,6 +153,7 @@ class _Rewriter:
             return new
 
         params = jx.map_subprograms(equation, change)
+        # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
         if saves and jx.is_remat(equation):
             params = params or dict(equation.params)
             params["policy"] = SavePolicy(actions_of(saves), around=params["policy"])
@@ -179,12 +185,15 @@ class _Rewriter:
     def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
         """The constraints that follow an equation for one of its results, and the variable to read in its stead."""
         rank = len(jx.shape_of(var)) - place.num_vmaps
+        # A scalar has nothing to shard, and a result that is dropped has no variable that a constraint could read.
         if jx.is_dropped(var) or rank <= 0:
             return [], var
         forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
+        # The shard_map may be inside the function, where the equation knows it, or around the call.
         manual = jx.manual_mesh(equation) or self._site.around
         ahead = self._checked(forward, var, place, manual, what)
         behind = self._checked(backward, var, place, manual, f"{what} (backward)")
+        # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
         if last is None or not self.constrains:
             return [], var

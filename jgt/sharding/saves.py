@@ -37,6 +37,7 @@ class SavePolicy:
         if jx.is_name(primitive, params):
             for name, action in self.actions:
                 if name == params["name"]:
+                    # JAX's own policy answers, because the objects by which it says `save` and `offload` are private.
                     return _policy_of(action, name)(primitive, *avals, **params)
             if self.named:
                 return _policy_of("keep", params["name"])(primitive, *avals, **params)

@@ -40,6 +40,7 @@ class Sharded(Generic[_P, _R]):
         self, fn: Callable[_P, _R], rules: Rules, mesh: Mesh | AbstractMesh, *, partial: bool = False, pipeline: Pipeline | None = None
     ):
         _check_arguments(rules, mesh)
+        # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
         self._partial, self._pipeline = partial, pipeline
@@ -65,6 +66,7 @@ class Sharded(Generic[_P, _R]):
         `optimizer` the result is (parameters, optimizer state). The random bits are the same on every mesh. Raises InputError.
         """
         batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
+        # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
         arguments = Arguments(self._fn, (jax.eval_shape(init_fn, *args), *batches), {})
         placement = self._plan(arguments).placement
         if optimizer is None:
@@ -81,6 +83,7 @@ class Sharded(Generic[_P, _R]):
 
     def under(self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own."""
+        # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline) == (rules, mesh, partial, pipeline):
             return self
         return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline)
@@ -186,6 +189,7 @@ def _check_arguments(rules: object, mesh: Mesh | AbstractMesh) -> None:
         raise TypeError(
             f"rules must be jgt.Rules, not {type(rules).__name__}; make them with jgt.load_rules(path) or jgt.make_rules(mapping)"
         )
+    # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
     if not mesh.are_all_axes_auto:
         raise ValueError(
             f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh"

@@ -64,12 +64,14 @@ def stage(
     found = find_microbatches(arguments.named[num_params:], rules, sizes, lambda index: is_random_key(program, num_params + index))
     problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
+    # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
     if problems or table is None:
         return _unstaged(parameters, problems)
     try:
         parts = _split_call(arguments, program, pipeline, found, num_params)
     except SplitError as error:
         return _unstaged(parameters, [pipeline.problem("signal", str(error))])
+    # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
     parameters = _staged_places(parameters, parts, pipeline.axis, table.num_stages)
@@ -87,6 +89,7 @@ def stage(
     )
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        # Not strict: the inputs follow the parameters in `arrays`.
         params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
         inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
         return Pipelined(executor)(params, inputs)
@@ -141,6 +144,7 @@ def _split_call(arguments: Arguments, program: Program, pipeline: Pipeline, foun
     def trace(num_rows: int) -> Program:
         try:
             return arguments.trace_rows(batched, num_rows)
+        # Any exception: here the user's function runs at a batch size that its author may not have thought of.
         except Exception as error:
             names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind == "rows")
             raise SplitError(
@@ -150,6 +154,7 @@ def _split_call(arguments: Arguments, program: Program, pipeline: Pipeline, foun
 
     rows = found.num_rows // (pipeline.microbatches * found.num_shards)
     micro = program if rows == found.num_rows else trace(rows)
+    # The microbatch's own trace is the second batch size if it can be. That saves one call of the user's function.
     # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.
     larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
     return split_loss(micro, program, larger, pipeline, ratio=ratio, num_params=num_params, keys=keys)
@@ -163,12 +168,14 @@ def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
 
 def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str, num_stages: int) -> tuple[ParameterPlace, ...]:
     """Places of the parameters with those of the layers split over the stages, if the stages divide the layers."""
+    # The dim of layers can only be split evenly. Otherwise each stage stores the weights of all layers.
     if cut.num_layers % num_stages:
         return parameters
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
     first: Dims = ((axis,),)
 
     def place(index: int, one: ParameterPlace) -> ParameterPlace:
+        # A rule that splits the dim of layers itself is not overridden.
         if index not in staged or one.dims[0] or one.optimizer_dims[0]:
             return one
         return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])

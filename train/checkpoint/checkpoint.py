@@ -123,12 +123,14 @@ class Checkpoints:
         continue.
         """
         arrays = array_entries(_parts(state))
+        # After a failed save the free space is not asked for: the leftovers of that save still take it.
         failure = self._finish_last_save() or self._space_problem(state)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
             raise SaveError("another process failed" if failure is None else _first_line(failure)) from failure
         try:
+            # `force` replaces a folder of this name, which a save that was interrupted may have left.
             self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(_parts(state)), force=True)
         except Exception as error:
             self._abandon()
@@ -213,6 +215,7 @@ class Checkpoints:
 
 
 def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+    # The first level of an array's path is the field of State that contains it.
     arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
     check_arrays(saved.folder, arrays, array_entries(shapes), cast=cast)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -168,6 +168,7 @@ def _files(folder: Path) -> list[Path]:
                 raise BrokenError(f"{name} cannot be read: {problem}")
             else:
                 files.append(path)
+    # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
     return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
 
 

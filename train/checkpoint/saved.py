@@ -57,6 +57,7 @@ def find_checkpoint(path: Path, *, before: int | None = None) -> tuple[SavedStep
 
     path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this one count.
     """
+    # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
     if not is_folder(path):
         return None, []

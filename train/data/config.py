@@ -149,6 +149,7 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
         for key, path in (("path", part.path), ("eval_path", part.eval_path))
         if path is not None
     }
+    # Only if both paths are right, because the finder raises for a wrong one.
     if part.path is not None and part.eval_path is not None and not any(messages_of.values()):
         messages_of["eval_path"] += _overlap_problems(part.path, part.eval_path, finder)
     # A folder of the wrong kind has thousands of bad files.

@@ -68,6 +68,7 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
     for texts in _batches(_readable(reader(files), problems)):
         for tokens in tokenizer.encode_batch(texts):
             num_tokens += len(tokens) + len(end)
+            # Little-endian on every machine, as `map_bin` reads it.
             yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     if num_tokens == 0 and not problems:
         problems = [f"{path}: the file is empty: it contains no tokens" for path in files.paths]

@@ -73,6 +73,7 @@ def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Pa
     # Bytes of text are ids already, so even a large text needs no cache.
     if part.tokenizer == BYTES:
         return open_bytes(files)
+    # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
     return open_encoded(files, read_blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
 
 

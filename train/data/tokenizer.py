@@ -96,10 +96,12 @@ class JsonTokenizer:
         self._path = path
         data = read_bytes(path, MAX_BYTES)
         with self._as_input_error("not a tokenizer.json"):
+            # From the bytes that `identity` is a hash of. The file itself may change meanwhile.
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
             # The file may ask for truncated or padded texts, which would silently lose or invent tokens.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            # Ids may have gaps, so the number of tokens may be smaller than the largest id plus one.
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.identity = hashlib.sha256(data).hexdigest()
 
@@ -114,6 +116,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         with self._as_input_error("cannot encode the text"):
+            # No special tokens: `encoded.py` marks the ends of documents itself, in the same way for every tokenizer.
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         for encoding in encodings:
             ids = np.asarray(encoding.ids, np.uint32)

@@ -73,6 +73,7 @@ class Launcher:
         end = self._group.wait(self._grace_seconds)
         # A signal that comes from now on is for the next group.
         self._group = None
+        # Not for the first process (0), whose output is on the terminal already.
         if end.first:
             log = self._logs / f"process-{end.first}.log"
             lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
@@ -114,6 +115,7 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    # The first one separates. A later `--` belongs to the arguments of the run.
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 

@@ -61,6 +61,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     # Angles are f32 whatever the model's type: bf16 cannot tell position 256 from 257.
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]  # [s, h/2]
+    # [s, h/2] → [1, s, 1, h/2], to be multiplied with all heads of all rows.
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [b, s, n, h/2] each
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -87,6 +88,7 @@ def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
     recompute: the backward pass computes the scores again from q, k and v instead of reading them from memory. A kernel that never keeps
     scores is left as it is.
     """
+    # Layers run in a scan, which makes JAX's barrier against merging unnecessary, as in `scan_layers`.
     return jax.checkpoint(kernel.attend, prevent_cse=False) if recompute and kernel.keeps_scores else kernel.attend
 
 
@@ -128,12 +130,14 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, shares_stage: bool) -> str
         # The kernel's partitioner asks the mesh for its devices, but inside a shard_map the mesh is abstract and has none
         # (jax/_src/custom_partitioning.py).
         return "JAX cannot split it over the devices of a pipeline's stage"
+    # [1, s, n, h] and [1, s, k, h]
     q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
 
     def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sum(CUDNN.attend(q, k, v).astype(jnp.float32))
 
     try:
+        # With the gradient, because the backward kernel has conditions of its own.
         jax.eval_shape(partial(jax.grad(summed), q), k, k)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.

@@ -120,11 +120,14 @@ class ModelConfig:
         """
         looked_up = 0 if self.is_tied else self.vocab * self.embed
         looked_up += self.seq * self.embed if self.facts.positions == "learned" else 0
+        # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much, the causal
+        # mask half: 2 · 2 · 3 / 2 = 6.
         attention = 6 * self.layers * self.heads * self.head_size * self.seq
         return 6.0 * (num_parameters - looked_up) + attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Problems that only several keys together show."""
+        # With head_dim, all heads together need not have the width of the residual stream.
         if self.head_dim is None and self.embed % self.heads:
             yield "heads", f"embed {self.embed} is not divisible by heads {self.heads}. Change one of them, or give head_dim"
         if self.heads % self.num_kv_heads:

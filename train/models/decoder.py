@@ -116,10 +116,12 @@ class Decoder(nnx.Module):
         with signal.context("embed"):
             x = self.embed(tokens)
             if self.positions is not None:
+                # [seq, d] → [1, s, d]
                 x = x + self.positions[...][None, : tokens.shape[1]].astype(x.dtype)
         with signal.context("layers"):
             x = scan_layers(self.layers, x, self.remat)
         with signal.context("head"):
+            # [b, s, d] and [v, d]
             return self.norm(x), (self.head or self.embed).table()
 
 
@@ -163,6 +165,7 @@ def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
 
     if remat not in ("none", "attention"):
         names = () if isinstance(remat, str) else remat
+        # Without names the policy saves nothing, which is what `block` means.
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         # A scan is a barrier to common subexpression elimination already; JAX's own would only cost speed.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)

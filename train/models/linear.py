@@ -100,6 +100,7 @@ def fp8_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -
     8.9 and newer.
     """
     _check_dims(x, dimension_numbers)
+    # [..., k] → [positions, k] · [k, n] → [positions, n] → [..., n]
     return _fp8_matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
 
 

@@ -1,7 +1,8 @@
 """`jgt plan`: plans a run, and compares the plan with a budget, a lock, or another run's plan.
 
-The command exists to be run often, by people and by CI, so it answers an input's mistakes before it spends seconds on JAX: options, files
-and rules are all checked first, and all problems are printed at once. Only then are JAX and the planner imported, inside the functions.
+The command exists to be run often, by people and by CI, so it answers an input's mistakes before it spends seconds on JAX: options, runs
+and rules are all checked first, and all problems are printed at once. Only then are JAX and the planner imported, inside the functions. Its
+exit code tells CI two things apart: 2 is wrong input, and 1 is a fault that only the compiled step shows, such as a budget exceeded.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
         return [(arguments.config, [])]
     if arguments.config is None:
         return [(path, []) for path in arguments.diff]
+    # A path in an override is relative to the run's file, but the paths of --diff are relative to the working directory.
     return [(arguments.config, [f"rules={Path(path).resolve()}"]) for path in arguments.diff]
 
 

@@ -110,6 +110,7 @@ def agree_on_input(problems: Sequence[str], values: Any) -> None:
         if problems:
             raise InputError(problems)
         return
+    # A checksum stands for the values, because the exchange takes arrays of one shape on all processes.
     mine = np.array([len(problems), zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())], np.uint32)
     # [process, 2]. The exchange comes before any raise: a process that raised first would leave the others waiting in it.
     everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)

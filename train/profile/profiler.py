@@ -61,6 +61,7 @@ class Profiler:
     def start(self) -> None:
         """Begins the trace. No step may be running."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        # An earlier start of the run may have left traces in the same folder.
         self._before = set(self._traces())
         options = jax.profiler.ProfileOptions()
         # Otherwise every call of a Python function would be an event, and slow the host down.

@@ -39,6 +39,7 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
     """Reads `A:B` from the command line; None without the option. Raises InputError if the run does not have these steps."""
     if text is None:
         return None
+    # Ten digits at most, because int() raises ValueError for thousands of them.
     found, total, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), run.config.train.steps, f"{_WHERE}: {text}"
     if not found:
         raise InputError([f"{where}: is not a range of steps. Write A:B, the first and the last step, such as 5:14"])

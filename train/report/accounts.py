@@ -166,6 +166,7 @@ def account(
         steps_redone=trained - preserved,
         starts=starts,
         restarts=len(starts) - 1,
+        # Every start but the last was followed by a restart.
         restarts_after=dict(Counter(start.ended or NO_RECORD for start in starts[:-1])),
         # Both keys are always present, for programs that read the JSON.
         skipped={name: phases[name] for name in ("nonfinite", "spike")},

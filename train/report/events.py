@@ -53,6 +53,7 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and the number of its lines that could not be read. Raises OSError."""
     events: list[Event] = []
     unreadable = 0
+    # A damaged byte makes one line unreadable and not the whole file.
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.strip():
             continue

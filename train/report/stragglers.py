@@ -48,6 +48,7 @@ def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequenc
         return None
     start_of = {0: last}
     for process, their_starts in others.items():
+        # By overlap, because each process begins at its own time, by its own clock.
         # Files of more processes than this start had are left from earlier starts.
         overlapping = [start for start in their_starts if start.begin <= last.end and start.end >= last.begin]
         if overlapping and (last.processes is None or process < last.processes):

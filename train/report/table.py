@@ -1,4 +1,11 @@
-"""Prints a run's accounts as tables: the goodput, what the rest of the time was spent on, the starts, and the speed."""
+"""Prints a run's accounts as tables: the goodput, what the rest of the time was spent on, the starts, and the speed.
+
+A run may have many starts and many processes, and its reader asks one thing first: how much of the time counted, and what took the rest?
+So the goodput is the first line, the causes follow by their size, and only then come the starts, the speed and the stragglers. Tables
+that could be long show their last or their largest rows, because the JSON has all of them.
+
+The invariant: nothing is measured here. Every number follows from `Accounts`, so tables and JSON cannot disagree.
+"""
 
 from __future__ import annotations
 

@@ -150,6 +150,7 @@ def move_earlier_run(folder: Path) -> Path | None:
     earlier = [path for path in folder.iterdir() if path.name not in _NOT_MOVED] if folder.is_dir() else []
     if not earlier:
         return None
+    # Absolute, because the folder may be written as `.`, which has no name to change.
     beside = (folder.absolute().with_name(f"{folder.absolute().name}.{n}") for n in itertools.count(1))
     target = next(path for path in beside if not os.path.lexists(path))
     target.mkdir()

@@ -174,6 +174,7 @@ class Loop:
         self._screen.start_steps(position.step, config.steps)
         progress = Progress(self._setup, self._screen, self._records, position.step)
         done = saved = position.step
+        # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
             if not self._watch.may_begin(step):
                 break

@@ -91,6 +91,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     passes: list[dict[int, ReplayedStep]] = []
     samples = 0 if saved is None else saved.manifest.samples
     before: State | None = None
+    # Both passes run the same compiled program on the same samples. A difference can only come from the machine or from a kernel.
     for _ in range(2):
         state = start.fresh() if saved is None else restore_state(setup, saved)
         replayed: dict[int, ReplayedStep] = {}
@@ -170,8 +171,10 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     def rows(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         weights = batch["weights"]
         nats = jax.grad(lambda ones: setup.loss(params, batch | {"weights": ones}))(jnp.ones_like(weights))
+        # [b, s] → [b]
         return jnp.sum(weights * nats, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
 
+    # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
     return [np.asarray(compiled(state.params, batch)) for batch in batches]
 

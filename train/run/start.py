@@ -137,6 +137,7 @@ class Feed:
 
         def part(index: Any) -> np.ndarray:
             rows = range(*index[0].indices(self._batch))
+            # [local rows, seq] → [rows of one device, its part of the sequence]
             return local[[place[row] for row in rows]][:, index[1]]
 
         return jax.make_array_from_callback(self._shape, sharding, part, dtype=local.dtype)
@@ -144,6 +145,7 @@ class Feed:
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     """The rows of a global [batch, seq] array that this process's devices need, in order."""
+    # From the sharding, and not from batch / processes: devices of several processes may hold the same rows.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
 

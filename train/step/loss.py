@@ -81,6 +81,7 @@ def _loss(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax
         return cross_entropy(scores(x, table), targets)
 
     whole = x, targets, weights
+    # [chunks, b, s / chunks] → [b, s]
     nats = nats_of(whole) if chunks == 1 else _joined(jax.lax.map(nats_of, _split(whole, chunks)))
     return jnp.sum(weights * nats)
 
@@ -105,6 +106,7 @@ def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: 
         nats, by_x, by_logits = differentiated(chunk)
         with scopes.backward():
             errors, features = (a.reshape(groups, -1, *a.shape[1:]) for a in (by_logits, chunk[0]))  # [b, s, ...] → [g, b / g, s, ...]
+            # [g, v, d]: one sum for each group.
             by_group = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
         return by_table + by_group, (nats, by_x)
 
@@ -116,10 +118,12 @@ def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: 
     else:
         # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.
         zero = jnp.zeros((groups, *table.shape), jnp.float32)
+        # by_group [g, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
         by_group, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
         # The sum over groups crosses devices. In the table's type, as other gradients; jnp.sum would widen bf16 to f32.
         by_table = jax.lax.reduce(by_group.astype(table.dtype), table.dtype.type(0), jax.lax.add, (0,))
         nats, by_x = _joined(nats), _joined(by_x)
+    # The loss is linear in the weights, so its gradient by them is the nats.
     return jnp.sum(weights * nats), (by_x, by_table, nats)
 
 

@@ -72,6 +72,7 @@ def orthogonalize(x: jax.Array) -> jax.Array:
     x = (x / (norm + _EPS)).astype(x.dtype)
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):
+        # [..., m, n] · [..., n, m] → [..., m, m]
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if is_tall else x

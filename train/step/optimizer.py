@@ -90,6 +90,7 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(config.lr, after_warmup, alpha=config.final_lr)
     elif config.schedule == "wsd":
+        # At least one update, and none of the warm-up.
         falling = min(max(round(config.decay * num_steps), 1), after_warmup)
         main = optax.join_schedules(
             [optax.constant_schedule(config.lr), optax.linear_schedule(config.lr, final, falling)], [after_warmup - falling]
@@ -107,6 +108,7 @@ def rates_on_host(schedule: optax.Schedule) -> Callable[[int], float]:
     It computes thousands of rates at once. A rate at a time would queue on the device behind the steps in flight, and the log would wait.
     """
 
+    # One block suffices, because steps are logged in order.
     @functools.lru_cache(maxsize=1)
     def block(number: int) -> np.ndarray:
         updates = np.arange(number * _BLOCK, (number + 1) * _BLOCK)

@@ -55,6 +55,7 @@ def make_train_step(
     """
 
     def train_step(state: State, batch: Arrays) -> tuple[State, dict[str, jax.Array]]:
+        # At least 1, because a batch of padding alone would divide 0 by 0.
         batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
         value, gradients = _value_and_gradients(loss, state.params, batch, accumulate, pin_gradients)
         with signal.context("optimizer"):
@@ -63,6 +64,7 @@ def make_train_step(
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
             applied, losses = finite, state.losses
             if spikes is not None:
+                # A spike enters the window below. If the loss stays high, it is soon no longer a spike.
                 applied &= ~_is_spike(value, losses, spikes.deviations)
                 # A ring buffer. A loss that is not finite does not enter it: NaN means a step still to come.
                 losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
@@ -109,6 +111,7 @@ def _value_and_gradients(loss: Loss, params: Any, batch: Arrays, parts: int, pin
 
     # Pinned, or the scan would carry whole gradients on every device.
     zero = (jnp.zeros((), jnp.float32), pin(jax.tree.map(jnp.zeros_like, params)))
+    # [b, s] → [parts, b / parts, s]
     total, _ = jax.lax.scan(add, zero, jax.tree.map(lambda x: _split(x, parts), batch))
     return total
 
