@@ -7,20 +7,28 @@ test runs within twelve commits.
 import os
 import tempfile
 import zlib
+from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs of processes that tests start are kept for the session, not for the user.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jgt-tests-")
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
-    # XLA's newer code generator for fusions on CPUs takes a third of the suite's time; the partitioned programs are the same without it.
-    " --xla_cpu_use_fusion_emitters=false"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=60"
 )
 
+if metadata.version("jaxlib") < "0.11":
+    # This code generator for fusions takes a third of the suite's time. The partitioned programs are the same without it. Later versions
+    # have no such flag.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+import hypothesis
 import jax
 import pytest
 
+# On a busy machine an example may take longer than hypothesis allows by default.
+hypothesis.settings.register_profile("jgt", deadline=None)
+hypothesis.settings.load_profile("jgt")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

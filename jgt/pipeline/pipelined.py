@@ -16,6 +16,7 @@ The loop needs the seeds before it knows the totals, so `after` must be linear i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +33,9 @@ from jgt.program.dataflow import result_depends_on
 from jgt.program.jaxpr import Atom, Place
 from jgt.program.parts import Part
 
+_Gradients = tuple[list[jax.Array | None], list[None]]
+"""By the parameters, where they are floats, and by the inputs, which have none."""
+
 
 @dataclass(frozen=True)
 class Pipelined:
@@ -41,31 +45,35 @@ class Pipelined:
 
     def __call__(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Arrays:
         """The function's results. Differentiable by the parameters, through the first result."""
+        return self._run(list(params), list(inputs))
+
+    @functools.cached_property
+    def _run(self) -> Callable[[Arrays, Arrays], Arrays]:
+        """A call, compiled: nested shard_maps have to be, even if the caller does not use jit. Eager calls share one compilation."""
 
         @jax.custom_vjp
         def run(params: Arrays, inputs: Arrays) -> Arrays:
             return self._evaluate(params, inputs)
 
         # With symbolic zeros, JAX wraps each argument with a flag: whether it is differentiated.
-        def forward(params: list[Any], inputs: list[Any]) -> tuple[Arrays, list[jax.Array | None]]:
+        def forward(params: list[Any], inputs: list[Any]) -> tuple[Arrays, _Gradients]:
             if any(x.perturbed for x in inputs):
                 raise ValueError("a pipelined function has gradients only by its first argument, the parameters")
-            return self._train([p.value for p in params], [x.value for x in inputs])
+            results, gradients = self._train([p.value for p in params], [x.value for x in inputs])
+            return results, (gradients, [None] * len(inputs))
 
-        def backward(
-            gradients: list[jax.Array | None], cotangents: list[jax.Array | SymbolicZero]
-        ) -> tuple[list[jax.Array | None], list[None]]:
+        def backward(residuals: _Gradients, cotangents: list[jax.Array | SymbolicZero]) -> _Gradients:
+            by_params, by_inputs = residuals
             first, *others = cotangents
             if not all(isinstance(c, SymbolicZero) for c in others):
                 raise ValueError(
                     "a pipelined function has a gradient through its first result only: "
                     "return the loss first, and (loss, aux) with has_aux=True"
                 )
-            return [None if g is None else _scaled(g, first) for g in gradients], [None] * len(inputs)
+            return [None if g is None else _scaled(g, first) for g in by_params], by_inputs
 
         run.defvjp(forward, backward, symbolic_zeros=True)
-        # Nested shard_maps have to be compiled, even if the caller does not use jit.
-        return cast(Arrays, jax.jit(run)(list(params), list(inputs)))
+        return jax.jit(run)
 
     def _evaluate(self, params: Arrays, inputs: Arrays) -> Arrays:
         shared = self._shared(params, inputs)

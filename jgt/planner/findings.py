@@ -34,7 +34,7 @@ FindingKind = Literal["memory", "rematerialization", "indivisible", "replicated"
 
 _FORGOTTEN = 0.05
 """A replicated parameter is a finding from this share of all parameters on a device: small ones are replicated on purpose."""
-_REPEATED = 1.2
+REPEATED = 1.2
 """Devices repeat work if one computes this many times its share: XLA may split a small matmul unevenly."""
 _NOTABLE = 0.05
 """Work or bytes below this share of the whole are not worth a finding."""
@@ -165,7 +165,7 @@ def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Findi
 def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
     total = sum(row.flops for row in rows)
     for row in rows:
-        if row.flops_share and row.flops > _REPEATED * row.flops_share and row.flops - row.flops_share > _NOTABLE * total / 2:
+        if row.flops_share and row.flops > REPEATED * row.flops_share and row.flops - row.flops_share > _NOTABLE * total / 2:
             text = (
                 f"each device computes {row.flops / row.flops_share:.1f} times its share of the FLOPs ({row.flops / 1e9:.3g} instead of "
                 f"{row.flops_share / 1e9:.3g} GFLOP), so several devices repeat the same work. Name a tensor there and shard it over the "

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from jgt.console import axes_text, count_text, make_console, make_table, size_text
 from jgt.hlo.collectives import Collective
+from jgt.planner.findings import REPEATED
 from jgt.planner.plan import Plan
 from jgt.planner.signals import SignalRow
 
@@ -152,7 +153,7 @@ def _by_bytes(plan: Plan) -> Iterator[str]:
 
 def _advice(row: SignalRow) -> str:
     """What a signal's kernels are bound by, and what would change that."""
-    if row.flops_share and row.flops > 1.2 * row.flops_share:
+    if row.flops_share and row.flops > REPEATED * row.flops_share:
         times = row.flops / row.flops_share
         return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
     # An update does a few operations for each byte that it reads, on any hardware.

@@ -20,8 +20,9 @@ def unchanged_arguments(program: Program) -> list[int | None]:
     inner = jx.body(program)
     origin = {var: index for index, var in enumerate(inner.invars)}
     for equation in inner.eqns:
-        # A program with another number of outputs, such as the condition of most while loops, makes none of the results.
-        returned = [_unchanged_operands(equation, p) for p in jx.subprograms(equation) if len(jx.body(p).outvars) == len(equation.outvars)]
+        # Some programs, such as the condition of a while loop, make none of the results.
+        makers = [p for p in jx.subprograms(equation) if jx.outer_results(equation, p) == equation.outvars]
+        returned = [_unchanged_operands(equation, p) for p in makers]
         for out, *atoms in zip(equation.outvars, *returned, strict=True):
             # Every branch of a cond has to return the same operand.
             if atoms and all(a is not None and a is atoms[0] and a in origin for a in atoms):

@@ -208,7 +208,8 @@ def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
 def outer_results(equation: Equation, program: Program) -> list[Var | None]:
     """For each output of a program inside an equation, the result of the equation that it becomes; None where they don't correspond."""
     outvars = body(program).outvars
-    if len(outvars) != len(equation.outvars):
+    # The condition of a while loop that carries one value has as many outputs as the loop has results.
+    if len(outvars) != len(equation.outvars) or program is equation.params.get("cond_jaxpr"):
         return [None] * len(outvars)
     return list(equation.outvars)
 

@@ -88,11 +88,13 @@ def stage(
         rewrite=lambda program, place: rewrite_part(program, place, rules, mesh),
     )
 
+    pipelined = Pipelined(executor)
+
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         # Not strict: the inputs follow the parameters in `arrays`.
         params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
         inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
-        return Pipelined(executor)(params, inputs)
+        return pipelined(params, inputs)
 
     return StagedCall(parameters=parameters, run=run)
 

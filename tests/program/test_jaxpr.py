@@ -139,6 +139,15 @@ def test_the_constants_of_a_loops_condition_and_of_its_body_are_told_apart():
     assert jx.outer_operands(equation, equation.params["body_jaxpr"]) == [step, x, x]
 
 
+def test_a_loops_condition_makes_none_of_its_results():
+    """The loop carries one value, and so has one result, like its condition."""
+    program, _ = jx.trace(lambda x: jax.lax.while_loop(lambda c: c < 3, lambda c: c, x), X)
+    (equation,) = jx.body(program).eqns
+    assert jx.outer_results(equation, equation.params["cond_jaxpr"]) == [None]
+    assert jx.outer_results(equation, equation.params["body_jaxpr"]) == equation.outvars
+    assert unchanged_arguments(program) == [0]
+
+
 # Each: a function that returns its argument, and something else.
 KEEPING = {
     "at once": lambda x: (x, x * 2),
