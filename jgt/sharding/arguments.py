@@ -59,7 +59,7 @@ class Arguments:
         # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
         types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
         # 1, 1.0 and True are equal, but not the same program.
-        return self._tree, tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
+        return self._tree, tuple((_type_name(x), x) for x in constants), types, jx.trace_context()
 
     def trace(self) -> tuple[jx.Program, Any]:
         """The program of this call, and the tree of its outputs. Raises ValueError if the function changes its arguments in place."""
@@ -132,6 +132,10 @@ class Arguments:
                 f"the function changes its arguments in place ({', '.join(changed)}), which would be lost. "
                 "Return such state from the function: split it off the module (nnx.split) and merge inside, or sow nothing"
             )
+
+
+def _type_name(x: object) -> str:
+    return str(type(x))
 
 
 def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:

@@ -203,8 +203,7 @@ def is_key(x: Shaped) -> bool:
 
 def named_leaves(tree: object) -> tuple[list[tuple[KeyPath, Any]], Any]:
     """The leaves of a tree with their key paths, and the structure of the tree."""
-    leaves, structure = jax.tree.flatten_with_path(tree)
-    return cast("list[tuple[KeyPath, Any]]", leaves), structure
+    return cast("tuple[list[tuple[KeyPath, Any]], Any]", jax.tree.flatten_with_path(tree))
 
 
 def path_text(path: KeyPath) -> str:

@@ -70,16 +70,15 @@ class Sharded(Generic[_P, _R]):
         arguments = Arguments(self._fn, (jax.eval_shape(init_fn, *args), *batches), {})
         placement = self._plan(arguments).placement
         if optimizer is None:
-            made: Any = jax.jit(init_fn, out_shardings=placement.params)(*args)
-            return made
+            return cast("Callable[..., Any]", jax.jit(init_fn, out_shardings=placement.params))(*args)
 
         def params_and_state(*args: Any) -> Any:
             params = init_fn(*args)
             return params, optimizer.init(params)
 
         _, state = jax.eval_shape(params_and_state, *args)
-        both: Any = jax.jit(params_and_state, out_shardings=(placement.params, placement.optimizer(state)))(*args)
-        return both
+        shardings = (placement.params, placement.optimizer(state))
+        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=shardings))(*args)
 
     def under(self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own."""
