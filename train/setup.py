@@ -36,7 +36,7 @@ from train.step.step import State, make_eval_step, make_train_step, no_losses
 from train.step.update import update_all, update_in_turn
 
 _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
-"""Of a program that runs once: LLVM's dearer passes cost more than they save."""
+"""For a program that runs once, LLVM's expensive passes take longer than they save."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,8 +143,8 @@ def _groups(arguments: Sequence[Argument], params: Sequence[Parameter]) -> dict[
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:
     yield (
-        "FLOPs: 2 for each multiply-add of matmuls and convolutions. The scores of attention count in full, also behind a causal mask; "
-        "cuDNN's kernel computes half of causal ones, and half counts"
+        "FLOPs: 2 for each multiply-add of matmuls and convolutions. With a causal mask, all scores of attention count if XLA computes "
+        "them, and half of them if cuDNN does, which skips the other half"
     )
     yield (
         "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
@@ -152,8 +152,8 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
     )
     if compiled.target is None:
         yield (
-            "compiled for CPU: bf16 collectives travel as f32, and reduce-scatters are all-reduces. So bytes are CPU's, but kinds and axes "
-            "are the same on any target"
+            "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. On a GPU these send fewer bytes, over the "
+            "same axes"
         )
         return
     chip = compiled.target.chip
