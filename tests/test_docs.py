@@ -102,7 +102,7 @@ def test_no_python_stands_elsewhere():
 def test_the_rules_in_the_text_load(tmp_path):
     (tmp_path / "base.yaml").write_text("default: replicate")
     (tmp_path / "tensor.yaml").write_text((ROOT / "configs/rules/tensor.yaml").read_text())
-    before_mistakes = RULES.read_text().split("## What a mistake looks like")[0]
+    before_mistakes = RULES.read_text().split("## Error messages")[0]
     examples = blocks(RULES, "yaml", before_mistakes)
     assert len(examples) == 3
     for text in examples:
@@ -122,7 +122,7 @@ def test_the_readme_shows_the_quickstart():
 
 def mistakes():
     """rules.yaml, command and messages of each mistake that the docs show, with its title as the id."""
-    for part in section(RULES, "## What a mistake looks like").split("\n### ")[1:]:
+    for part in section(RULES, "## Error messages").split("\n### ")[1:]:
         (rules,), (shown,) = blocks(RULES, "yaml", part), blocks(RULES, "text", part)
         command, messages = shown.split("\n", 1)
         yield pytest.param(rules, command.removeprefix("$ jgt "), messages, id=part.splitlines()[0])
@@ -131,7 +131,7 @@ def mistakes():
 @pytest.mark.parametrize(("rules", "command", "messages"), list(mistakes()))
 def test_a_mistake_looks_as_shown(rules, command, messages, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(blocks(RULES, "yaml", section(RULES, "## What a mistake looks like").split("\n### ")[0])[0])
+    Path("run.yaml").write_text(blocks(RULES, "yaml", section(RULES, "## Error messages").split("\n### ")[0])[0])
     Path("rules.yaml").write_text(rules)
     assert jgt_main(shlex.split(command)) == 2
     assert capsys.readouterr().err == messages
@@ -359,12 +359,12 @@ def test_configs_that_are_named_exist(page):
 
 
 def test_every_shipped_rules_file_stands_in_the_table():
-    linked = [row[0] for row in rows(section(RULES, "## Rules that ship")) if row[0] != "file"]
+    linked = [row[0] for row in rows(section(RULES, "## Included rules files")) if row[0] != "file"]
     assert sorted(linked) == sorted(f"[{path.name}](../configs/rules/{path.name})" for path in SHIPPED)
 
 
 def test_the_meshes_in_the_table_of_shipped_rules_fit(capsys):
-    for name, mesh, _ in rows(section(RULES, "## Rules that ship"))[1:]:
+    for name, mesh, _ in rows(section(RULES, "## Included rules files"))[1:]:
         file = re.findall(r"\[(.*?)\]", name)[0]
         overrides = [f"rules=rules/{file}", f"mesh={mesh.strip('`')}"]
         assert jgt_main(["check", "--config", str(ROOT / "configs/quickstart.yaml"), *overrides]) == 0, capsys.readouterr().err
