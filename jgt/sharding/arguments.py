@@ -68,7 +68,7 @@ class Arguments:
     def trace_rows(self, is_batched: Sequence[bool], num_rows: int) -> jx.Program:
         """The program with another batch size: this many rows in every array whose first dim is the batch."""
         shapes = [
-            jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) if batched else _without_sharding(x)
+            jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), _traced_dtype(x)) if batched else _without_sharding(x)
             for batched, x in zip(is_batched, self.arrays, strict=True)
         ]
         return jx.trace(self._flat, *shapes)[0]
@@ -139,4 +139,9 @@ def _type_name(x: object) -> str:
 
 
 def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, _traced_dtype(x), weak_type=getattr(x, "weak_type", False))
+
+
+def _traced_dtype(x: Any) -> Any:
+    # Without 64-bit mode, JAX traces a NumPy array of int64 as int32. Random keys have a dtype of their own.
+    return x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
