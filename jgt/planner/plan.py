@@ -152,8 +152,7 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
     )
     if compiled.target is None:
         yield (
-            "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. On a GPU these send fewer bytes, over the "
-            "same axes"
+            "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. GPUs send fewer bytes, over the same axes"
         )
         return
     chip = compiled.target.chip

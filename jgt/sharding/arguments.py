@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jgt.program import jaxpr as jx
@@ -144,4 +145,4 @@ def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
 
 def _traced_dtype(x: Any) -> Any:
     # Without 64-bit mode, JAX traces a NumPy array of int64 as int32. Random keys have a dtype of their own.
-    return x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+    return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
