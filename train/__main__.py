@@ -135,13 +135,20 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
         return Exit.DONE
     if arguments.replay is not None:
         with garbage_collection_paused():
+            from train.data.mapped import DataChangedError
             from train.run.replay import replay
 
-        replay(run, arguments.replay, resume)
+        try:
+            replay(run, arguments.replay, resume)
+        except DataChangedError as error:
+            print(f"jgt: {error}", file=sys.stderr)
+            exit_if_distributed(Exit.FAILED)
+            return Exit.FAILED
         return Exit.DONE
 
     with garbage_collection_paused():
         from train.checkpoint.checkpoint import SaveError
+        from train.data.mapped import DataChangedError
         from train.records.clock import process_started
         from train.records.progress import SkippedError
         from train.run.loop import train
@@ -152,7 +159,7 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT
-    except (SkippedError, SaveError, InUseError) as error:
+    except (SkippedError, SaveError, DataChangedError, InUseError) as error:
         print(f"jgt: {error}", file=sys.stderr)
         code = Exit.FAILED
     except Exception:

@@ -52,7 +52,7 @@ def test_windows_tile_the_stream(sizes, seq, cut):
     tokens = np.arange(sum(sizes), dtype=np.int64)
     pieces = np.split(tokens, np.cumsum(sizes))[: len(sizes)]
     stream = Stream(tuple(Segment(name=str(i), tokens=piece) for i, piece in enumerate(pieces)))
-    windows = Windows(stream=stream, seq=seq)
+    windows = Windows(stream=stream, seq=seq, vocab=256)
     expected = [tokens[start : start + seq + 1] for start in range(0, len(tokens), seq) if start + seq + 1 <= len(tokens)]
     assert len(windows) == num_windows(len(stream), seq) == len(expected)
     for index, window in enumerate(expected):

@@ -23,6 +23,8 @@ import numpy as np
 
 from jgt.document import InputError
 from train.data.config import DataConfig, path_problems
+from train.data.encoded import remove_leftovers
+from train.data.mapped import MappedFile
 from train.data.sources import Splits, open_splits
 from train.data.stream import Stream, Windows, num_windows
 from train.data.tokenizer import Tokenizer, open_tokenizer
@@ -46,6 +48,7 @@ class Data:
     seq: int
     tokenizer: Tokenizer
     fingerprint: dict[str, str | int]
+    _mapped: tuple[MappedFile, ...]
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
     _held_out: grain.MapDataset | None
@@ -72,6 +75,14 @@ class Data:
             num_batches = min(num_batches, max_batches)
         make = partial(_rows_of_batch, self._held_out, self.seq, 0, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
+
+    def check(self) -> None:
+        """Raises DataChangedError if a file that is read during the run has changed since it was opened.
+
+        The batches look too, when they read from a file. This look is more thorough, and belongs before each save.
+        """
+        for mapped in self._mapped:
+            mapped.check_contents()
 
     @property
     def has_eval(self) -> bool:
@@ -102,17 +113,19 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
 
     seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. Raises InputError with all problems.
     """
+    remove_leftovers(cache_dir)
     _raise_if_any([f"data.{key}: {message}" for key, message in path_problems(config)])
     # `DataConfig.problems` made sure that all parts use one tokenizer.
     tokenizer = open_tokenizer(config.parts()[0].tokenizer)
     splits = _open_all(config, tokenizer, vocab, cache_dir)
     _raise_if_any(list(_size_problems(config, splits, seq)))
-    held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq)) for s in splits if s.held_out is not None]
+    held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq, vocab=vocab)) for s in splits if s.held_out is not None]
     return Data(
         seq=seq,
         tokenizer=tokenizer,
         fingerprint=_fingerprint(config, splits),
-        _train=_train_samples(config, splits, seq, seed),
+        _mapped=_mapped_files(splits),
+        _train=_train_samples(config, splits, seq, vocab, seed),
         _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,
     )
 
@@ -130,11 +143,18 @@ def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, cache_dir: P
     return splits
 
 
-def _train_samples(config: DataConfig, splits: list[Splits], seq: int, seed: int) -> grain.MapDataset:
+def _mapped_files(splits: list[Splits]) -> tuple[MappedFile, ...]:
+    """Each file once: two splits may be parts of one file."""
+    streams = (stream for split in splits for stream in (split.train, split.held_out) if stream is not None)
+    mapped = (segment.mapped for stream in streams for segment in stream.segments)
+    return tuple(dict.fromkeys(file for file in mapped if file is not None))
+
+
+def _train_samples(config: DataConfig, splits: list[Splits], seq: int, vocab: int, seed: int) -> grain.MapDataset:
     """The endless sequence of training samples: index i gives int32 [seq + 1]."""
     parts = []
     for index, split in enumerate(splits):
-        windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq))
+        windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq, vocab=vocab))
         if config.shuffle:
             # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
             windows = windows.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))

@@ -7,19 +7,27 @@ tokenizer, and the path, size and modification time of every input file. If any 
 of that name is found. The checksum covers the contents: a file that was damaged or cut short no longer has the name it ought
 to have and is written again.
 
-Several processes may encode the same text at the same time, without locks. Each writes a temporary file of its own and
-renames it, which is atomic; all of them arrive at the same contents and hence at the same name. A reader never sees a
-half-written file.
+Several processes may encode the same text at the same time, without waiting for each other. Each writes a temporary file of its
+own and then gives it the name; all of them arrive at the same contents and hence at the same name, and the first one's file
+stays. A reader never sees a half-written file, nor one that is replaced under it.
+
+A process that is killed while it encodes leaves its temporary file behind, perhaps a hundred gigabytes. The next start removes
+it. A process that lives holds a lock on its file, which the kernel releases however the process dies: a file that can be locked
+belongs to no one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -28,7 +36,7 @@ import numpy as np
 from jgt.document import InputError, is_file
 from train.data.documents import Unreadable
 from train.data.files import FileSet
-from train.data.stream import Segment, Stream
+from train.data.stream import Stream
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import map_bin
 
@@ -37,6 +45,7 @@ _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[^.]+\.tmp")
 
 Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 
@@ -56,7 +65,17 @@ def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separa
     # The position of a bad id counts tokens of the cache file, so its message names both.
     first, more = files.paths[0], len(files.paths) - 1
     name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
-    return Stream((Segment(name=name, tokens=map_bin(path, dtype)),))
+    return Stream((replace(map_bin(path, dtype), name=name),))
+
+
+def remove_leftovers(cache_dir: Path) -> None:
+    """Removes the temporary files of processes that were killed while they encoded. Those of living processes stay."""
+    for path in cache_dir.glob("*.tmp"):
+        # Not a pipe, which would block. And what cannot be removed, or cannot be locked on this file system, does no harm.
+        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink() and path.is_file():
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
@@ -113,24 +132,53 @@ def _expected_path(path: Path, key: str, dtype: str) -> Path:
 
 
 def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes]) -> Path:
-    """Writes a cache file under a temporary name and renames it; leaves nothing behind on an error. Raises InputError."""
+    """Writes a cache file under a temporary name, then gives it its own; leaves nothing behind on an error. Raises InputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # In the same folder, because a rename is atomic only within one file system.
-        number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
+        number, name = _locked_file(folder, key)
     except OSError as error:
         raise InputError([f"{folder}: cannot be written: {error.strerror or error}"]) from None
     new = Path(name)
     with os.fdopen(number, "wb") as file:
         try:
             _write(file, chunks)
-            return new.replace(_expected_path(new, key, dtype))
+            return _published(new, key, dtype)
         except BaseException as error:
             # An interrupt, too, must not leave a temporary file of gigabytes behind.
-            new.unlink()
+            new.unlink(missing_ok=True)
             if isinstance(error, IsADirectoryError):
                 raise InputError([f"{error.filename2}: cannot be written: it is a folder. Remove it"]) from None
             raise
+
+
+def _published(new: Path, key: str, dtype: str) -> Path:
+    """Gives a finished file its name. A whole file that has this name already stays, because another process may be reading it."""
+    target = _expected_path(new, key, dtype)
+    try:
+        # Unlike a rename, a link never takes the place of a file.
+        target.hardlink_to(new)
+    except FileExistsError:
+        if not is_file(target) or _expected_path(target, key, dtype) != target:
+            return new.replace(target)
+    except OSError:
+        # A file system without links.
+        return new.replace(target)
+    new.unlink()
+    return target
+
+
+def _locked_file(folder: Path, key: str) -> tuple[int, str]:
+    """A new temporary file, locked until its descriptor is closed: the descriptor and the path."""
+    while True:
+        # In the same folder, because a rename is atomic only within one file system.
+        number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
+        # A file system without locks: leftovers stay there, too, because none can be locked.
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX)
+        # Another start may have taken the file for a leftover before it was locked.
+        if os.fstat(number).st_nlink:
+            return number, name
+        os.close(number)
 
 
 def _write(file: IO[bytes], chunks: Iterable[bytes]) -> None:

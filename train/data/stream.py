@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
+
+from train.data.mapped import DataChangedError, MappedFile
 
 _SCAN_TOKENS = 1 << 22
 """Tokens that the search for ids outside the vocabulary looks at in one piece: it bounds the memory of the masks."""
@@ -26,10 +28,14 @@ _SCAN_TOKENS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens of one file: integers [num_tokens], often a view of a memory map. Messages call the file `name`."""
+    """The tokens of one file: integers [num_tokens], often a view of a memory map. Messages call the file `name`.
+
+    mapped: the file of the memory map; None if the tokens are in memory, where no one else can change them.
+    """
 
     name: str
     tokens: np.ndarray
+    mapped: MappedFile | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,17 @@ class Stream:
         return list(accumulate(len(segment.tokens) for segment in self.segments))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Copies the tokens from `start` up to, not including, `stop`: int32 [stop - start]."""
+        """Copies the tokens from `start` up to, not including, `stop`: int32 [stop - start].
+
+        Raises DataChangedError if a file that they are in has changed since it was opened.
+        """
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int32)
         # The first segment that ends after `start`. Empty segments end where the one before them does, so this never picks one.
         filled, index = 0, bisect_right(self._ends, start)
         while filled < len(tokens):
+            if (mapped := self.segments[index].mapped) is not None:
+                mapped.check()
             segment = self.segments[index].tokens
             first = start + filled - (self._ends[index] - len(segment))
             # A slice ends at the end of its segment; the loop continues with the next one. Assigning converts to int32.
@@ -67,9 +78,13 @@ class Stream:
         before, after = [], []
         for segment, end in zip(self.segments, self._ends, strict=True):
             border = min(max(position - (end - len(segment.tokens)), 0), len(segment.tokens))
-            before.append(Segment(name=segment.name, tokens=segment.tokens[:border]))
-            after.append(Segment(name=segment.name, tokens=segment.tokens[border:]))
+            before.append(replace(segment, tokens=segment.tokens[:border]))
+            after.append(replace(segment, tokens=segment.tokens[border:]))
         return Stream(tuple(before)), Stream(tuple(after))
+
+    def name_at(self, position: int) -> str:
+        """The name of the file that contains the token at a position."""
+        return self.segments[bisect_right(self._ends, position)].name
 
 
 def num_windows(num_tokens: int, seq: int) -> int:
@@ -79,18 +94,28 @@ def num_windows(num_tokens: int, seq: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of a stream. Window i contains the tokens i*seq to (i+1)*seq, both included."""
+    """The windows of a stream. Window i contains the tokens i*seq to (i+1)*seq, both included.
+
+    vocab: the number of ids that the model knows. All tokens were below it when the stream was opened.
+    """
 
     stream: Stream
     seq: int
+    vocab: int
 
     def __len__(self) -> int:
         return num_windows(len(self.stream), self.seq)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """int32 [seq + 1]."""
+        """int32 [seq + 1]. Raises DataChangedError if a file has changed since it was opened."""
         start = index * self.seq
-        return self.stream.read(start, start + self.seq + 1)
+        tokens = self.stream.read(start, start + self.seq + 1)
+        # As unsigned, a negative id is too large as well.
+        if tokens.view(np.uint32).max() >= self.vocab:
+            position = start + int(tokens.view(np.uint32).argmax())
+            message = f"contains the id {tokens[position - start]}, but had only ids from 0 to {self.vocab - 1} when the run opened it"
+            raise DataChangedError(f"{self.stream.name_at(position)}: {message}")
+        return tokens
 
 
 def vocab_problems(stream: Stream, vocab: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ evaluated, and arrays of Python objects, which numpy would unpickle, are refused
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from jgt.document import InputError, shown
 from train.data.files import FileSet
+from train.data.mapped import MappedFile
 from train.data.stream import Segment, Stream
 
 _MAP_BYTES = 1 << 24
@@ -35,14 +37,14 @@ def open_bytes(files: FileSet) -> Stream:
     """The bytes of the files as token ids, uint8. Raises InputError if all files are empty."""
     if files.num_bytes == 0:
         raise InputError([f"{path}: the file is empty" for path in files.paths])
-    return Stream(tuple(Segment(name=str(path), tokens=_bytes_of(path)) for path in files.paths))
+    return Stream(tuple(map(_bytes_of, files.paths)))
 
 
-def _bytes_of(path: Path) -> np.ndarray:
+def _bytes_of(path: Path) -> Segment:
     # Linux allows a process some 65,000 mappings (vm.max_map_count), each of at least a page: small files are read instead.
-    if path.stat().st_size < _MAP_BYTES:
-        return np.fromfile(path, np.uint8)
-    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    if (opened := path.stat()).st_size < _MAP_BYTES:
+        return Segment(name=str(path), tokens=np.fromfile(path, np.uint8))
+    return _mapped(path, opened, np.memmap(path, np.uint8, mode="r"))
 
 
 def open_tokens(files: FileSet, dtype: str) -> Stream:
@@ -51,8 +53,7 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
     # Every file is tried, so that all bad ones are reported at once.
     for path in files.paths:
         try:
-            tokens = map_npy(path) if path.suffix == ".npy" else map_bin(path, dtype)
-            segments.append(Segment(name=str(path), tokens=tokens))
+            segments.append(map_npy(path) if path.suffix == ".npy" else map_bin(path, dtype))
         except InputError as error:
             problems += error.problems
     if problems:
@@ -60,21 +61,22 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
     return Stream(tuple(segments))
 
 
-def map_bin(path: Path, dtype: str) -> np.ndarray:
+def map_bin(path: Path, dtype: str) -> Segment:
     """Maps a file of little-endian ids: [num_tokens]. Raises InputError."""
-    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    opened, width = path.stat(), np.dtype(dtype).itemsize
+    size = opened.st_size
     if size == 0:
         raise InputError([f"{path}: the file is empty"])
     if size % width:
         message = f"{path}: has {size} bytes, which is not a multiple of the {width} bytes of {dtype}"
         raise InputError([f"{message}. The file is cut short, or data.dtype is wrong"])
-    # As a plain array: every slice of an np.memmap would be an np.memmap again, with bookkeeping of its own.
-    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r").view(np.ndarray)
+    return _mapped(path, opened, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r"))
 
 
-def map_npy(path: Path) -> np.ndarray:
+def map_npy(path: Path) -> Segment:
     """Maps the one-dimensional integer array of an .npy file: [num_tokens]. Raises InputError."""
-    size = path.stat().st_size
+    opened = path.stat()
+    size = opened.st_size
     if size == 0:
         raise InputError([f"{path}: the file is empty"])
     try:
@@ -91,7 +93,14 @@ def map_npy(path: Path) -> np.ndarray:
     if size != offset + count * width:
         message = f"{path}: its header promises {count} ids of {width} bytes, but {size - offset} bytes follow"
         raise InputError([f"{message}. The file is cut short, or contains more than one array"])
-    return np.memmap(path, np.dtype(descr), mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+    return _mapped(path, opened, np.memmap(path, np.dtype(descr), mode="r", offset=offset, shape=(count,)))
+
+
+def _mapped(path: Path, opened: os.stat_result, contents: np.memmap) -> Segment:
+    """The segment of a mapped file. opened: its state before anything of it was read, so that a change meanwhile is noticed too."""
+    # As a plain array: every slice of an np.memmap would be an np.memmap again, with bookkeeping of its own.
+    tokens = contents.view(np.ndarray)
+    return Segment(name=str(path), tokens=tokens, mapped=MappedFile(path, opened, tokens))
 
 
 def _element_name(descr: str, dtype: re.Match[str] | None) -> str:

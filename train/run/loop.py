@@ -30,6 +30,7 @@ from train.checkpoint.steps import FOLDER
 from train.command_line import Exit
 from train.config import Run
 from train.data.batches import Data, open_data
+from train.data.mapped import DataChangedError
 from train.processes.processes import agree_on_input, barrier, shared_store
 from train.processes.watch import Watch
 from train.profile.profiler import Profiler
@@ -56,7 +57,8 @@ def train(
     """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
-    first. Returns the exit code. Raises InputError for wrong input, and SkippedError or SaveError if the run cannot continue.
+    first. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run cannot
+    continue.
     """
     resume, entered = resume or Resume(), time.time()
     folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
@@ -94,6 +96,9 @@ def train(
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
             records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            if isinstance(error, DataChangedError):
+                unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
+                raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
             print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
             raise
         checkpoints.close()
@@ -194,7 +199,7 @@ class Loop:
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
                 with progress.interrupted(), self._phase("save", step=step), self._saving(step):
-                    self._checkpoints.save(state, step, samples)
+                    self._save(state, step, samples)
                     saved = step
             # A failed save is reported within a step, not at the next save.
             with self._saving(step):
@@ -207,9 +212,14 @@ class Loop:
         with self._phase("save", step=done):
             if saved < done:
                 # A signal stopped the run between two saves, or the last save could not start.
-                self._checkpoints.save(state, done, samples)
+                self._save(state, done, samples)
             self._checkpoints.wait()
         return Position(state=state, step=done, samples=samples)
+
+    def _save(self, state: State, step: int, samples: int) -> None:
+        # A state that was trained on samples of a changed file must never become a checkpoint.
+        self._data.check()
+        self._checkpoints.save(state, step, samples)
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
         known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}

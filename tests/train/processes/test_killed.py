@@ -1,13 +1,23 @@
-"""Real processes killed at random moments: every restart resumes, and the end is bit for bit that of an uninterrupted run."""
+"""Real processes killed at random moments and in chosen places: every restart resumes, and the end is bit for bit that of an unbroken run.
 
+The chosen places are short: encoding, compiling, the write of a compiled program, the removal of old checkpoints. A random moment hardly
+ever hits them, so the test watches the files of the run, and kills when the place has begun.
+"""
+
+import functools
+import itertools
+import json
 import random
+import shutil
 import signal
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from runs import flags, free_port
+from runs import flags, free_port, rows
 
 from jgt import document
 from train.checkpoint.checkpoint import restore
@@ -17,10 +27,11 @@ from train.config import load
 from train.setup import prepare
 
 STEPS = 12
+ORIGIN = 4
+"""The checkpoint that a start with `--resume PATH` begins from."""
 OVERRIDES = [
     f"train.steps={STEPS}",
     "checkpoint.every=2",
-    "checkpoint.keep=2",
     "train.log_every=1",
     "watchdog={peer_seconds: 2, step_seconds: 20}",
 ]
@@ -30,23 +41,83 @@ RULES = {
     "default": "replicate",
 }
 MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
+MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "retention": 0.005, "anywhere": 0.0}
+"""When a kill comes: after the beginning of this, and up to so many seconds later."""
+TRASH = "trash"
+LATER = ["retention", "anywhere", "anywhere"]
+DEFAULT = [
+    (1, "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
+    (1, "never", ["encode", "anywhere", "anywhere"]),
+    (1, "path", ["encode", "anywhere", "retention"]),
+    (2, "auto", ["encode", "encode", "anywhere", "anywhere", "retention"]),
+]
+SHARES = 9
+"""The slow tests: so many shares of eight kills for each kind of start, with one process and with two."""
 
 
-@pytest.fixture
-def start(nursery, tiny_file, tmp_path):
-    """Starts the processes of a run. Their logs are beside its folder."""
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(document.dump(RULES))
+@dataclass(frozen=True, kw_only=True)
+class Straight:
+    """An uninterrupted run: its folder, its processes' seconds without compiling, and its outcome."""
 
-    def _start(folder, count):
-        port = free_port()
-        arguments = ["--config", str(tiny_file), f"run.dir={folder}", f"rules={rules}", MESHES[count], "devices.virtual_cpu=2", *OVERRIDES]
+    folder: Path
+    seconds: float
+    states: list
+    losses: dict
+
+
+@pytest.fixture(scope="module")
+def runs(nursery, tiny_file, tmp_path_factory):
+    """The uninterrupted runs, and all that a killed one needs to be started with the same command."""
+    return Runs(nursery, tiny_file, tmp_path_factory.mktemp("runs"))
+
+
+class Runs:
+    def __init__(self, nursery, tiny_file, folder):
+        self._nursery, self._file, self._folder = nursery, tiny_file, folder
+        self._rules, self._texts = folder / "rules.yaml", folder / "texts.jsonl"
+        self._rules.write_text(document.dump(RULES))
+        # Many short documents, so that encoding takes long enough to be hit.
+        self._texts.write_text("".join(json.dumps({"text": str(i * i)}) + "\n" for i in range(30_000)))
+        self._straight = {}
+
+    def start(self, folder, count, *more):
+        """Starts the processes of a run. Their logs are beside its folder."""
         return [
-            nursery.start([*arguments, *(flags(port, count, i) if count > 1 else [])], folder.with_suffix(f".{i}.log"))
-            for i in range(count)
+            self._nursery.start([*self._arguments(folder, count), *more, *joined], folder.with_suffix(f".{i}.log"))
+            for i, joined in enumerate(self._joined(count))
         ]
 
-    return _start
+    def _joined(self, count):
+        port = free_port()
+        return [flags(port, count, i) if count > 1 else [] for i in range(count)]
+
+    def _arguments(self, folder, count):
+        data = f"data={{source: jsonl, path: {self._texts}, eval_tokens: 0}}"
+        options = [f"run.dir={folder}", f"rules={self._rules}", MESHES[count], "devices.virtual_cpu=2", data]
+        return ["--config", str(self._file), *options, *OVERRIDES]
+
+    def straight(self, count):
+        """The uninterrupted run, once for all tests of this process."""
+        if count not in self._straight:
+            folder, begun = self._folder / f"straight{count}", time.perf_counter()
+            # Kept, so that other runs can begin from them.
+            children = self.start(folder, count, f"checkpoint.keep={STEPS}")
+            assert ended(children) == [0] * count, folder.with_suffix(".0.log").read_text()
+            compiling = sum(event["seconds"] for event in rows(folder / "events.jsonl") if event["phase"] in ("init", "compile"))
+            seconds, (states, losses) = time.perf_counter() - begun - compiling, self.outcome(folder)
+            self._straight[count] = Straight(folder=folder, seconds=seconds, states=states, losses=losses)
+        return self._straight[count]
+
+    @functools.cached_property
+    def _setup(self):
+        return prepare(load(self._file, [f"run.dir={self._folder / 'none'}", *OVERRIDES]))
+
+    def outcome(self, folder):
+        """The parameters and the optimizer state at the end, and the loss of every step."""
+        found, reports = find_checkpoint(folder)
+        assert reports == [] and found.manifest.step == STEPS
+        state = jax.device_get(restore(found, self._setup.shapes, self._setup.shardings))
+        return jax.tree.leaves(state), {row["step"]: row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row}
 
 
 def ended(children):
@@ -54,9 +125,25 @@ def ended(children):
     return [child.wait() for child in children]
 
 
-def kill_at_random(children, longest, chance):
-    """Kills one process of a run, or all, after a random time. Returns whether any of them was still running."""
-    time.sleep(chance.uniform(0.1, longest))
+def begins(moment, folder, cache, seconds):
+    """A function that says whether a moment of this start has begun. seconds: how long the start takes at most."""
+    until, now, cached = time.monotonic() + seconds, time.time(), len(list(cache.iterdir()))
+    return {
+        "encode": lambda: any((folder / "data").glob("*.tmp")),
+        "compile": lambda: any(row["phase"] in ("init", "restore") and row["time"] > now for row in rows(folder / "events.jsonl")),
+        "cache": lambda: len(list(cache.iterdir())) > cached,
+        "retention": lambda: (folder / FOLDER / TRASH).exists(),
+        "anywhere": lambda: time.monotonic() > until,
+    }[moment]
+
+
+def kill(children, moment, has_begun, chance):
+    """Kills one process of a run, or all, at a moment. Returns whether any of them was still running."""
+    while not has_begun():
+        if all(child.poll() is not None for child in children):
+            return False
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, MOMENTS[moment]))
     victims = chance.choice([children, *([child] for child in children)])
     there = [child.poll() is None for child in victims]
     for child in victims:
@@ -64,47 +151,59 @@ def kill_at_random(children, longest, chance):
     return any(there)
 
 
-def outcome(tiny_file, folder, read_rows):
-    """The parameters and the optimizer state at the end, and the loss of every step."""
-    setup = prepare(load(tiny_file, [f"run.dir={folder}", *OVERRIDES]))
-    found, reports = find_checkpoint(folder)
-    assert reports == [] and found.manifest.step == STEPS
-    state = jax.device_get(restore(found, setup.shapes, setup.shardings))
-    return jax.tree.leaves(state), {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row}
-
-
-def check_listed(folder):
-    """Every listed step is complete."""
+def check_end(folder, codes, *, killed):
+    """The processes of a run ended well unless they were killed, and every listed step is complete."""
+    output = folder.with_suffix(".0.log").read_text()
+    assert killed or not any(codes), output
+    assert "damaged" not in output
     steps = Steps(folder / FOLDER)
-    for step in steps.listed():
-        assert steps.read(step).step == step
+    assert all(steps.read(step).step == step for step in steps.listed())
 
 
-@pytest.mark.parametrize(
-    ("count", "num_kills"),
-    [(1, 17), (2, 3), *(pytest.param(count, 100, marks=pytest.mark.slow, id=f"{count}-100") for count in (1, 2))],
-)
-def test_a_killed_run_ends_where_the_unbroken_one_ends(count, num_kills, start, tiny_file, tmp_path, read_rows):
-    assert ended(start(tmp_path / "first", count)) == [0] * count  # compiles
-    begun = time.perf_counter()
-    assert ended(start(tmp_path / "whole", count)) == [0] * count
-    longest, kills, runs = time.perf_counter() - begun, 0, 0
-    chance = random.Random(num_kills)
-    straight = outcome(tiny_file, tmp_path / "whole", read_rows)
-    while kills < num_kills:
-        runs += 1
-        folder, killed = tmp_path / f"broken{runs}", True
-        while killed and kills < num_kills:
-            children = start(folder, count)
-            killed = kill_at_random(children, longest, chance)
-            kills += killed
-            codes = ended(children)
-            assert killed or codes == [0] * count, folder.with_suffix(".0.log").read_text()
-            check_listed(folder)
-        codes, output = ended(start(folder, count)), folder.with_suffix(".0.log").read_text()
-        assert codes == [0] * count, output
-        assert "damaged" not in output
-        states, losses = outcome(tiny_file, folder, read_rows)
-        assert losses == straight[1]
-        for found, expected in zip(states, straight[0], strict=True):
+def prepared(folder, straight, resume):
+    """The further arguments of a run that is started with `--resume`, and the first step that it trains."""
+    if resume == "never":
+        # A finished run is in the way; its encoded text is not.
+        shutil.copytree(straight.folder, folder, ignore=shutil.ignore_patterns("data"))
+        return ["--resume", "never"], 1
+    if resume == "path":
+        return ["--resume", str(straight.folder / FOLDER / str(ORIGIN))], ORIGIN + 1
+    return [], 1
+
+
+def shares():
+    """The slow tests: count, resume, moments."""
+    chance = random.Random(0)
+    for count, resume in itertools.product((1, 2), ("auto", "never", "path")):
+        for share in range(SHARES if resume == "auto" else SHARES // 2):
+            moments = ["encode", chance.choice(["compile", "cache"]), *chance.choices(LATER, k=6)]
+            yield pytest.param(count, resume, moments, marks=pytest.mark.slow, id=f"{count}-{resume}-{share}")
+
+
+@pytest.mark.parametrize(("count", "resume", "moments"), [*(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in DEFAULT), *shares()])
+def test_a_killed_run_ends_where_the_unbroken_one_ends(count, resume, moments, runs, tmp_path):
+    straight, chance, left = runs.straight(count), random.Random(str(moments)), list(moments)
+    cache = tmp_path / "compiled"
+    cache.mkdir()
+    # Compiling once more takes seconds. Only a kill that waits for it needs an empty cache.
+    options = ["checkpoint.keep=2", *([f"xla.cache={cache}"] if {"compile", "cache"} & set(moments) else [])]
+    for life in itertools.count():
+        folder = tmp_path / f"broken{life}"
+        more, first = prepared(folder, straight, resume)
+        killed = True
+        while left and killed:
+            # A run that ends before the moment comes has had its chance of it.
+            moment = left.pop(0)
+            has_begun = begins(moment, folder, cache, chance.uniform(0.1, straight.seconds))
+            children = runs.start(folder, count, *options, *more)
+            killed = kill(children, moment, has_begun, chance)
+            check_end(folder, ended(children), killed=killed)
+        if killed:
+            check_end(folder, ended(runs.start(folder, count, *options, *more)), killed=False)
+        states, losses = runs.outcome(folder)
+        assert losses == {step: loss for step, loss in straight.losses.items() if step >= first}
+        for found, expected in zip(states, straight.states, strict=True):
             np.testing.assert_array_equal(found, expected)
+        assert not [*folder.glob("data/*.tmp"), *folder.glob(f"{FOLDER}/*.saving"), *folder.glob(f"{FOLDER}/{TRASH}")]
+        if not left:
+            break
