@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import shutil
 import signal
 import stat
 import subprocess
@@ -320,11 +319,6 @@ def test_what_killed_writers_left_is_removed(tmp_path):
     os.utime(tmp_path / f"old{UNFINISHED}", (1000, 1000))
     open_programs(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"new{UNFINISHED}"]
-
-
-def test_a_folder_may_be_moved(three, tmp_path):
-    shutil.copytree(three, tmp_path / "copy")
-    assert usable(open_programs(tmp_path / "copy")) == ["jit_f-1", "jit_g-2", "jit_h-3"]
 
 
 def test_messages_survive_a_closed_stderr(tmp_path, monkeypatch):
