@@ -115,6 +115,7 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
+        from train.compiled.jax_cache import programs_on_trial
         from train.processes.processes import exit_if_distributed, start_jax
         from train.xla import configure_xla
 
@@ -131,7 +132,8 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
         with garbage_collection_paused():
             from train.check.report import dry_run
 
-        dry_run(run)
+        with programs_on_trial():
+            dry_run(run)
         return Exit.DONE
     if arguments.replay is not None:
         with garbage_collection_paused():
@@ -139,7 +141,8 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
             from train.run.replay import replay
 
         try:
-            replay(run, arguments.replay, resume)
+            with programs_on_trial():
+                replay(run, arguments.replay, resume)
         except DataChangedError as error:
             print(f"jgt: {error}", file=sys.stderr)
             exit_if_distributed(Exit.FAILED)
@@ -155,7 +158,8 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
 
     # Expected failures are one line; only an error that may be a bug shows its traceback.
     try:
-        return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
+        with programs_on_trial():
+            return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT

@@ -1,10 +1,8 @@
-"""XLA's flags and its cache of compiled programs, both set before JAX starts its devices.
+"""XLA's flags and the folder of compiled programs, both set before JAX starts its devices.
 
 XLA aborts the whole process for a flag that it does not know, and flags come and go with every jaxlib. So flags are tried in a process of
 their own first: all together, and only if that fails, one by one. Unknown flags are left out with a warning. A trial takes a second; its
 result is stored beside the compiled programs, for this jaxlib and these flags, so that later starts skip it.
-
-Compiled programs are stored so that a restart does not compile again. The folder may grow to 10 GiB; then the oldest programs go.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-import jax
-
+from train.compiled.jax_cache import use_programs
+from train.compiled.programs import default_folder, open_programs
+from train.compiled.sealed import DamagedError, read_sealed, write_sealed
 from train.sections import XlaConfig
 
 _OVERLAP = {
@@ -43,9 +41,6 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 }
 # The least that makes XLA parse XLA_FLAGS.
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
-_LARGEST_CACHE = 10 * 2**30
-# The ends of the names that JAX gives its files.
-_ENDS = ("-cache", "-atime")
 
 
 def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[str]:
@@ -57,17 +52,7 @@ def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> lis
     wanted = {**PRESETS[_preset(config, virtual=virtual, fp8=fp8)], **config.plain_flags()}
     inherited = os.environ.get("XLA_FLAGS", "").split()
     flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in inherited)]
-    warnings = []
-    folder = None
-    if config.cache is not None:
-        try:
-            folder = Path(config.cache) if config.cache != "auto" else _default_cache()
-            _open_cache(folder)
-        except OSError as error:
-            folder = None
-            warnings.append(
-                f"compiled programs cannot be stored in {error.filename}: {error.strerror or error}. Every start compiles again"
-            )
+    folder, warnings = (None, []) if config.cache is None else _open_cache(config.cache)
     accepted = _accepted_flags(flags, folder)
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
@@ -88,16 +73,12 @@ def _accepted_flags(flags: list[str], folder: Path | None) -> list[str]:
         return list(_try_flags(flags))
     question = "\n".join([metadata.version("jaxlib"), *flags])
     note = folder / f"flags-{hashlib.sha256(question.encode()).hexdigest()[:24]}"
-    with contextlib.suppress(OSError, ValueError):
-        lines = note.read_text().splitlines()
-        # Only flags that were asked for: the file may have been changed.
+    with contextlib.suppress(OSError, DamagedError):
+        lines = read_sealed(note).decode().splitlines()
         return [flag for flag in flags if flag in lines]
     accepted = list(_try_flags(flags))
     with contextlib.suppress(OSError):
-        # Written under another name first: other processes of the run may read the note now.
-        written = note.with_name(f"{note.name}.{os.getpid()}")
-        written.write_text("\n".join(accepted))
-        written.replace(note)
+        write_sealed(note, "\n".join(accepted).encode())
     return accepted
 
 
@@ -118,31 +99,17 @@ def _name(flag: str) -> str:
     return flag.partition("=")[0].removeprefix("--")
 
 
-def _open_cache(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    _prune(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    # JAX's default skips programs that compile in under a second. A start has a dozen of them.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _default_cache() -> Path:
-    """A folder in the user's cache, one for each kind of CPU: a program compiled for one kind may use instructions that another lacks."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _open_cache(cache: str) -> tuple[Path | None, list[str]]:
+    """The folder of `xla.cache`, which JAX then uses, and warnings; None if it cannot be used."""
+    again = "Every start compiles again"
     try:
-        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
-    return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
-
-
-def _prune(folder: Path) -> None:
-    """Removes the oldest programs of a cache that has grown too large. Files that are not JAX's stay: the folder may be the user's."""
-    programs = (path for path in folder.iterdir() if path.name.endswith(_ENDS) and path.is_file())
-    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in programs)
-    total = sum(size for _, size, _ in files)
-    for _, size, path in files:
-        if total <= _LARGEST_CACHE:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
+        folder = default_folder() if cache == "auto" else Path(cache)
+        programs = open_programs(folder)
+    except RuntimeError:
+        # An id without an entry in the list of users, as a container may have.
+        return None, [f"compiled programs cannot be stored, because this user has no home folder. {again}. Set HOME or xla.cache"]
+    except OSError as error:
+        return None, [f"compiled programs cannot be stored in {error.filename}: {error.strerror or error}. {again}"]
+    if not use_programs(programs):
+        return folder, [f"compiled programs are not stored, because they cannot be checked with this version of JAX. {again}"]
+    return folder, []

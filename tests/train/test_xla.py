@@ -4,6 +4,7 @@ import os
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jgt.document import InputError
 from train import xla
@@ -29,8 +30,10 @@ def flags(monkeypatch):
 def updates(monkeypatch):
     """The options that are set in JAX's configuration."""
     found = {}
-    monkeypatch.setattr(jax.config, "update", found.__setitem__)
-    return found
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", found.__setitem__)
+        yield found
+    compilation_cache.reset_cache()
 
 
 def test_flags_are_set_and_unknown_ones_left_out(flags):
@@ -94,26 +97,42 @@ def test_programs_are_kept_in_the_users_cache_folder(flags, updates, monkeypatch
     assert updates == {}
 
 
-def test_a_cache_that_has_grown_too_large_loses_the_oldest(flags, updates, monkeypatch, tmp_path):
-    monkeypatch.setattr(xla, "_LARGEST_CACHE", 25)
-    for age, name in enumerate(["new-cache", "old-cache", "oldest-cache"]):
-        (tmp_path / name).write_bytes(bytes(10))
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    flags(XlaConfig(cache=str(tmp_path)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new-cache", "old-cache"]
-
-
-def test_only_jaxs_programs_are_removed(tmp_path, monkeypatch, updates):
-    monkeypatch.setattr(xla, "_LARGEST_CACHE", 1)
-    for name in ("jit_f-cache", "jit_f-atime", "letters.txt"):
-        (tmp_path / name).write_text("text")
-    assert configure_xla(XlaConfig(cache=str(tmp_path)), virtual=True) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.txt/b", "a" * 300])
 def test_a_cache_that_cannot_be_is_told(tmp_path, updates, name):
     (tmp_path / "a.txt").touch()
     (warning,) = configure_xla(XlaConfig(cache=str(tmp_path / name)), virtual=True)
     assert warning.startswith(f"compiled programs cannot be stored in {tmp_path}")
     assert updates == {}
+
+
+def test_a_user_without_a_home_has_no_cache(updates, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert configure_xla(XlaConfig(), virtual=True) == [
+        "compiled programs cannot be stored, because this user has no home folder. Every start compiles again. Set HOME or xla.cache"
+    ]
+    assert updates == {}
+
+
+@pytest.mark.parametrize("harm", ["pipe", "folder", "flip"])
+def test_a_stored_answer_that_is_harmed_is_asked_for_again(harm, flags, updates, tmp_path):
+    config = XlaConfig(cache=str(tmp_path), flags={GOOD: True})
+    first = flags(config)
+    (note,) = tmp_path.glob("flags-*")
+    text = note.read_bytes()
+    note.unlink()
+    if harm == "pipe":
+        os.mkfifo(note)
+    elif harm == "folder":
+        note.mkdir()
+    else:
+        note.write_bytes(text.replace(b"latency", b"mystery"))
+    assert flags(config) == first
+
+
+def test_a_jax_with_another_cache_has_none(updates, monkeypatch, tmp_path):
+    monkeypatch.setattr(xla, "use_programs", lambda programs: False)
+    assert configure_xla(XlaConfig(cache=str(tmp_path)), virtual=True) == [
+        "compiled programs are not stored, because they cannot be checked with this version of JAX. Every start compiles again"
+    ]

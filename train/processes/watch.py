@@ -34,6 +34,7 @@ import jax
 
 from jgt.document import InputError
 from train.command_line import Exit
+from train.compiled.jax_cache import finish_trial
 from train.processes.peers import Agreement, Peers
 from train.processes.processes import Store
 from train.sections import WatchdogConfig
@@ -208,6 +209,9 @@ class Watch:
     def _end(self, code: int, why: str, *, stacks: bool = True) -> NoReturn:
         # Never released. The watch's thread and the peers' thread may both come here; the second one waits for the end.
         self._ending.acquire()
+        if code != Exit.HUNG:
+            # A signal or another process is the reason, and not a program that this one has loaded.
+            finish_trial()
         remedy = "; the same command resumes from the newest checkpoint"
         _say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
         with contextlib.suppress(OSError):

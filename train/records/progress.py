@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jgt.planner.chip import chip_of
+from train.compiled.jax_cache import finish_trial
 from train.records.clock import Finished, InFlight, StepClock, Stretches, steps_ahead
 from train.records.console import Screen
 from train.records.records import Records
@@ -137,6 +138,7 @@ class Progress:
         done: StepResult = finished.result
         # One transfer for all metrics of the step.
         done = done._replace(metrics=jax.device_get(done.metrics))
+        finish_trial()
         total = self._config.train.steps
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at))
