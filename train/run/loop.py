@@ -30,7 +30,7 @@ from train.checkpoint.steps import FOLDER
 from train.command_line import Exit
 from train.config import Run
 from train.data.batches import Data, open_data
-from train.processes.processes import agree_on_input, barrier, shared_store
+from train.processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from train.processes.watch import Watch
 from train.profile.profiler import Profiler
 from train.profile.steps import StepRange
@@ -59,9 +59,12 @@ def train(
     first. Returns the exit code. Raises InputError for wrong input, and SkippedError or SaveError if the run cannot continue.
     """
     resume, entered = resume or Resume(), time.time()
-    folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
+    folder, process, count = run.config.run.path, this_process(), number_of_processes()
     screen, done = Screen(enabled=process == 0), False
     with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
+        # The first one that waits for all processes: until each of them has told the others which devices it has.
+        jax.devices()
+        watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
         if process == 0:
             # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.
