@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(document.dump(run.resolved()), end="")
             return Exit.DONE
-        resume = read_resume(arguments.resume, arguments.allow_change)
+        resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_folder(run, resume)
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)

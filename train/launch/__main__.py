@@ -122,7 +122,7 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
     # With all processes, because a mesh is checked against their devices.
     run = load(parsed.config, parsed.overrides, num_processes=options.processes, problems=problems)
-    check_folder(run, read_resume(parsed.resume, parsed.allow_change))
+    check_folder(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
     return run
 

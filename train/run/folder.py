@@ -57,14 +57,17 @@ class Resume:
     allow: tuple[str, ...] = ()
 
 
-def read_resume(resume: str, allow: Sequence[str]) -> Resume:
-    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys). Raises InputError."""
+def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
+    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
     problems = []
     for key in allow:
         if not any(_is_below(key, section) for section in FIXED):
             keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
             problems.append(f"command line: --allow-change: {key}: is not a key that needs to be allowed. {keys}")
     path = None if resume in ("auto", "never") else Path(resume)
+    # A run with checkpoints of its own goes on from them, and its origin may be gone.
+    if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():
+        problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
     return Resume(never=resume == "never", path=path, allow=tuple(allow))
@@ -74,12 +77,7 @@ def check_folder(run: Run, resume: Resume) -> None:
     """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`."""
     folder = run.config.run.path
     path = folder / "config.yaml"
-    problems = [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]
-    # A run with checkpoints of its own goes on from them, and its origin may be gone.
-    if resume.path is not None and not document.is_folder(resume.path) and not Steps(folder / FOLDER).listed():
-        remedy = "Write auto, never, a run directory or one of its checkpoints"
-        problems.append(f"command line: --resume: {shown(str(resume.path))}: is not a folder. {remedy}")
-    if problems:
+    if problems := [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]:
         raise InputError(problems)
     # No config.yaml: no run was started here yet.
     if resume.never or not path.is_file():
