@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import selectors
 import socket
 import time
@@ -217,7 +218,7 @@ def _listen(address: tuple[str, int], patience: Patience) -> socket.socket:
             if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                 where = f"port {port} of {'this machine' if host == _ALL else host}"
                 remedy = "Name a free port in --coordinator, or end the program that holds it"
-                raise JoinError(f"process 0 cannot listen at {where}: {error.strerror}. {remedy}") from None
+                raise JoinError(f"process 0 cannot listen at {where}: {os.strerror(error.errno or 0)}. {remedy}") from None
         time.sleep(0.25)
 
 
