@@ -17,10 +17,22 @@ from collections.abc import Iterator, Sequence
 
 from jgt import document
 from jgt.document import InputError
-from train.command_line import Exit, cluster_problems, find_cluster, flag_problems, whole_number
+from train.command_line import (
+    Exit,
+    cluster_problems,
+    exit_code,
+    find_cluster,
+    flag_problems,
+    join_seconds,
+    read_token,
+    whole_number,
+)
 from train.config import Run, load
 from train.profile.steps import StepRange, read_step_range
 from train.run.folder import InUseError, Resume, check_folder, read_resume
+
+_SUSPENDED_SECONDS = 600
+"""How long all processes of a run may be suspended together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(document.dump(run.resolved()), end="")
             return Exit.DONE
-        resume = read_resume(arguments.resume, arguments.allow_change)
+        resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_folder(run, resume)
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
@@ -75,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--stopped-code",
-        type=whole_number,
+        type=exit_code,
         default=Exit.DONE,
         metavar="N",
         help="exit code if a signal stops the run before its last step (0)",
@@ -83,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; needs --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
+    parser.add_argument("--token-file", metavar="FILE", help="a secret of this run's processes; without it, the variable JGT_TOKEN")
     return parser
 
 
@@ -109,14 +122,16 @@ def _load(arguments: argparse.Namespace) -> Run:
         arguments.config,
         arguments.overrides,
         num_processes=1 if cluster is None else cluster.num_processes,
-        problems=(*flag_problems(*flags), *cluster_problems(cluster)),
+        problems=(*flag_problems(*flags), *cluster_problems(cluster), *read_token(arguments.token_file)[1]),
     )
 
 
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
         from train.compiled.jax_cache import programs_on_trial
-        from train.processes.processes import exit_if_distributed, start_jax
+        from train.processes.badge import fingerprint
+        from train.processes.processes import Admission, exit_if_distributed, start_jax
+        from train.processes.waiting import JoinError
         from train.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
@@ -125,9 +140,21 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     for warning in configure_xla(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
         print(f"jgt: {warning}", file=sys.stderr)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    # JAX ends a process whose peers are silent too, but without a reason or stacks. The watch has to be quicker.
-    heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + 10
-    start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"))
+    admission = Admission(
+        run=run.config.run.name,
+        config=fingerprint(run.resolved()),
+        token=read_token(arguments.token_file)[0],
+        seconds=join_seconds(run.config.watchdog.join_seconds),
+    )
+    # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there
+    # is a watch, it is quicker and knows about suspensions, so JAX's own limit only has to be there.
+    is_watched = not arguments.dry_run and arguments.replay is None
+    heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + (_SUSPENDED_SECONDS if is_watched else 10)
+    try:
+        start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
+    except JoinError as error:
+        print(f"jgt: {error}", file=sys.stderr)
+        return Exit.UNJOINED
     if arguments.dry_run:
         with garbage_collection_paused():
             from train.check.report import dry_run

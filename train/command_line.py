@@ -11,6 +11,9 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from jgt.document import InputError, read_bytes
 
 
 class Exit(enum.IntEnum):
@@ -26,20 +29,72 @@ class Exit(enum.IntEnum):
     """No progress for too long."""
     PEER = 4
     """Another process of the run failed or is gone."""
+    UNJOINED = 5
+    """The processes of the run have not found each other."""
+
+
+TOKEN = "JGT_TOKEN"
+"""The variable with the token that all processes of a run share; see `train.processes.badge`."""
+LAUNCHED = "JGT_LAUNCHED"
+"""The variable that the launcher sets for the processes that it starts."""
+
+_MAX_NUMBER = 1_000_000_000
+_MAX_SECONDS = 1_000_000
+_MAX_TOKEN = 4_096
+_JOIN_SECONDS, _LOCAL_JOIN_SECONDS = 300.0, 30.0
 
 
 def natural_number(text: str) -> int:
     """A whole number of at least 0, as an argparse type. Raises ArgumentTypeError."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {text!r}")
-    return int(text)
+    return _number(text, 0, _MAX_NUMBER)
 
 
 def whole_number(text: str) -> int:
     """A whole number of at least 1, as an argparse type. Raises ArgumentTypeError."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return _number(text, 1, _MAX_NUMBER)
+
+
+def exit_code(text: str) -> int:
+    """An exit code of at least 1, as an argparse type. Raises ArgumentTypeError."""
+    # The system keeps eight bits of a code: 256 would become 0.
+    return _number(text, 1, 255)
+
+
+def seconds(text: str) -> float:
+    """A time of at least 0 seconds, as an argparse type. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    # A comparison with NaN is false.
+    if not 0 <= value <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to {_MAX_SECONDS:,}, not {text[:40]!r}")
+    return value
+
+
+def _number(text: str, low: int, high: int) -> int:
+    # The length first: Python refuses to read numbers of thousands of digits.
+    if not text.isdecimal() or len(text) > 20 or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high:,}, not {text[:40]!r}")
     return int(text)
+
+
+def read_token(file: str | None) -> tuple[bytes, list[str]]:
+    """The run's token, from a file or else from the environment, and the problems with it. Without either it is empty."""
+    if file is None:
+        return os.environ.get(TOKEN, "").strip().encode(errors="surrogateescape"), []
+    try:
+        token = read_bytes(Path(file), _MAX_TOKEN).strip()
+    except InputError as error:
+        return b"", [f"command line: --token-file: {problem}" for problem in error.problems]
+    return token, [] if token else [f"command line: --token-file: {file}: is empty. Write a long random text into it"]
+
+
+def join_seconds(given: float | None) -> float:
+    """How long the processes of a run wait for each other, if the config gives this number."""
+    if given is not None:
+        return given
+    return _LOCAL_JOIN_SECONDS if LAUNCHED in os.environ else _JOIN_SECONDS
 
 
 # The variable with the number of processes, and the variables that JAX's own detection of the same launcher needs.
@@ -89,6 +144,14 @@ def flag_problems(coordinator: str | None, num_processes: int | None, process: i
         yield f"command line: --processes: must be at least 1, not {num_processes}"
     elif num_processes is not None and process is not None and not 0 <= process < num_processes:
         yield f"command line: --process: must be between 0 and {num_processes - 1} (--processes {num_processes}), not {process}"
+    if coordinator is not None:
+        yield from _address_problems(coordinator)
+
+
+def _address_problems(coordinator: str) -> Iterator[str]:
     # The last colon counts, because an IPv6 address has colons of its own.
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+    host, _, port = coordinator.rpartition(":")
+    if not port.isdecimal():
         yield f"command line: --coordinator: {coordinator!r} has no port. Write HOST:PORT, for example localhost:8476"
+    elif not host or len(port) > 5 or not 1 <= int(port) <= 65_535:
+        yield f"command line: --coordinator: {coordinator!r} is not HOST:PORT with a port from 1 to 65,535, for example localhost:8476"

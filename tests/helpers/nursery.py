@@ -2,8 +2,9 @@
 
     python nursery.py CACHE
 
-reads a JSON line {"arguments": [...], "log": PATH} and answers with the PID of a process that runs `train` with them, in its
-own session; reads {"wait": PID} and answers with its exit code (negative: the signal that killed it).
+reads a JSON line {"arguments": [...], "log": PATH, "first": CODE} and answers with the PID of a process that runs `train` with these
+arguments, in its own session, after this Python code; reads {"wait": PID} and answers with its exit code (negative: the signal that
+killed it).
 """
 
 import json
@@ -20,7 +21,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 from train.__main__ import main  # noqa: E402
 
 
-def run(arguments, log):
+def run(arguments, log, first):
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
@@ -28,6 +29,7 @@ def run(arguments, log):
     os.close(0)
     code = 1
     try:
+        exec(first, {})
         code = main(arguments)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -41,9 +41,9 @@ class Nursery:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, arguments, log):
-        """A process that runs `train` with these arguments."""
-        return Child(self, self.ask(arguments=arguments, log=str(log)))
+    def start(self, arguments, log, first=""):
+        """A process that runs `train` with these arguments, after some Python code."""
+        return Child(self, self.ask(arguments=arguments, log=str(log), first=first))
 
 
 class Child:
@@ -77,16 +77,17 @@ class Child:
 class Processes:
     """Python processes that write their output to files. A context manager, which ends all of them.
 
-    environment: variables in addition to ENVIRONMENT. With a nursery, the commands are only the arguments of `train`.
+    environment: variables in addition to ENVIRONMENT. With a nursery, the commands are only the arguments of `train`, and `first` is, by
+    process, Python code that runs before.
     """
 
-    def __init__(self, folder, commands, root, environment=None, nursery=None):
+    def __init__(self, folder, commands, root, environment=None, nursery=None, first=None):
         self.logs = [folder / f"{i}.log" for i in range(len(commands))]
         self._all = []
         variables = os.environ | ENVIRONMENT | (environment or {})
-        for command, log in zip(commands, self.logs, strict=True):
+        for process, (command, log) in enumerate(zip(commands, self.logs, strict=True)):
             if nursery is not None:
-                self._all.append(nursery.start(command, log))
+                self._all.append(nursery.start(command, log, (first or {}).get(process, "")))
                 continue
             with log.open("w") as file:
                 started = subprocess.Popen(

@@ -1,5 +1,7 @@
 """A run directory resumes with the model, the data and the seed that it was started with."""
 
+from pathlib import Path
+
 import pytest
 
 from jgt.document import InputError
@@ -95,7 +97,7 @@ def test_other_data_may_be_allowed(tiny, started):
 
 @pytest.mark.parametrize("key", ["train.batch", "modell", "run", "model_layers", ""])
 def test_keys_that_cannot_be_allowed(key):
-    (problem,) = problems(read_resume, "auto", ["model.layers", key])
+    (problem,) = problems(read_resume, "auto", ["model.layers", key], Path())
     assert problem == (
         f"command line: --allow-change: {key}: is not a key that needs to be allowed. "
         "It takes these keys and the keys below them: model, data, run.seed"
@@ -106,14 +108,14 @@ def test_keys_that_cannot_be_allowed(key):
 
 
 def test_the_command_line_says_what_to_go_on_from(tmp_path):
-    assert read_resume("auto", []) == Resume()
-    assert read_resume("never", ["run.seed"]) == Resume(never=True, allow=("run.seed",))
-    assert read_resume(str(tmp_path), ["data.path"]) == Resume(path=tmp_path, allow=("data.path",))
+    assert read_resume("auto", [], tmp_path) == Resume()
+    assert read_resume("never", ["run.seed"], tmp_path) == Resume(never=True, allow=("run.seed",))
+    assert read_resume(str(tmp_path), ["data.path"], tmp_path) == Resume(path=tmp_path, allow=("data.path",))
 
 
 def test_all_that_is_wrong_with_it_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
-    first, second = problems(read_resume, str(tmp_path / "file"), ["optimizer"])
+    first, second = problems(read_resume, str(tmp_path / "file"), ["optimizer"], tmp_path / "run")
     assert first.startswith("command line: --allow-change: optimizer: ")
     assert (
         second

@@ -196,8 +196,29 @@ def test_a_step_with_a_phase_is_no_measure(watched):
 
 def test_opening_data_may_take_any_time(watched):
     with watched(step_seconds=1, start_seconds=1) as scene:
+        scene.watch.begin_unlimited("opening model and data")
         scene.wait(500)
         assert scene.codes == []
+
+
+def test_devices_that_do_not_start_are_waited_for_as_long_as_for_a_start(watched):
+    with watched(start_seconds=20) as scene:
+        scene.wait(20)
+        assert scene.codes == []
+        scene.wait(1)
+    assert scene.codes == [Exit.HUNG]
+    assert scene.reasons == ["process 0 hangs: starting the devices has taken more than 20 s"]
+
+
+def test_a_suspended_step_is_not_a_slow_one(watched):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 5, 1)
+        scene.jump(100_000)
+        scene.steps(6, 7, 1)
+        scene.wait(60)
+        assert scene.codes == []
+        scene.wait(1)
+    assert scene.codes == [Exit.HUNG]
 
 
 def test_time_in_which_the_process_is_suspended_does_not_count(watched):
@@ -340,6 +361,18 @@ def test_a_failure_elsewhere_ends_this_process(watched, tmp_path):
     assert scene.codes == [Exit.PEER]
     assert scene.reasons == ["process 0 stops, because process 1 failed: ValueError: first"]
     assert "Thread" in (tmp_path / "stacks-0.txt").read_text()
+
+
+def test_after_a_suspension_the_coordinator_gets_its_time_again(watched):
+    store = Shared()
+    store.broken = True
+    with watched(store, peer_seconds=30) as scene:
+        scene.wait(20)
+        scene.jump(100_000)
+        scene.wait(14)
+        assert scene.codes == []
+        scene.wait(3)
+    assert scene.codes == [Exit.PEER]
 
 
 def test_a_coordinator_that_does_not_answer_ends_this_process(watched):

@@ -18,13 +18,15 @@ from typing import Any
 from jgt.document import InputError
 from train.__main__ import parser as train_parser
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import natural_number, whole_number
+from train.command_line import natural_number, read_token, seconds, whole_number
 from train.config import Run, load
 from train.launch.group import End, Group, environments
 from train.launch.supervisor import Policy, supervise
-from train.run.folder import LOGS, check_folder, read_resume
+from train.run.folder import LOGS, check_folder, earlier_files, read_resume
 
 _LAST_LINES = 20
+_MAX_PROCESSES = 1_024
+"""More than the devices of any machine; each process takes seconds to start and hundreds of megabytes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +51,10 @@ class Launcher:
         self._arguments = arguments
         self._virtual = run.config.devices.virtual_cpu is not None
         self._logs = run.config.run.path / LOGS
-        self._steps = Steps(run.config.run.path / FOLDER)
+        self._folder = run.config.run.path
+        self._steps = Steps(self._folder / FOLDER)
+        # Empty without `--resume never`: an earlier run then stays and goes on.
+        self._earlier = frozenset() if _without_never(arguments) == arguments else earlier_files(self._folder)
         self._grace_seconds = grace_seconds
         self._group: Group | None = None
         self._stopped = threading.Event()
@@ -65,7 +70,8 @@ class Launcher:
 
     def run(self, processes: int, *, again: bool) -> End:
         """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file."""
-        arguments = _without_never(self._arguments) if again else self._arguments
+        # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
+        arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
         self._group = Group(arguments, environments(processes, virtual=self._virtual), self._logs)
         # A signal that came while the group was being started found no group to pass it on to.
         if self._stopped.is_set() and not self._passed_on:
@@ -82,7 +88,7 @@ class Launcher:
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none."""
-        return max(self._steps.listed(), default=0)
+        return 0 if self._is_to_be_moved() else max(self._steps.listed(), default=0)
 
     @property
     def is_stopped(self) -> bool:
@@ -92,6 +98,10 @@ class Launcher:
     def pause(self, seconds: float) -> bool:
         """Waits. Returns whether to continue: a signal ends the wait."""
         return not self._stopped.wait(seconds)
+
+    def _is_to_be_moved(self) -> bool:
+        """Whether `--resume never` has still to move an earlier run away."""
+        return not self._earlier.isdisjoint(earlier_files(self._folder))
 
     def _pass_on(self, number: int, frame: Any) -> None:
         self._stopped.set()
@@ -105,11 +115,14 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
     """The run that the processes will read. Raises InputError."""
     parsed = train_parser().parse_args(arguments)
     problems = [] if parsed.process is None else ["command line: --process: must not be given, because the launcher numbers the processes"]
+    problems += read_token(parsed.token_file)[1]
+    if options.processes > _MAX_PROCESSES:
+        problems.append(f"command line: --processes: is {options.processes:,}. A launcher starts at most {_MAX_PROCESSES:,}")
     if (options.min_processes or 0) > options.processes:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
     # With all processes, because a mesh is checked against their devices.
     run = load(parsed.config, parsed.overrides, num_processes=options.processes, problems=problems)
-    check_folder(run, read_resume(parsed.resume, parsed.allow_change))
+    check_folder(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
     return run
 
@@ -121,7 +134,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _without_never(arguments: list[str]) -> list[str]:
-    """The arguments of a restart: without `--resume never`, which would discard what the first start saved."""
+    """The arguments without `--resume never`."""
     # Joined by NUL, which no argument can contain, so that one pattern covers both `--resume never` and `--resume=never`.
     return re.sub(r"\0--resume[\0=]never(?=\0)", "", "\0".join(["", *arguments, ""])).split("\0")[1:-1]
 
@@ -141,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--restarts", type=natural_number, default=3, metavar="K", help="how many restarts in a row may bring no newer checkpoint (3)"
     )
     parser.add_argument("--min-processes", type=whole_number, metavar="M", help="after a process is lost, restart with one less, down to M")
-    parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others to end after a failure (10)")
+    parser.add_argument("--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for the others to end after a failure (10)")
     return parser
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError
+from train.command_line import LAUNCHED, TOKEN
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 0.1
@@ -73,6 +75,8 @@ class Group:
 
     def __init__(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path):
         count, port = len(environments), _free_port()
+        # New for each group, so that a process which outlived an earlier one cannot join this one.
+        ours = {TOKEN: secrets.token_hex(32), LAUNCHED: "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         logs.mkdir(parents=True, exist_ok=True)
         for process, environment in enumerate(environments):
@@ -83,7 +87,8 @@ class Group:
                 # In a session of its own, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
                 # a process with several threads; the launcher has only one.
                 prepare = _end_with(os.getpid())
-                started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
+                variables = {**environment, **ours}
+                started = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
                 self._processes.append(started)
 
     def wait(self, grace_seconds: float) -> End:

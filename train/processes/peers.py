@@ -107,7 +107,8 @@ class Peers:
         self.doing = "starting"
         """What this process is doing, for the messages of the others."""
         self.answered = time.monotonic()
-        """When the coordinator last answered."""
+        """When the coordinator last answered; later by the time in which this process was suspended since."""
+        self._looked = self.answered
 
     def start(self) -> None:
         """Starts the exchange."""
@@ -119,6 +120,10 @@ class Peers:
         self._thread.join(timeout=5)
         if done:
             self._try_set(f"alive/{self._process}", _DONE)
+
+    def forgive(self, seconds: float) -> None:
+        """Does not count this long against the coordinator, because this process was suspended."""
+        self.answered = min(time.monotonic(), self.answered + seconds)
 
     def report_failure(self, why: str) -> None:
         """Tells the others that this process fails. Gives up after two seconds."""
@@ -154,8 +159,9 @@ class Peers:
     def _find_silent(self, alive: dict[str, str]) -> None:
         now = time.monotonic()
         # If this process was suspended itself, every other process seems silent. They get a full period again.
-        if now - self.answered > self._seconds / 2:
+        if now - self._looked > self._seconds / 2:
             self._last_texts = {name: (text, now) for name, (text, _) in self._last_texts.items()}
+        self._looked = now
         for name, (text, _) in self._last_texts.items():
             if alive.get(name, "") != text:
                 self._last_texts[name] = alive[name], now

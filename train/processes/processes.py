@@ -15,20 +15,29 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax._src import distributed
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
 from train.command_line import Cluster
+from train.processes.badge import Membership
+from train.processes.join import Place, join
+from train.processes.waiting import Patience, ends_after
 
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
 _SHUTDOWN_SECONDS = 60
+_DETECTION_SECONDS = 60
+_JOIN_MARGIN_SECONDS = 5.0
+"""Within its time the join ends by itself, with a better message. This is for the calls that it cannot interrupt."""
+_LOOPBACK = "127.0.0.1"
 
 
 class Store(Protocol):
@@ -59,12 +68,28 @@ class CoordinatorStore:
         return {name.removeprefix(prefix): text for name, text in self._client.key_value_dir_get(prefix)}
 
 
-def start_jax(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_seconds: int = 100, where: str = "run") -> None:
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which processes may join a run (see `badge.Membership`), and for how many seconds they wait for each other."""
+
+    run: str = ""
+    config: str = ""
+    token: bytes = b""
+    seconds: float = 300.0
+
+
+def start_jax(
+    cluster: Cluster | None,
+    virtual_cpu: int | None,
+    heartbeat_seconds: int = 100,
+    where: str = "run",
+    admission: Admission | None = None,
+) -> None:
     """Gives JAX its devices and joins the other processes. Must be called before anything asks JAX for devices.
 
     virtual_cpu: number of virtual CPU devices, None for the machine's own devices. heartbeat_seconds: after this long without a sign of
     life JAX itself declares a process dead and aborts the others. where: file and line of `devices.virtual_cpu`, for the message.
-    Raises InputError for more virtual devices than JAX starts in reasonable time.
+    Raises InputError for more virtual devices than JAX starts in reasonable time, and what `train.processes.join.join` raises.
     """
     if virtual_cpu is not None:
         if virtual_cpu > MAX_VIRTUAL_CPU:
@@ -73,22 +98,73 @@ def start_jax(cluster: Cluster | None, virtual_cpu: int | None, heartbeat_second
         use_virtual_cpu(virtual_cpu)
     if cluster is None:
         return
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's preemption service would install its own SIGTERM handler; signals belong to train.processes.watch.
-    jax.config.update("jax_enable_preemption_service", False)
-    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_seconds, "shutdown_timeout_seconds": _SHUTDOWN_SECONDS}
-    if cluster.coordinator is None:
-        jax.distributed.initialize(**options)
-    else:
-        # Even with an explicit address JAX looks for a cluster. Under Slurm it would then leave each process only one of its devices.
-        options["cluster_detection_method"] = "deactivate"
-        jax.distributed.initialize(cluster.coordinator, cluster.num_processes, cluster.process, **options)
+    admission = admission or Admission()
+    with ends_after(admission.seconds + _JOIN_MARGIN_SECONDS, "joining the other processes"):
+        address, count, process, device_ids = _locate(cluster)
+        place = _place(address)
+        patience = Patience(admission.seconds)
+        join(place, process, Membership(count=count, run=admission.run, config=admission.config, token=admission.token), patience)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # JAX's preemption service would install its own SIGTERM handler; signals belong to train.processes.watch.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            _joined(place.host, place.port),
+            count,
+            process,
+            device_ids,
+            # Even with an explicit address JAX looks for a cluster. Under Slurm it would then leave each process only one of its devices.
+            cluster_detection_method="deactivate",
+            # Longer than this process waits, because JAX ends it without saying which process is missing.
+            initialization_timeout=int(patience.left) + 60,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            coordinator_bind_address=_joined(place.listen, place.port),
+        )
+
+
+def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
+    """The coordinator's address, the number of processes, this process's number, and its devices (None for all), from flags or JAX."""
+    if cluster.coordinator is not None and cluster.num_processes is not None and cluster.process is not None:
+        return cluster.coordinator, cluster.num_processes, cluster.process, None
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address, count, process, devices = ClusterEnv.auto_detect_unset_distributed_params(given, None, None, None, None, _DETECTION_SECONDS)
+    if address is None or count is None or process is None:
+        raise InputError(["environment: JAX does not find the other processes. Give --coordinator, --processes and --process"])
+    # JAX reads this variable itself, if it is given no devices.
+    return address, count, process, None if "JAX_LOCAL_DEVICE_IDS" in os.environ else devices
+
+
+def _place(address: str) -> Place:
+    host, port = _split(address)
+    # A run on one machine is nobody else's business: by default JAX would listen at all addresses of the machine.
+    is_local = host in ("localhost", _LOOPBACK)
+    listen = _split(os.environ["JAX_COORDINATOR_BIND_ADDRESS"])[0] if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else ""
+    return Place(host=_LOOPBACK if is_local else host, port=port, listen=listen or (_LOOPBACK if is_local else "::"))
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def shared_store() -> Store | None:
     """The store that the processes of this run share; None if the run has only one process."""
     client = distributed.global_state.client
-    return None if client is None or jax.process_count() == 1 else CoordinatorStore(client)
+    return None if client is None or number_of_processes() == 1 else CoordinatorStore(client)
+
+
+def number_of_processes() -> int:
+    """The number of processes of the run. Unlike jax.process_count, it does not wait for the devices of the other processes."""
+    return distributed.global_state.num_processes if distributed.global_state.client is not None else jax.process_count()
+
+
+def this_process() -> int:
+    """The number of this process, from 0. It does not wait for the devices of the other processes."""
+    return distributed.global_state.process_id if distributed.global_state.client is not None else jax.process_index()
 
 
 def exit_if_distributed(code: int) -> None:

@@ -36,7 +36,7 @@ from jgt.document import InputError
 from train.command_line import Exit
 from train.compiled.jax_cache import finish_trial
 from train.processes.peers import Agreement, Peers
-from train.processes.processes import Store
+from train.processes.processes import Store, number_of_processes, this_process
 from train.sections import WatchdogConfig
 
 _TICK = 0.25
@@ -62,14 +62,13 @@ class Watch:
         self._config, self._stopped_code = config, stopped_code
         self.on_end: Callable[[str], None] = lambda why: None
         """Called once, with the reason, before the watch ends the process."""
-        self._process, count = jax.process_index(), jax.process_count()
+        self._process, count = this_process(), number_of_processes()
         self._stacks = folder / f"stacks-{self._process}.txt"
         self._agreement = Agreement(store, self._process, count)
         self._peers = None
         if store is not None:
             self._peers = Peers(store, self._process, count, self._agreement, seconds=config.peer_seconds, on_loss=self._end_after_loss)
-        # Opening has no limit, because reading a corpus may take any time.
-        self._idle, self._limit, self._doing = 0.0, float("inf"), "opening model and data"
+        self._idle, self._limit, self._doing = 0.0, config.start_seconds, "starting the devices"
         self._steps, self._slowest = 0, 0.0
         self._begun: float | None = None
         self._stop_signal: str | None = None
@@ -116,6 +115,10 @@ class Watch:
         """The name of the signal that asked this process to stop; None if there was none, or if another process received it."""
         return self._stop_signal
 
+    def begin_unlimited(self, what: str) -> None:
+        """Announces something without a limit, such as reading a corpus, until the next phase or step."""
+        self._note_progress(what, float("inf"))
+
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """Announces something other than a step, such as a save; inside it and until the next step the limit is `start_seconds`."""
@@ -139,7 +142,8 @@ class Watch:
 
     def _measure_step(self) -> None:
         if self._begun is not None and self._steps > _UNMEASURED:
-            self._slowest = max(self._slowest, time.monotonic() - self._begun)
+            # Not more than the time that this thread was awake, by the watch's ticks: a suspended step is not a slow one.
+            self._slowest = max(self._slowest, min(time.monotonic() - self._begun, self._idle + 2 * _TICK))
         self._begun = None
 
     def _note_progress(self, what: str, limit: float) -> None:
@@ -174,6 +178,8 @@ class Watch:
             now = time.monotonic()
             # A longer tick means that the whole process was suspended, or starved; that time is not the training thread's.
             self._idle += min(now - last, 2 * _TICK)
+            if self._peers is not None:
+                self._peers.forgive(max(0.0, now - last - 2 * _TICK))
             last = now
             self._check_limits(now)
 

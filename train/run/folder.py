@@ -25,6 +25,7 @@ from typing import Any
 
 from jgt import document
 from jgt.document import InputError, shown
+from train.checkpoint.steps import FOLDER, Steps
 from train.config import Run
 from train.profile.steps import PROFILE
 
@@ -56,15 +57,16 @@ class Resume:
     allow: tuple[str, ...] = ()
 
 
-def read_resume(resume: str, allow: Sequence[str]) -> Resume:
-    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys). Raises InputError."""
+def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
+    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
     problems = []
     for key in allow:
         if not any(_is_below(key, section) for section in FIXED):
             keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
             problems.append(f"command line: --allow-change: {key}: is not a key that needs to be allowed. {keys}")
     path = None if resume in ("auto", "never") else Path(resume)
-    if path is not None and not document.is_folder(path):
+    # A run with checkpoints of its own goes on from them, and its origin may be gone.
+    if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
@@ -147,7 +149,7 @@ def lock_folder(folder: Path, seconds: float = 10.0) -> Iterator[None]:
 
 def move_earlier_run(folder: Path) -> Path | None:
     """Moves an earlier run from this folder into a new folder beside it. Returns the new folder; None if there was nothing to move."""
-    earlier = [path for path in folder.iterdir() if path.name not in _NOT_MOVED] if folder.is_dir() else []
+    earlier = _movable(folder)
     if not earlier:
         return None
     # Absolute, because the folder may be written as `.`, which has no name to change.
@@ -160,12 +162,26 @@ def move_earlier_run(folder: Path) -> Path | None:
     return target
 
 
+def earlier_files(folder: Path) -> frozenset[tuple[str, int, int]]:
+    """The files and folders of an earlier run in this folder: name, device and inode, which tell them from new ones of the same name."""
+    found = set()
+    for path in _movable(folder):
+        # Another process may move it away at this moment.
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, (state := path.lstat()).st_dev, state.st_ino))
+    return frozenset(found)
+
+
 def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
     """Creates the run directory, and writes the resolved config and the data's fingerprint into it."""
     folder = run.config.run.path
     folder.mkdir(parents=True, exist_ok=True)
     _write_whole(folder / "config.yaml", document.dump(run.resolved()))
     _write_whole(folder / "data.json", json.dumps(dict(fingerprint), indent=1) + "\n")
+
+
+def _movable(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name not in _NOT_MOVED] if folder.is_dir() else []
 
 
 def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:

@@ -31,7 +31,7 @@ from train.command_line import Exit
 from train.config import Run
 from train.data.batches import Data, open_data
 from train.data.mapped import DataChangedError
-from train.processes.processes import agree_on_input, barrier, shared_store
+from train.processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from train.processes.watch import Watch
 from train.profile.profiler import Profiler
 from train.profile.steps import StepRange
@@ -61,9 +61,12 @@ def train(
     continue.
     """
     resume, entered = resume or Resume(), time.time()
-    folder, process, count = run.config.run.path, jax.process_index(), jax.process_count()
+    folder, process, count = run.config.run.path, this_process(), number_of_processes()
     screen, done = Screen(enabled=process == 0), False
     with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
+        # The first one that waits for all processes: until each of them has told the others which devices it has.
+        jax.devices()
+        watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
         if process == 0:
             # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.

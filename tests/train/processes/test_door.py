@@ -1,0 +1,336 @@
+"""Processes meet at a port and check each other there. Processes are threads here, and strangers are sockets."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from runs import free_port
+
+from jgt.document import InputError
+from train.processes import door, join
+from train.processes.badge import MAX_LINE, Membership, badge_problem, is_welcome, read_badge, welcome, write_badge
+from train.processes.join import Place
+from train.processes.waiting import JoinError, Patience, named
+
+RUN = Membership(count=3, run="tiny", config="c0ffee", token=b"secret")
+SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Shortens the times after which something is said or given up."""
+    monkeypatch.setattr("train.processes.waiting._LINE_SECONDS", 0.5)
+    monkeypatch.setattr(door, "_BADGE_SECONDS", 0.5)
+    monkeypatch.setattr(door, "_TAKEN_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_STRANGE_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_ANSWER_SECONDS", 0.5)
+
+
+@pytest.fixture
+def run():
+    """Starts the processes of a run in threads: run(process, membership, seconds) returns a future."""
+    place = Place(host="127.0.0.1", port=free_port(), listen="127.0.0.1")
+
+    class Run:
+        port = place.port
+
+        def __call__(self, process, member=RUN, seconds=SECONDS):
+            return pool.submit(self._join, process, member, seconds)
+
+        @staticmethod
+        def _join(process, member, seconds):
+            join.join(place, process, member, Patience(seconds))
+            if process == 0:
+                # Stands for JAX's service, whose first bytes are a frame of HTTP/2.
+                listener = closing.enter_context(socket.create_server(("127.0.0.1", place.port), backlog=100))
+                threading.Thread(target=serve, args=(listener,), daemon=True).start()
+
+    def serve(listener):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")
+                closing.push(connection)
+
+    with contextlib.ExitStack() as closing, ThreadPoolExecutor(16) as pool:
+        yield Run()
+
+
+def listening(port):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+        time.sleep(0.02)
+    raise TimeoutError(port)
+
+
+def until(reached):
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def refusal(future):
+    with pytest.raises(InputError) as refused:
+        future.result(SECONDS)
+    (problem,) = refused.value.problems
+    return problem
+
+
+# -- who comes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_go_when_all_are_there(run, order):
+    waiting = []
+    for process in order:
+        assert not any(one.done() for one in waiting)
+        waiting.append(run(process))
+        time.sleep(0.2)
+    for one in waiting:
+        one.result(SECONDS)
+
+
+def test_a_process_alone_needs_nobody(run):
+    run(0, Membership(count=1)).result(SECONDS)
+
+
+def test_who_is_missing_is_said_to_all_and_in_the_end_too(run, capfd):
+    first, second = run(0, seconds=2), run(1)
+    with pytest.raises(JoinError, match=r"^process 2 did not come within 2 s$"):
+        first.result(SECONDS)
+    with pytest.raises(JoinError, match=r"^process 1 stops, because process 2 did not come within 2 s$"):
+        second.result(SECONDS)
+    said = capfd.readouterr().err
+    assert "jgt: waiting for process 2, 1 of 2 s\n" in said
+    assert "jgt: process 1 has joined and is waiting for process 2, " in said
+
+
+def test_who_waits_for_the_first_process_says_so(run, capfd):
+    with pytest.raises(JoinError, match=r"^process 1 has not found the others within 2 s: process 0 cannot be reached at .*refused"):
+        run(1, seconds=2).result(SECONDS)
+    assert "jgt: process 1 is waiting for process 0, 1 of 2 s: process 0 cannot be reached at " in capfd.readouterr().err
+
+
+def test_a_host_without_an_address_is_tried_until_the_time_is_over():
+    with pytest.raises(JoinError, match=r"cannot be reached at nowhere\.invalid:1: "):
+        join.join(Place(host="nowhere.invalid", port=1), 1, RUN, Patience(0.3))
+
+
+def test_a_member_that_dies_is_missing_again_and_may_come_back(run, capfd):
+    first = run(0)
+    with listening(run.port) as dying:
+        show(dying, RUN, 2)
+        until(lambda: "jgt: waiting for process 1," in capfd.readouterr().err)
+    until(lambda: "jgt: waiting for processes 1, 2," in capfd.readouterr().err)
+    for one in (first, run(1), run(2)):
+        one.result(SECONDS)
+
+
+def test_a_first_process_that_dies_is_looked_for_again(run):
+    with socket.create_server(("127.0.0.1", run.port)) as listener:
+        second = run(1, Membership(count=2))
+        connection, _ = listener.accept()
+        connection.sendall(b"jgt-join-1 1234\n")
+        connection.close()
+    run(0, Membership(count=2)).result(SECONDS)
+    second.result(SECONDS)
+
+
+def test_a_port_that_is_taken_is_named(run):
+    with (
+        socket.create_server(("127.0.0.1", run.port)),
+        pytest.raises(JoinError, match=rf"process 0 cannot listen at port {run.port} of 127.0.0.1: Address already in use\. Name a free"),
+    ):
+        run(0).result(SECONDS)
+
+
+def test_a_port_that_becomes_free_is_taken(run):
+    with socket.create_server(("127.0.0.1", run.port)):
+        alone = run(0, Membership(count=1))
+        time.sleep(0.1)
+        assert not alone.done()
+    alone.result(SECONDS)
+
+
+def test_whoever_listens_without_a_word_is_waited_for(run):
+    with socket.create_server(("127.0.0.1", run.port)), pytest.raises(JoinError, match=r"cannot be reached at .*timed out"):
+        run(1, seconds=1.5).result(SECONDS)
+
+
+# -- who may come ------------------------------------------------------------------------------------------------
+
+
+STRANGERS = [
+    (1, {"token": b"guess"}, "its token is not the run's. Give all processes the same JGT_TOKEN, or the same --token-file"),
+    (1, {"token": b""}, "its token is not the run's"),
+    (1, {"count": 4}, "it has --processes 4, and the run has 3"),
+    (7, {}, "its number is 7. The numbers to join are 1 to 2"),
+    (1, {"run": "other\x1b[2J"}, r"it belongs to the run 'other\x1b[2J', not to 'tiny'"),
+    (1, {"config": "beef"}, "its config differs from process 0's. Give all processes the same"),
+]
+
+
+def test_strangers_are_refused_with_the_reason_and_harm_nobody(run, capfd):
+    first, said = run(0), []
+    for process, other, expected in STRANGERS:
+        member = Membership(**{"count": 3, "run": "tiny", "config": "c0ffee", "token": b"secret", **other})
+        problem = refusal(run(process, member))
+        assert problem.startswith(f"process {process}: process 0 at 127.0.0.1:{run.port} refused it: {expected}")
+    second = run(1)
+    until(lambda: said.append(capfd.readouterr().err) or "waiting for process 2," in said[-1])
+    assert "process 1 has already joined, from 127.0.0.1. Give each process a number of its own" in refusal(run(1))
+    for one in (first, second, run(2)):
+        one.result(SECONDS)
+    refusals = "".join(said) + capfd.readouterr().err
+    assert refusals.count("jgt: refused a process that wanted to join from 127.0.0.1: ") == len(STRANGERS) + 1
+
+
+def test_the_right_process_with_another_config_is_wrong_input_for_the_first_too(run):
+    first = run(0, seconds=1.5)
+    refusal(run(1, Membership(count=3, run="tiny", config="beef", token=b"secret")))
+    assert refusal(first).endswith("process 1 was refused: its config differs from process 0's. Give all processes the same")
+
+
+def test_a_process_that_comes_when_the_run_has_begun_is_refused(run):
+    for one in [run(process) for process in range(3)]:
+        one.result(SECONDS)
+    assert "something else listens there, or the run has already begun with all its processes" in refusal(run(1))
+
+
+def test_a_door_without_the_token_is_not_entered(run):
+    with socket.create_server(("127.0.0.1", run.port)) as listener:
+        coming = run(1)
+
+        def impostor():
+            while not coming.done():
+                with listener.accept()[0] as connection, contextlib.suppress(OSError):
+                    connection.sendall(b"jgt-join-1 1234\n")
+                    badge = json.loads(connection.recv(MAX_LINE))
+                    connection.sendall(f"yes {welcome(Membership(count=3), badge['nonce'], '1234')}\ngo\n".encode())
+
+        threading.Thread(target=impostor, daemon=True).start()
+        assert "the process that listens there does not know this run's token" in refusal(coming)
+        with contextlib.suppress(OSError):
+            listening(run.port).close()
+
+
+def show(connection, member, process, change=lambda line: line):
+    """Shows a badge at a door, and returns what the door answers."""
+    word, nonce = connection.recv(MAX_LINE).decode().split()
+    assert word == "jgt-join-1"
+    connection.sendall(change(write_badge(member, process, "00", nonce).encode()) + b"\n")
+
+
+def test_a_badge_that_was_overheard_is_worthless():
+    line = write_badge(RUN, 1, "00", "first").encode()
+    assert badge_problem(read_badge(line), RUN, "first") is None
+    assert "token" in badge_problem(read_badge(line), RUN, "second")
+    assert "token" in badge_problem(read_badge(line.replace(b'"process": 1', b'"process": 2')), RUN, "first")
+    assert is_welcome(welcome(RUN, "00", "first"), RUN, "00", "first")
+    assert not is_welcome(json.loads(line)["signature"], RUN, "00", "first")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[" * MAX_LINE,
+        b'{"process": 1}',
+        b"\xff",
+        b"1" * 5000,
+        write_badge(RUN, 1, "00", "x").replace("1", "true", 1).encode(),
+    ],
+)
+def test_what_is_not_a_badge(line):
+    assert read_badge(line) is None
+
+
+RUBBISH = [b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"[" * 4000 + b"\n", b"x" * 5000, b"{}\n", b"PRI * HTTP/2.0\r\n\r\n"]
+
+
+def test_three_hundred_strangers_at_once_harm_nobody(run):
+    first = run(0)
+    with contextlib.ExitStack() as closing:
+        strangers = [closing.enter_context(listening(run.port)) for _ in range(300)]
+        for number, stranger in enumerate(strangers):
+            with contextlib.suppress(OSError):
+                stranger.setblocking(False)
+                stranger.send(RUBBISH[number % len(RUBBISH)])
+        for one in (first, run(1), run(2)):
+            one.result(SECONDS)
+
+
+def test_connections_are_few_and_short(run, capfd):
+    first, said = run(0), []
+    with contextlib.ExitStack() as closing:
+        strangers = [closing.enter_context(listening(run.port)) for _ in range(door._MAX_STRANGERS + 20)]
+
+        def ended(stranger):
+            stranger.settimeout(0)
+            try:
+                while data := stranger.recv(100):
+                    assert data.startswith(b"jgt-join-1 ")
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            return True
+
+        until(lambda: all(map(ended, strangers[:20])))
+        # The others say a byte now and then, and have their time too.
+        until(lambda: [slow(stranger) for stranger in strangers[20:]] and all(map(ended, strangers)))
+    until(lambda: said.append(capfd.readouterr().err) or f"; {len(strangers)} other connections were turned away" in "".join(said))
+    for one in (first, run(1), run(2)):
+        one.result(SECONDS)
+
+
+def slow(stranger):
+    with contextlib.suppress(OSError):
+        stranger.send(b"x")
+
+
+def test_refusals_are_told_a_few_times_only(run, capfd):
+    first = run(0)
+    for _ in range(door._MAX_TOLD + 5):
+        with listening(run.port) as stranger:
+            show(stranger, Membership(count=3), 1)
+            assert stranger.recv(MAX_LINE).startswith(b"no its token")
+    for one in (first, run(1), run(2)):
+        one.result(SECONDS)
+    said = [line for line in capfd.readouterr().err.splitlines() if "refused" in line]
+    assert len(said) == door._MAX_TOLD
+    assert said[-1].endswith("Further ones are not shown")
+
+
+# -- the time ----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_every_ten_seconds_and_an_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("train.processes.waiting.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.processes.waiting._LINE_SECONDS", 10.0)
+    patience, lines = Patience(30), []
+    for _ in range(100):
+        if patience.is_time_to_speak:
+            lines.append(str(patience))
+        if patience.is_over:
+            break
+        now[0] += 1
+    assert lines == ["10 of 30 s", "20 of 30 s", "30 of 30 s"] and patience.left == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [([3], "process 3"), ([1, 2], "processes 1, 2"), (range(1, 1001), "processes " + ", ".join(map(str, range(1, 17))) + " and 984 more")],
+)
+def test_missing_processes_are_named(processes, expected):
+    assert named(list(processes)) == expected
