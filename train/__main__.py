@@ -21,6 +21,7 @@ from train.command_line import Exit, cluster_problems, find_cluster, flag_proble
 from train.config import Run, load
 from train.profile.steps import StepRange, read_step_range
 from train.run.folder import InUseError, Resume, check_folder, read_resume
+from train.sink import say, settle_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +123,7 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
     for warning in configure_xla(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
-        print(f"jgt: {warning}", file=sys.stderr)
+        say(warning)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX ends a process whose peers are silent too, but without a reason or stacks. The watch has to be quicker.
     heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + 10
@@ -152,11 +153,13 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT
-    except (SkippedError, SaveError, InUseError) as error:
-        print(f"jgt: {error}", file=sys.stderr)
+    except (SkippedError, SaveError, InUseError, OSError) as error:
+        say(str(error))
         code = Exit.FAILED
     except Exception:
-        traceback.print_exc()
+        # To stderr, unless it fails: then the code has to do.
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
         code = Exit.FAILED
     # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
     exit_if_distributed(code)
@@ -164,4 +167,6 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    settle_streams()
+    sys.exit(exit_code)

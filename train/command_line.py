@@ -26,6 +26,8 @@ class Exit(enum.IntEnum):
     """No progress for too long."""
     PEER = 4
     """Another process of the run failed or is gone."""
+    LOST = 5
+    """As DONE, but some of what the run writes about itself could not be written."""
 
 
 def natural_number(text: str) -> int:

@@ -21,10 +21,10 @@ def free_port():
 
 
 class Nursery:
-    """Starts `train` quickly, by fork. A context manager."""
+    """Starts `train` quickly, by fork. A context manager. environment: variables for all processes."""
 
-    def __init__(self, cache, root):
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)}
+    def __init__(self, cache, root, environment=None):
+        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)} | (environment or {})
         command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(cache)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
 
@@ -41,9 +41,9 @@ class Nursery:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, arguments, log):
-        """A process that runs `train` with these arguments."""
-        return Child(self, self.ask(arguments=arguments, log=str(log)))
+    def start(self, arguments, log, environment=None):
+        """A process that runs `train` with these arguments, and with variables of its own."""
+        return Child(self, self.ask(arguments=arguments, log=str(log), environment=environment or {}))
 
 
 class Child:
@@ -86,7 +86,7 @@ class Processes:
         variables = os.environ | ENVIRONMENT | (environment or {})
         for command, log in zip(commands, self.logs, strict=True):
             if nursery is not None:
-                self._all.append(nursery.start(command, log))
+                self._all.append(nursery.start(command, log, environment))
                 continue
             with log.open("w") as file:
                 started = subprocess.Popen(

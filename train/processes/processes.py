@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from jax.experimental import multihost_utils
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
 from train.command_line import Cluster
+from train.sink import settle_streams
 
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
@@ -93,8 +93,7 @@ def shared_store() -> Store | None:
 
 def exit_if_distributed(code: int) -> None:
     """Ends this process at once if it belongs to a run of several processes; returns otherwise."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    settle_streams()
     if distributed.global_state.client is not None:
         # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
         os._exit(code)

@@ -37,12 +37,15 @@ from train.command_line import Exit
 from train.processes.peers import Agreement, Peers
 from train.processes.processes import Store
 from train.sections import WatchdogConfig
+from train.sink import say
 
 _TICK = 0.25
 _SLOW = 10
 """A step may take this many times as long as the slowest one so far."""
 _LAST_WORD_SECONDS = 2.0
 """How long the first process stays when it fails: the shared store is inside it, and the others need a round to read the reason."""
+_GOODBYE_SECONDS = 5.0
+"""How long a process that ends may take to print and write the reason."""
 _UNMEASURED = 2
 """The host runs this many steps ahead of the devices, so its first steps return at once and say nothing about a step's time."""
 _SAME_REQUEST_SECONDS = 0.5
@@ -155,7 +158,7 @@ class Watch:
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._note_progress("failing", float("inf"))
             seconds = self._config.peer_seconds + 5
-            _say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
+            say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
             self._closed.wait(seconds)
         peers.report_failure(f"failed: {type(error).__name__}: {_first_line(error)}")
 
@@ -185,8 +188,8 @@ class Watch:
                 return
             self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
         self._stop_signal, self._stop_requested_at = name, time.monotonic()
-        _say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
         self._agreement.request_stop()
+        say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
 
     def _check_limits(self, now: float) -> None:
         if self._agreement.is_before_first_step:
@@ -208,17 +211,21 @@ class Watch:
     def _end(self, code: int, why: str, *, stacks: bool = True) -> NoReturn:
         # Never released. The watch's thread and the peers' thread may both come here; the second one waits for the end.
         self._ending.acquire()
+        # What follows writes to stderr and to a disk, and either may block.
+        last_moment = threading.Timer(_LAST_WORD_SECONDS + _GOODBYE_SECONDS, os._exit, (code,))
+        last_moment.daemon = True
+        last_moment.start()
         remedy = "; the same command resumes from the newest checkpoint"
-        _say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
-        with contextlib.suppress(OSError):
-            if stacks:
-                with self._stacks.open("a", encoding="utf-8") as file:
-                    print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
-                    _dump_stacks(file)
-                _dump_stacks(sys.stderr)
-            self.on_end(why)
+        say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
+        if stacks:
+            with contextlib.suppress(OSError), self._stacks.open("a", encoding="utf-8") as file:
+                print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
+                _dump_stacks(file)
+            _dump_stacks(sys.stderr)
+        self.on_end(why)
         if stacks:
             self._linger()
+        last_moment.cancel()
         # sys.exit would end only this thread, and a regular exit waits for threads and devices that hang.
         os._exit(code)
 
@@ -233,13 +240,8 @@ def _ignore(number: int, frame: Any) -> None:
 
 def _dump_stacks(file: TextIO) -> None:
     # stderr may not be a file, as in a test, or may be closed.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.dump_traceback(file, all_threads=True)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(f"jgt: {text}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from train.records.console import Screen
 from train.records.records import Records
 from train.sections import TrainConfig
 from train.setup import Setup
+from train.sink import say
 from train.step.optimizer import build_schedule, rates_on_host
 
 
@@ -81,7 +81,7 @@ class UpdateGuard:
         if self._in_a_row >= self._config.max_skipped:
             raise SkippedError(f"{message}. It is number {self._in_a_row} in a row (train.max_skipped)")
         if self._enabled:
-            print(f"jgt: {message}", file=sys.stderr)
+            say(message)
 
 
 class Progress:

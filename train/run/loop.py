@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +43,7 @@ from train.run.sample import sample_text, terminal_text
 from train.run.start import Feed, Position, Start
 from train.sections import Fault
 from train.setup import Setup, prepare
+from train.sink import describe_lost, say
 from train.step.step import State
 
 _LAST_SAVE_SECONDS = 10
@@ -71,7 +71,7 @@ def train(
             write_folder(run, data.fingerprint)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
-        records = closing.enter_context(contextlib.closing(Records(folder, process=process)))
+        records = Records(folder, process=process)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         begun = begun or entered
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
@@ -94,10 +94,15 @@ def train(
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
             records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
-            print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+            say(f"the run failed; {checkpoints.describe()}")
             raise
         checkpoints.close()
-    return Exit.DONE if done else stopped_code
+    code = Exit.DONE if done else stopped_code
+    if not (lost := _lost(screen, records)):
+        return code
+    say(describe_lost(lost))
+    # A code that was asked for has its own reader.
+    return Exit.LOST if code == Exit.DONE else code
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
@@ -162,7 +167,8 @@ class Loop:
         elif self._config.sample.tokens:
             self._sample(position.state)
         why = "done" if position.step >= last else self._watch.stop_signal or "peer"
-        self._records.event("stop", time.time(), 0.0, step=position.step, why=why)
+        lost = {"lost": lost} if (lost := _lost(self._screen, self._records)) else {}
+        self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
         return position.step >= last
 
     def _steps(self, position: Position) -> Position:
@@ -230,7 +236,7 @@ class Loop:
             if step == self._config.train.steps:
                 raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
-            print(f"jgt: a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}", file=sys.stderr)
+            say(f"a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self._config.train.steps or (every > 0 and step % every == 0)
@@ -256,3 +262,8 @@ class Loop:
         row = {"eval_loss": nats / weights}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
+
+
+def _lost(screen: Screen, records: Records) -> dict[str, int]:
+    """The number of lost records of each sink that lost any."""
+    return {**({"stdout": screen.sink.lost} if screen.sink.lost else {}), **records.lost}
