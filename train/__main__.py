@@ -11,9 +11,13 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jgt import document
 from jgt.document import InputError
@@ -21,13 +25,23 @@ from train.command_line import Exit, cluster_problems, find_cluster, flag_proble
 from train.config import Run, load
 from train.profile.steps import StepRange, read_step_range
 from train.run.folder import InUseError, Resume, check_folder, read_resume
-from train.sink import say, settle_streams
+from train.sink import say, say_lines, settle_streams
+
+
+class _EndError(Exception):
+    """A failure that the run expects. The message says all."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: a `train.command_line.Exit`, or the value of --stopped-code. Some failures end the process instead of returning."""
     arguments = parser().parse_args(argv)
+    with _signals_answered(arguments.stopped_code):
+        return _main(arguments)
+
+
+def _main(arguments: argparse.Namespace) -> int:
     try:
+        _check_surroundings()
         run = _load(arguments)
         # Before the run directory is looked at: printing a config must work anywhere.
         if arguments.print_config:
@@ -38,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
     except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        say_lines(error.problems)
         return Exit.INPUT
+    except OSError as error:
+        say(str(error))
+        return Exit.FAILED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,6 +120,36 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _signals_answered(stopped_code: int) -> Iterator[None]:
+    """Answers signals until the watch does (`train.processes.watch`), which takes over for as long as there is something to save."""
+
+    def stop(number: int, frame: object) -> None:
+        say(f"{signal.Signals(number).name}: there is nothing to save")
+        settle_streams()
+        os._exit(stopped_code)
+
+    # Only the main thread may set handlers. nohup ignores SIGHUP, and that is to stay so.
+    is_main = threading.current_thread() is threading.main_thread()
+    stops = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in stops} if is_main else {}
+    if is_main:
+        # It asks for a save. Without a handler it would end the process.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_surroundings() -> None:
+    try:
+        Path.cwd()
+    except OSError:
+        raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
+
+
 def _load(arguments: argparse.Namespace) -> Run:
     flags = (arguments.coordinator, arguments.processes, arguments.process)
     cluster = find_cluster(*flags)
@@ -116,7 +163,7 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
-        from train.processes.processes import exit_if_distributed, start_jax
+        from train.processes.processes import exit_if_distributed
         from train.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
@@ -124,10 +171,34 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
         faulthandler.enable()
     for warning in configure_xla(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
         say(warning)
+    # Expected failures are one line; only an error that may be a bug shows its traceback.
+    try:
+        return _run(run, resume, profiled, arguments)
+    except InputError as error:
+        say_lines(error.problems)
+        code = Exit.INPUT
+    except (_EndError, OSError) as error:
+        say(str(error))
+        code = Exit.FAILED
+    except Exception:
+        # To stderr, unless that fails too: then the code has to do.
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
+        code = Exit.FAILED
+    # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
+    exit_if_distributed(code)
+    return code
+
+
+def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
+    from train.processes.processes import start_jax
+    from train.xla import open_devices
+
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     # JAX ends a process whose peers are silent too, but without a reason or stacks. The watch has to be quicker.
     heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + 10
     start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"))
+    open_devices()
     if arguments.dry_run:
         with garbage_collection_paused():
             from train.check.report import dry_run
@@ -147,23 +218,10 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
         from train.records.progress import SkippedError
         from train.run.loop import train
 
-    # Expected failures are one line; only an error that may be a bug shows its traceback.
     try:
         return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        code = Exit.INPUT
-    except (SkippedError, SaveError, InUseError, OSError) as error:
-        say(str(error))
-        code = Exit.FAILED
-    except Exception:
-        # To stderr, unless it fails: then the code has to do.
-        with contextlib.suppress(OSError, ValueError):
-            traceback.print_exc()
-        code = Exit.FAILED
-    # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
-    exit_if_distributed(code)
-    return code
+    except (SkippedError, SaveError, InUseError) as error:
+        raise _EndError(str(error)) from error
 
 
 if __name__ == "__main__":

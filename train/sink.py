@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -188,8 +188,13 @@ class Stdout(io.TextIOBase):
 
 def say(text: str) -> None:
     """Prints a line for a person on stderr, if it works."""
+    say_lines([f"jgt: {text}"])
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stderr as they are, if it works."""
     with contextlib.suppress(OSError, ValueError):
-        _STDERR.write(f"jgt: {text}\n".encode(errors="backslashreplace"))
+        _STDERR.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 def settle_streams() -> None:
