@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,11 @@ WIDTH_OF_FILES = 160
 """The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
 
 
-def make_console(*, quiet: bool = False) -> Console:
-    """A console on stdout, as wide as the terminal. quiet: it prints nothing."""
+def make_console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
+    """A console on stdout, or on another file, as wide as the terminal. quiet: it prints nothing."""
+    is_terminal = (file or sys.stdout).isatty()
     # highlight: rich would colour numbers and paths in messages as it sees fit.
-    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    return Console(file=file, quiet=quiet, highlight=False, width=None if is_terminal else WIDTH_OF_FILES)
 
 
 def make_table(title: str, columns: Sequence[str], texts: int) -> Table:

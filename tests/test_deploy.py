@@ -92,7 +92,16 @@ def test_a_task_for_each_gpu(options):
 
 @pytest.mark.parametrize(
     ("code", "again"),
-    [(Exit.DONE, False), (STOPPED, True), (Exit.INPUT, False), (Exit.FAILED, True), (Exit.HUNG, True), (Exit.PEER, True), (137, True)],
+    [
+        (Exit.DONE, False),
+        (STOPPED, True),
+        (Exit.INPUT, False),
+        (Exit.FAILED, True),
+        (Exit.HUNG, True),
+        (Exit.PEER, True),
+        (Exit.LOST, False),
+        (137, True),
+    ],
 )
 def test_what_follows_an_exit_code(job, code, again):
     requeued, said = job(int(code))
@@ -223,17 +232,19 @@ def test_processes_find_each_other(jobset, job_spec, container, monkeypatch):
 
 def test_exit_codes_have_the_same_meaning_for_pods_and_for_the_set(jobset, job_spec, container):
     pods = [on_exit(rule, container["name"]) for rule in job_spec["podFailurePolicy"]["rules"]]
-    assert pods == [Exit.INPUT, STOPPED, "DisruptionTarget"]
+    assert pods == [Exit.INPUT, Exit.LOST, STOPPED, "DisruptionTarget"]
     # What Kubernetes writes of a job that a rule failed.
     container_text = "Container train for pod default/gpu-train-0-1-x failed with exit code {} matching FailJob rule at index 0"
     messages = {
         Exit.INPUT: container_text.format(2),
+        Exit.LOST: container_text.format(5),
         STOPPED: container_text.format(STOPPED),
         "DisruptionTarget": "Pod default/gpu-train-0-1-x has condition DisruptionTarget matching FailJob rule at index 2",
     }
     actions = {what: action(jobset, "PodFailurePolicy", message) for what, message in messages.items()}
     assert actions == {
         Exit.INPUT: "FailJobSet",
+        Exit.LOST: "FailJobSet",
         STOPPED: "RestartJobSetAndIgnoreMaxRestarts",
         "DisruptionTarget": "RestartJobSetAndIgnoreMaxRestarts",
     }

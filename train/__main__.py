@@ -11,13 +11,18 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jgt import document
 from jgt.document import InputError
 from train.command_line import (
+    EndError,
     Exit,
     cluster_problems,
     exit_code,
@@ -29,7 +34,8 @@ from train.command_line import (
 )
 from train.config import Run, load
 from train.profile.steps import StepRange, read_step_range
-from train.run.folder import InUseError, Resume, check_folder, read_resume
+from train.run.folder import Resume, check_folder, read_resume
+from train.sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
 """How long all processes of a run may be suspended together."""
@@ -38,7 +44,13 @@ _SUSPENDED_SECONDS = 600
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: a `train.command_line.Exit`, or the value of --stopped-code. Some failures end the process instead of returning."""
     arguments = parser().parse_args(argv)
+    with _signals_answered(arguments.stopped_code):
+        return _main(arguments)
+
+
+def _main(arguments: argparse.Namespace) -> int:
     try:
+        _check_surroundings()
         run = _load(arguments)
         # Before the run directory is looked at: printing a config must work anywhere.
         if arguments.print_config:
@@ -49,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
     except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        say_lines(error.problems)
         return Exit.INPUT
+    except OSError as error:
+        say(str(error))
+        return Exit.FAILED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,6 +130,36 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _signals_answered(stopped_code: int) -> Iterator[None]:
+    """Answers signals until the watch does (`train.processes.watch`), which takes over for as long as there is something to save."""
+
+    def stop(number: int, frame: object) -> None:
+        say(f"{signal.Signals(number).name}: there is nothing to save")
+        settle_streams()
+        os._exit(stopped_code)
+
+    # Only the main thread may set handlers. nohup ignores SIGHUP, and that is to stay so.
+    is_main = threading.current_thread() is threading.main_thread()
+    stops = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in stops} if is_main else {}
+    if is_main:
+        # It asks for a save. Without a handler it would end the process.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_surroundings() -> None:
+    try:
+        Path.cwd()
+    except OSError:
+        raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
+
+
 def _load(arguments: argparse.Namespace) -> Run:
     flags = (arguments.coordinator, arguments.processes, arguments.process)
     cluster = find_cluster(*flags)
@@ -129,77 +174,83 @@ def _load(arguments: argparse.Namespace) -> Run:
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
         from train.compiled.jax_cache import programs_on_trial
-        from train.processes.badge import fingerprint
-        from train.processes.processes import Admission, exit_if_distributed, start_jax
-        from train.processes.waiting import JoinError
+        from train.processes.processes import exit_if_distributed
         from train.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
     for warning in configure_xla(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
-        print(f"jgt: {warning}", file=sys.stderr)
-    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    admission = Admission(
-        run=run.config.run.name,
-        config=fingerprint(run.resolved()),
-        token=read_token(arguments.token_file)[0],
-        seconds=join_seconds(run.config.watchdog.join_seconds),
-    )
-    # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there
-    # is a watch, it is quicker and knows about suspensions, so JAX's own limit only has to be there.
-    is_watched = not arguments.dry_run and arguments.replay is None
-    heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + (_SUSPENDED_SECONDS if is_watched else 10)
-    try:
-        start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
-    except JoinError as error:
-        print(f"jgt: {error}", file=sys.stderr)
-        return Exit.UNJOINED
-    if arguments.dry_run:
-        with garbage_collection_paused():
-            from train.check.report import dry_run
-
-        with programs_on_trial():
-            dry_run(run)
-        return Exit.DONE
-    if arguments.replay is not None:
-        with garbage_collection_paused():
-            from train.data.mapped import DataChangedError
-            from train.run.replay import replay
-
-        try:
-            with programs_on_trial():
-                replay(run, arguments.replay, resume)
-        except DataChangedError as error:
-            print(f"jgt: {error}", file=sys.stderr)
-            exit_if_distributed(Exit.FAILED)
-            return Exit.FAILED
-        return Exit.DONE
-
-    with garbage_collection_paused():
-        from train.checkpoint.checkpoint import SaveError
-        from train.data.mapped import DataChangedError
-        from train.records.clock import process_started
-        from train.records.progress import SkippedError
-        from train.run.loop import train
-
+        say(warning)
     # Expected failures are one line; only an error that may be a bug shows its traceback.
     try:
         with programs_on_trial():
-            return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
+            return _run(run, resume, profiled, arguments)
     except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        say_lines(error.problems)
         code = Exit.INPUT
-    except (SkippedError, SaveError, DataChangedError, InUseError) as error:
-        print(f"jgt: {error}", file=sys.stderr)
+    except EndError as error:
+        say(str(error))
+        code = error.code
+    except OSError as error:
+        say(str(error))
         code = Exit.FAILED
     except Exception:
-        traceback.print_exc()
+        # To stderr, unless that fails too: then the code has to do.
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
         code = Exit.FAILED
     # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
     exit_if_distributed(code)
     return code
 
 
+def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
+    _join(run, arguments)
+    if arguments.dry_run:
+        with garbage_collection_paused():
+            from train.check.report import dry_run
+
+        dry_run(run)
+        return Exit.DONE
+    if arguments.replay is not None:
+        with garbage_collection_paused():
+            from train.run.replay import replay
+
+        replay(run, arguments.replay, resume)
+        return Exit.DONE
+
+    with garbage_collection_paused():
+        from train.records.clock import process_started
+        from train.run.loop import train
+
+    return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
+
+
+def _join(run: Run, arguments: argparse.Namespace) -> None:
+    """Makes this process one of the run's, with devices of its own."""
+    from train.processes.badge import fingerprint
+    from train.processes.processes import Admission, start_jax
+    from train.xla import open_devices
+
+    is_watched = not arguments.dry_run and arguments.replay is None
+    # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there
+    # is a watch, it is quicker and knows about suspensions, so JAX's own limit only has to be there.
+    heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + (_SUSPENDED_SECONDS if is_watched else 10)
+    admission = Admission(
+        run=run.config.run.name,
+        config=fingerprint(run.resolved()),
+        token=read_token(arguments.token_file)[0],
+        seconds=join_seconds(run.config.watchdog.join_seconds),
+    )
+    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
+    start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
+    # Devices of several processes open only when all processes have told theirs: training waits for that under its watch.
+    if not is_watched or cluster is None:
+        open_devices()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    settle_streams()
+    sys.exit(code)

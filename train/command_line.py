@@ -31,6 +31,14 @@ class Exit(enum.IntEnum):
     """Another process of the run failed or is gone."""
     UNJOINED = 5
     """The processes of the run have not found each other."""
+    LOST = 6
+    """As DONE, but some of what the run writes about itself could not be written."""
+
+
+class EndError(Exception):
+    """A failure that a run expects, such as a save that is impossible. The message says all. code: the exit code."""
+
+    code = Exit.FAILED
 
 
 TOKEN = "JGT_TOKEN"

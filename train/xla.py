@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+import jax
+
+from jgt.document import InputError
 from train.compiled.jax_cache import use_programs
 from train.compiled.programs import default_folder, open_programs
 from train.compiled.sealed import DamagedError, read_sealed, write_sealed
@@ -57,6 +60,19 @@ def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> lis
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
     return [*(f"this XLA does not accept {flag}; it is left out" for flag in flags if flag not in accepted), *warnings]
+
+
+def open_devices() -> None:
+    """Makes JAX open its devices. Raises InputError if JAX_PLATFORMS names a platform that JAX does not know, and OSError if that fails."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        # JAX asserts that a platform of JAX_PLATFORMS has its plugin.
+        reason = next(iter(str(error).splitlines()), "")
+        # JAX has one type of error for a typo and for a device that is busy, of which only the second may pass.
+        if "known backends" in reason:
+            raise InputError([f"environment: JAX_PLATFORMS: {reason}"]) from None
+        raise OSError(f"JAX cannot open its devices: {reason or 'a platform of JAX_PLATFORMS is not installed'}") from error
 
 
 def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:

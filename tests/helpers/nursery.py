@@ -2,9 +2,9 @@
 
     python nursery.py CACHE
 
-reads a JSON line {"arguments": [...], "log": PATH, "first": CODE} and answers with the PID of a process that runs `train` with these
-arguments, in its own session, after this Python code; reads {"wait": PID} and answers with its exit code (negative: the signal that
-killed it).
+reads a JSON line {"arguments": [...], "log": PATH, "first": CODE, "environment": {...}} and answers with the PID of a process that runs
+`train` with these arguments and variables, in its own session, after this Python code; reads {"wait": PID} and answers with its exit
+code (negative: the signal that killed it).
 """
 
 import json
@@ -21,8 +21,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 from train.__main__ import main  # noqa: E402
 
 
-def run(arguments, log, first):
+def run(arguments, log, first, environment):
     os.setsid()
+    os.environ.update(environment)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(out, number)

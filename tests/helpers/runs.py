@@ -21,10 +21,10 @@ def free_port():
 
 
 class Nursery:
-    """Starts `train` quickly, by fork. A context manager."""
+    """Starts `train` quickly, by fork. A context manager. environment: variables for all processes."""
 
-    def __init__(self, cache, root):
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)}
+    def __init__(self, cache, root, environment=None):
+        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)} | (environment or {})
         command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(cache)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
 
@@ -41,9 +41,9 @@ class Nursery:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, arguments, log, first=""):
-        """A process that runs `train` with these arguments, after some Python code."""
-        return Child(self, self.ask(arguments=arguments, log=str(log), first=first))
+    def start(self, arguments, log, first="", environment=None):
+        """A process that runs `train` with these arguments and variables, after some Python code."""
+        return Child(self, self.ask(arguments=arguments, log=str(log), first=first, environment=environment or {}))
 
 
 class Child:
@@ -87,7 +87,7 @@ class Processes:
         variables = os.environ | ENVIRONMENT | (environment or {})
         for process, (command, log) in enumerate(zip(commands, self.logs, strict=True)):
             if nursery is not None:
-                self._all.append(nursery.start(command, log, (first or {}).get(process, "")))
+                self._all.append(nursery.start(command, log, (first or {}).get(process, ""), environment))
                 continue
             with log.open("w") as file:
                 started = subprocess.Popen(

@@ -47,4 +47,3 @@ def test_any_run_directory_is_resumed_or_refused(folder, name, data):
     records = Records(folder / "started")
     with watched(folder):
         records.forget_after(2)
-    records.close()

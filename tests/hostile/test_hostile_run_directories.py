@@ -1,7 +1,5 @@
 """Run directories with hostile names, odd entries or damaged files: nothing is written outside of them, and no file is trusted."""
 
-import contextlib
-
 import pytest
 from hostile import PLACES, argument, assert_lines, content, diagonal, refused, table, watched
 
@@ -68,6 +66,7 @@ def test_a_run_does_not_resume_from_a_damaged_file(folder, tmp_path, name, entry
 def test_damaged_metrics_are_dropped(folder, tmp_path, name):
     write_folder(load(folder / "base.yaml", [f"run.dir={tmp_path / 'run'}"]), {"files": 1})
     (tmp_path / "run" / "metrics.jsonl").write_bytes(content(DAMAGED[name]))
-    with contextlib.closing(Records(tmp_path / "run")) as records, watched(tmp_path):
+    records = Records(tmp_path / "run")
+    with watched(tmp_path):
         records.forget_after(5)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""

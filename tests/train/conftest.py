@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def earlier(tiny_file, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("earlier")
     train(load(tiny_file, [f"run.dir={folder}", "train.steps=6", "checkpoint.every=2"]))
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A folder with its own file system of six megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

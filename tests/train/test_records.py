@@ -1,6 +1,5 @@
 """The metrics and events that a run writes."""
 
-import contextlib
 import json
 
 import pytest
@@ -14,7 +13,6 @@ def test_metrics_and_events(tmp_path, read_rows):
     with records.phase("save", step=1):
         pass
     records.event("step", 12.3456, 1.00004, steps=3)
-    records.close()
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "mfu": None}]
     save, step = read_rows(tmp_path / "events.jsonl")
     assert save.keys() == {"phase", "time", "seconds", "step"}
@@ -27,19 +25,17 @@ def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows)
     records = Records(tmp_path)
     records.forget_after(2)
     records.metrics(3, {"loss": 0.5})
-    records.close()
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 0.5}]
 
 
 def test_what_is_not_finite_is_null(tmp_path, read_rows):
-    with contextlib.closing(Records(tmp_path)) as records:
-        records.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    records = Records(tmp_path)
+    records.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
 
 
 def test_nothing_to_forget(tmp_path):
-    with contextlib.closing(Records(tmp_path)) as records:
-        records.forget_after(2)
+    Records(tmp_path).forget_after(2)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -50,28 +46,27 @@ def test_other_processes_write_their_events_alone(tmp_path, read_rows):
     with records.phase("init"):
         pass
     records.forget_after(0)
-    records.close()
     assert [path.name for path in tmp_path.iterdir()] == ["events-3.jsonl"]
     assert [row["phase"] for row in read_rows(tmp_path / "events-3.jsonl")] == ["init"]
 
 
-def test_an_event_after_a_line_cut_short_has_a_line_of_its_own(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"phase": "ini')
+@pytest.mark.parametrize(("left", "stays"), [('{"ini', ""), ('{"a": 1}\n{"ini', '{"a": 1}\n'), ('{"a": 1}', '{"a": 1}\n')])
+def test_an_event_after_a_line_cut_short_has_a_line_of_its_own(left, stays, tmp_path):
+    (tmp_path / "events.jsonl").write_text(left)
     Records(tmp_path).event("start", 1.0, 0.5)
-    assert (tmp_path / "events.jsonl").read_text() == '{"phase": "ini\n{"phase": "start", "time": 1.0, "seconds": 0.5}\n'
+    assert (tmp_path / "events.jsonl").read_text() == stays + '{"phase": "start", "time": 1.0, "seconds": 0.5}\n'
 
 
 def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboardX")
     records = Records(tmp_path)
     records.metrics(1, {"loss": 2.5, "mfu": None})
-    records.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in path.read_bytes()
     assert b"mfu" not in path.read_bytes()
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.records.records.SummaryWriter", None)
+    monkeypatch.setattr("train.records.records.event_pb2", None)
     Records(tmp_path).metrics(1, {"loss": 2.5})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

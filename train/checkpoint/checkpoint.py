@@ -30,6 +30,7 @@ from jgt.console import size_text
 from train.checkpoint.manifest import Manifest, file_entries
 from train.checkpoint.saved import SavedStep, array_entries, check_arrays, newest_whole
 from train.checkpoint.steps import Steps
+from train.command_line import EndError
 from train.processes.processes import barrier, true_on_all_processes
 from train.sections import CheckpointConfig
 from train.step.step import State
@@ -52,7 +53,7 @@ class Identity:
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
 
 
-class SaveError(Exception):
+class SaveError(EndError):
     """A save failed; the message says why. Earlier checkpoints are untouched."""
 
 
@@ -74,16 +75,22 @@ class Checkpoints:
     """The checkpoints of one run directory, written in the background; the last `keep` remain.
 
     All processes make the same calls in the same order. Only the first one names and removes folders. free(folder): bytes free on its
-    disk.
+    disk. is_ours(): whether the run directory still belongs to this run; if not, nothing is named or removed.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, identity: Identity | None = None, *, free: Callable[[Path], int] = free_bytes
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        identity: Identity | None = None,
+        *,
+        free: Callable[[Path], int] = free_bytes,
+        is_ours: Callable[[], bool] = lambda: True,
     ):
         self._steps = Steps(folder)
         self._config = config
         self._identity = identity or Identity()
-        self._free = free
+        self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -124,7 +131,7 @@ class Checkpoints:
         """
         arrays = array_entries(_parts(state))
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
-        failure = self._finish_last_save() or self._space_problem(state)
+        failure = self._finish_last_save() or self._owner_problem() or self._space_problem(state)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
@@ -183,6 +190,8 @@ class Checkpoints:
         try:
             # Returns when every process has written its shards.
             self._writer.wait_until_finished()
+            if problem := self._owner_problem():
+                raise problem
             if self._is_first:
                 saving = self._steps.saving(listing.step)
                 self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._config.sha256)))
@@ -197,9 +206,12 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self._writer.close()
         self._writer = _make_writer()
-        if self._is_first:
+        if self._is_first and self._is_ours():
             with contextlib.suppress(OSError):
                 self._steps.clear()
+
+    def _owner_problem(self) -> OSError | None:
+        return None if self._is_ours() else OSError(f"the run directory of {self._steps.folder} no longer belongs to this run")
 
     def _space_problem(self, state: State) -> OSError | None:
         """Why this process's part of a save does not fit on the disk; None if it does."""

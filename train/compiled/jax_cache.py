@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """JAX's persistent compilation cache, replaced by `Programs`.
 
 JAX reads and writes its cache through one object with two methods, `get(key)` and `put(key, program)`, where the key names everything

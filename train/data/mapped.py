@@ -24,13 +24,15 @@ from pathlib import Path
 
 import numpy as np
 
+from train.command_line import EndError
+
 _BLOCK_BYTES = 4096
 _MOST_BLOCKS = 16
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.5
 
 
-class DataChangedError(Exception):
+class DataChangedError(EndError):
     """A file of the data is not what it was when the run opened it. The message is `file: what changed`."""
 
 
@@ -76,7 +78,7 @@ class MappedFile:
         return [last * i // max(count - 1, 1) for i in range(count)]
 
     def _checksum_in_memory(self) -> int:
-        return _checksum(self._bytes[start : start + _BLOCK_BYTES] for start in self._starts())
+        return _checksum(self._bytes[start : start + _BLOCK_BYTES].data for start in self._starts())
 
     def _checksum_on_disk(self) -> int:
         """The checksum of the blocks of the file that the path leads to, which may be another one than the mapped file."""
@@ -104,7 +106,7 @@ def _inode(state: os.stat_result) -> tuple[int, int]:
     return state.st_dev, state.st_ino
 
 
-def _checksum(blocks: Iterator[np.ndarray] | Iterator[bytes]) -> int:
+def _checksum(blocks: Iterator[memoryview] | Iterator[bytes]) -> int:
     checksum = 0
     for block in blocks:
         checksum = zlib.crc32(block, checksum)

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError
-from train.command_line import LAUNCHED, TOKEN
+from train.command_line import LAUNCHED, TOKEN, Exit
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WELL = (Exit.DONE, Exit.LOST)
+"""A process that ended with one of these did not fail: a restart would have nothing to do."""
 _POLL_SECONDS = 0.1
 _STACKS_SECONDS = 2.0
 # From Linux's sys/prctl.h; Python's standard library has no prctl.
@@ -63,9 +65,9 @@ class End:
 
     @property
     def code(self) -> int:
-        """The exit code of the first process that failed; 128 + its number for a signal, as in a shell."""
+        """The exit code of the first process that failed; 128 + its number for a signal, as in a shell. Without one: DONE or LOST."""
         if self.first is None:
-            return 0
+            return max(self.codes, default=Exit.DONE)
         code = self.codes[self.first]
         return code if code >= 0 else 128 - code
 
@@ -95,14 +97,14 @@ class Group:
         """Waits until all processes have ended. `grace_seconds` after the first failure, the remaining ones are killed."""
         first, deadline = None, float("inf")
         while any(process.poll() is None for process in self._processes):
-            if first is None and (failed := [i for i, process in enumerate(self._processes) if process.poll() not in (None, 0)]):
+            if first is None and (failed := [i for i, process in enumerate(self._processes) if process.poll() not in (None, *_WELL)]):
                 first, deadline = failed[0], time.monotonic() + grace_seconds
             if time.monotonic() > deadline:
                 self._kill()
             time.sleep(_POLL_SECONDS)
         codes = tuple(process.wait() for process in self._processes)
         # The last processes may fail together, after the last poll.
-        failed = [i for i, code in enumerate(codes) if code != 0]
+        failed = [i for i, code in enumerate(codes) if code not in _WELL]
         return End(codes=codes, first=first if first is not None else next(iter(failed), None))
 
     def send(self, number: int) -> None:

@@ -55,13 +55,13 @@ class GroupRunner(Protocol):
 
 
 def supervise(policy: Policy, runner: GroupRunner, say: Callable[[str], None]) -> int:
-    """Runs groups until one ends well, the input is wrong, or restarts no longer help. Returns the exit code."""
+    """Runs groups until one ends well (DONE or LOST), the input is wrong, or restarts no longer help. Returns the exit code."""
     processes, in_a_row, again = policy.processes, 0, False
     while True:
         before = runner.newest_step()
         end = runner.run(processes, again=again)
         if end.first is None:
-            return Exit.DONE
+            return end.code
         # After a lost process, a smaller number may simply not fit mesh or batch. That is an invitation to try the next smaller one.
         if end.code == Exit.INPUT and not (again and processes > policy.min_processes):
             return Exit.INPUT

@@ -19,6 +19,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from train.processes.processes import Store
 
@@ -32,11 +33,13 @@ _DONE = "done"
 class Agreement:
     """After which step this process stops, as one of `count` processes; `store` is None if it is the only one.
 
+    topic: the agreement's name in the store; processes may agree on other things than a stop.
+
     `may_begin` belongs to the training thread, everything else to the threads beside it.
     """
 
-    def __init__(self, store: Store | None, process: int = 0, count: int = 1):
-        self._store, self._process, self._count = store, process, count
+    def __init__(self, store: Store | None, process: int = 0, count: int = 1, topic: str = "stop"):
+        self._store, self._process, self._count, self._topic = store, process, count, topic
         self._changed = threading.Condition()
         self._begun = _BEFORE_FIRST_STEP
         self._is_wanted = self._has_reported = False
@@ -71,9 +74,9 @@ class Agreement:
         """
         if self._store is None or self._last_step is not None:
             return
-        reports = self._store.below("stop")
+        reports = self._store.below(self._topic)
         if (reports or self._is_wanted) and not self._has_reported:
-            self._store.set(f"stop/{self._process}", str(self._report()))
+            self._store.set(f"{self._topic}/{self._process}", str(self._report()))
         if len(reports) == self._count:
             self._settle(max(int(step) for step in reports.values()))
 
@@ -88,13 +91,21 @@ class Agreement:
             self._changed.notify_all()
 
 
+class Agreed(Protocol):
+    """What the processes agree on in the rounds of their messages."""
+
+    def exchange_reports(self) -> None:
+        """Writes this process's report, and reads those of the others."""
+        ...
+
+
 class Peers:
     """The thread that exchanges a text with the other processes twice a second.
 
     on_loss(why) is called when another process has failed or is gone. This process cannot train without it, so on_loss may end this one.
     """
 
-    def __init__(self, store: Store, process: int, count: int, agreement: Agreement, *, seconds: float, on_loss: Callable[[str], None]):
+    def __init__(self, store: Store, process: int, count: int, agreement: Agreed, *, seconds: float, on_loss: Callable[[str], None]):
         self._store, self._process, self._agreement = store, process, agreement
         self._seconds, self._on_loss = seconds, on_loss
         self._round_seconds = max(_ROUND_SECONDS, count / _PROCESSES_PER_SECOND)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from train.command_line import Cluster
 from train.processes.badge import Membership
 from train.processes.join import Place, join
 from train.processes.waiting import Patience, ends_after
+from train.sink import settle_streams
 
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
@@ -169,8 +169,7 @@ def this_process() -> int:
 
 def exit_if_distributed(code: int) -> None:
     """Ends this process at once if it belongs to a run of several processes; returns otherwise."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    settle_streams()
     if distributed.global_state.client is not None:
         # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
         os._exit(code)

@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from train.command_line import Exit
+from train.command_line import EndError, Exit
 
 _LINE_SECONDS = 10.0
 _MAX_NAMED = 16
 
 
-class JoinError(Exception):
+class JoinError(EndError):
     """The processes of the run have not found each other; the message says which one is missing, or what is in the way."""
+
+    code = Exit.UNJOINED
 
 
 class Patience:

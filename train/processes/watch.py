@@ -5,10 +5,11 @@ because another process of the run is dead. Python delivers signals and exceptio
 can neither notice nor be interrupted. A second thread watches: it reads signals from a socket, measures how long the training thread has
 made no progress, and hears about the other processes (`train.processes.peers`).
 
-A first SIGTERM or SIGINT asks all processes to stop after a common step, which the training thread learns from `may_begin`. What the
-watch cannot mend, it ends, in this order: it tells the other processes why (while this one still can), prints the reason, writes the
-stacks of all threads to stderr and to the run directory, notes the reason in the run's events, and leaves with `os._exit` and a code that
-says what happened (`train.command_line.Exit`). A regular exit is not possible: it would wait for the thread that hangs.
+A first SIGTERM, SIGINT or SIGHUP asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
+asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it tells the other
+processes why (while this one still can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the
+reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit is not
+possible: it would wait for the thread that hangs.
 
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
 count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.
@@ -35,20 +36,25 @@ import jax
 from jgt.document import InputError
 from train.command_line import Exit
 from train.compiled.jax_cache import finish_trial
-from train.processes.peers import Agreement, Peers
+from train.processes.peers import Peers
 from train.processes.processes import Store, number_of_processes, this_process
+from train.processes.requests import Requests
 from train.sections import WatchdogConfig
+from train.sink import say
 
 _TICK = 0.25
 _SLOW = 10
 """A step may take this many times as long as the slowest one so far."""
 _LAST_WORD_SECONDS = 2.0
 """How long the first process stays when it fails: the shared store is inside it, and the others need a round to read the reason."""
+_GOODBYE_SECONDS = 5.0
+"""How long a process that ends may take to print and write the reason."""
 _UNMEASURED = 2
 """The host runs this many steps ahead of the devices, so its first steps return at once and say nothing about a step's time."""
 _SAME_REQUEST_SECONDS = 0.5
 """Signals within this time are one request: a scheduler often signals a process and its group together."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAVE = signal.SIGUSR1
 
 
 class Watch:
@@ -64,10 +70,10 @@ class Watch:
         """Called once, with the reason, before the watch ends the process."""
         self._process, count = this_process(), number_of_processes()
         self._stacks = folder / f"stacks-{self._process}.txt"
-        self._agreement = Agreement(store, self._process, count)
+        self._requests = Requests(store, self._process, count)
         self._peers = None
         if store is not None:
-            self._peers = Peers(store, self._process, count, self._agreement, seconds=config.peer_seconds, on_loss=self._end_after_loss)
+            self._peers = Peers(store, self._process, count, self._requests, seconds=config.peer_seconds, on_loss=self._end_after_loss)
         self._idle, self._limit, self._doing = 0.0, config.start_seconds, "starting the devices"
         self._steps, self._slowest = 0, 0.0
         self._begun: float | None = None
@@ -87,8 +93,10 @@ class Watch:
         # Python allows only the main thread to set handlers.
         if threading.current_thread() is threading.main_thread():
             self._signals.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False))
-            for number in _SIGNALS:
-                self._signals.callback(signal.signal, number, signal.signal(number, _ignore))
+            for number in (*_STOPS, _SAVE):
+                # nohup ignores SIGHUP for the process that it starts, and that is to stay so.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._signals.callback(signal.signal, number, signal.signal(number, _ignore))
         if self._peers is not None:
             self._peers.start()
         # A daemon, so that a regular exit never waits for it.
@@ -133,7 +141,11 @@ class Watch:
         self._steps += 1
         limit = max(self._config.step_seconds, _SLOW * self._slowest) if self._slowest else self._config.start_seconds
         self._note_progress(f"step {step}", limit)
-        return self._agreement.may_begin(step)
+        return self._requests.stop.may_begin(step)
+
+    def must_save(self, step: int) -> bool:
+        """Whether a signal to any process asks all of them to save before this step. To be asked before each step, on all processes."""
+        return self._requests.must_save(step)
 
     def _begin_phase(self, what: str) -> None:
         # Every phase begins by waiting for the steps in flight, so the step before it is a whole one and counts.
@@ -160,7 +172,7 @@ class Watch:
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._note_progress("failing", float("inf"))
             seconds = self._config.peer_seconds + 5
-            _say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
+            say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
             self._closed.wait(seconds)
         peers.report_failure(f"failed: {type(error).__name__}: {_first_line(error)}")
 
@@ -184,7 +196,10 @@ class Watch:
             self._check_limits(now)
 
     def _handle_signal(self, number: int) -> None:
-        if number not in _SIGNALS:
+        if number == _SAVE:
+            self._requests.request_save()
+            say("SIGUSR1: saving after the current step; training continues")
+        if number not in _STOPS:
             return
         name = signal.Signals(number).name
         if self._stop_signal is not None:
@@ -192,11 +207,11 @@ class Watch:
                 return
             self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
         self._stop_signal, self._stop_requested_at = name, time.monotonic()
-        _say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
-        self._agreement.request_stop()
+        self._requests.stop.request_stop()
+        say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
 
     def _check_limits(self, now: float) -> None:
-        if self._agreement.is_before_first_step:
+        if self._requests.stop.is_before_first_step:
             who = self._stop_signal or "another process"
             self._end(self._stopped_code, f"stopped by {who} before the first step: there is nothing to save", stacks=False)
         if self._idle > self._limit:
@@ -218,17 +233,21 @@ class Watch:
         if code != Exit.HUNG:
             # A signal or another process is the reason, and not a program that this one has loaded.
             finish_trial()
+        # What follows writes to stderr and to a disk, and either may block.
+        last_moment = threading.Timer(_LAST_WORD_SECONDS + _GOODBYE_SECONDS, os._exit, (code,))
+        last_moment.daemon = True
+        last_moment.start()
         remedy = "; the same command resumes from the newest checkpoint"
-        _say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
-        with contextlib.suppress(OSError):
-            if stacks:
-                with self._stacks.open("a", encoding="utf-8") as file:
-                    print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
-                    _dump_stacks(file)
-                _dump_stacks(sys.stderr)
-            self.on_end(why)
+        say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
+        if stacks:
+            with contextlib.suppress(OSError), self._stacks.open("a", encoding="utf-8") as file:
+                print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
+                _dump_stacks(file)
+            _dump_stacks(sys.stderr)
+        self.on_end(why)
         if stacks:
             self._linger()
+        last_moment.cancel()
         # sys.exit would end only this thread, and a regular exit waits for threads and devices that hang.
         os._exit(code)
 
@@ -243,13 +262,8 @@ def _ignore(number: int, frame: Any) -> None:
 
 def _dump_stacks(file: TextIO) -> None:
     # stderr may not be a file, as in a test, or may be closed.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.dump_traceback(file, all_threads=True)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(f"jgt: {text}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from jgt.profile.device_time import Profile, profile_of
 from jgt.profile.events import read_trace
 from train.profile.steps import PROFILE, StepRange
 from train.records.console import Screen
+from train.sink import say
 
 _SIGNALS_FILE = "signals.json"
 _ANNOTATION = "train"
@@ -103,7 +103,7 @@ class Profiler:
             try:
                 jax.profiler.stop_trace()
             except (OSError, RuntimeError) as error:
-                print(f"jgt: the profile could not be written: {error}", file=sys.stderr)
+                say(f"the profile could not be written: {error}")
 
     def _traces(self) -> Iterator[Path]:
         return self._folder.glob("plugins/profile/*/*.xplane.pb")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,13 +14,16 @@ from jgt.pipeline.config import Pipeline
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import simulate
 from train.setup import Setup
+from train.sink import Stdout
 
 
 class Screen:
     """Prints to stdout. If it is not enabled, as on all processes except the first, it prints nothing."""
 
     def __init__(self, *, enabled: bool):
-        self._console = make_console(quiet=not enabled)
+        stdout = Stdout()
+        self.sink = stdout.sink
+        self._console = make_console(quiet=not enabled, file=cast(TextIO, stdout))
         # A bar only on a terminal: in a file it would be thousands of lines.
         bar = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
         self._progress = Progress(*bar, console=self._console, transient=True, disable=not (enabled and self._console.is_terminal))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,12 +23,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jgt.planner.chip import chip_of
+from train.command_line import EndError
 from train.compiled.jax_cache import finish_trial
 from train.records.clock import Finished, InFlight, StepClock, Stretches, steps_ahead
 from train.records.console import Screen
 from train.records.records import Records
 from train.sections import TrainConfig
 from train.setup import Setup
+from train.sink import say
 from train.step.optimizer import build_schedule, rates_on_host
 
 
@@ -39,7 +40,7 @@ def peak_flops(device_kind: str) -> float | None:
     return None if chip is None else chip.peak_flops("bf16")
 
 
-class SkippedError(Exception):
+class SkippedError(EndError):
     """The run has to stop because of updates that were not applied. The message names the step and its samples."""
 
 
@@ -82,7 +83,7 @@ class UpdateGuard:
         if self._in_a_row >= self._config.max_skipped:
             raise SkippedError(f"{message}. It is number {self._in_a_row} in a row (train.max_skipped)")
         if self._enabled:
-            print(f"jgt: {message}", file=sys.stderr)
+            say(message)
 
 
 class Progress:

@@ -2,7 +2,8 @@
 
 Two mistakes cost days. Starting a changed model or other data in an old run's directory would resume the old state and train on with it;
 so the directory stores the config and a fingerprint of the data, and a start that differs in a key of `FIXED` is refused, by name, unless
-`--allow-change` permits it. And two runs in one directory would overwrite each other's checkpoints; so a run holds a lock on it.
+`--allow-change` permits it. And two runs in one directory would overwrite each other's checkpoints; so a run holds a lock on it, and stops
+when the lock file is gone: the kernel locks a file and not a name, and the next run would lock a new file of the same name.
 
 A directory may also come from a stranger. A link in it would lead a run to write somewhere else, and a pipe would block it for ever; so
 every name that a run itself uses must be a regular file or a folder. The checks need no JAX, and happen before anything is written.
@@ -21,11 +22,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jgt import document
 from jgt.document import InputError, shown
 from train.checkpoint.steps import FOLDER, Steps
+from train.command_line import EndError
 from train.config import Run
 from train.profile.steps import PROFILE
 
@@ -41,8 +43,29 @@ _FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS, PROFILE)
 _MAX_BYTES = 1_000_000
 
 
-class InUseError(Exception):
-    """Another run is using this directory; the message names it."""
+class InUseError(EndError):
+    """Another run is using this directory, or may be; the message names it."""
+
+
+class Lock:
+    """The lock on a run directory. file: the lock file, open and locked."""
+
+    def __init__(self, path: Path, file: TextIO):
+        self._path = path
+        self._inode = _inode(os.fstat(file.fileno()))
+
+    def is_held(self) -> bool:
+        """Whether the lock file is still the one that was locked. If it was removed, another run may have locked a new one."""
+        try:
+            return _inode(self._path.stat()) == self._inode
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raises InUseError if the lock file is not the one that was locked."""
+        if not self.is_held():
+            gone = f"{self._path} was removed or replaced while this run was using it, so another run may be using the directory"
+            raise InUseError(f"{gone}. This one stops, and writes nothing more there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,33 +141,46 @@ def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, seconds: float = 10.0) -> Iterator[None]:
+def lock_folder(folder: Path, seconds: float = 10.0) -> Iterator[Lock]:
     """Creates the run directory and locks it against other runs while inside.
 
     seconds: how long to wait for the lock, because a process that was just killed may take a moment to disappear. Raises InUseError after
     that, and InputError if nothing can be written there. On file systems without locks there is no protection.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / _LOCK).open("w")
-    except OSError as error:
-        raise InputError([f"run.dir: {error.filename} cannot be written: {error.strerror or error}. Name another directory"]) from None
-    with opened as file:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                # flock, because the kernel releases it when the process dies, however it dies. A file that marks the lock would stay.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    remedy = "Wait until it ends, or give this one another name (run.name=...)"
-                    raise InUseError(f"another run is using {folder}. {remedy}") from None
-                time.sleep(0.2)
-            except OSError:
-                # The file system has no locks.
-                break
-        yield
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / _LOCK).open("w")
+        except OSError as error:
+            raise InputError([f"run.dir: {error.filename} cannot be written: {error.strerror or error}. Name another directory"]) from None
+        with file:
+            _wait_for_lock(file, folder, deadline)
+            lock = Lock(folder / _LOCK, file)
+            # While this run waited, the file may have been removed with the run that had locked it.
+            if lock.is_held():
+                yield lock
+                return
+
+
+def _wait_for_lock(file: TextIO, folder: Path, deadline: float) -> None:
+    while True:
+        try:
+            # flock, because the kernel releases it when the process dies, however it dies. A file that marks the lock would stay.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                remedy = "Wait until it ends, or give this one another name (run.name=...)"
+                raise InUseError(f"another run is using {folder}. {remedy}") from None
+            time.sleep(0.2)
+        except OSError:
+            # The file system has no locks.
+            return
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def move_earlier_run(folder: Path) -> Path | None:
@@ -206,6 +242,10 @@ def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
 
 
 def _write_whole(path: Path, text: str) -> None:
+    # A start that changes nothing needs no room on the disk.
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == text.encode():
+            return
     # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -40,12 +39,14 @@ from train.records.console import Screen
 from train.records.progress import Progress, StepResult
 from train.records.records import Records
 from train.run.faults import Faults
-from train.run.folder import Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
+from train.run.folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
 from train.run.sample import sample_text, terminal_text
 from train.run.start import Feed, Position, Start
 from train.sections import Fault
 from train.setup import Setup, prepare
+from train.sink import describe_lost, say
 from train.step.step import State
+from train.xla import open_devices
 
 _LAST_SAVE_SECONDS = 10
 """How long a failing process waits for a save that needs the other processes, which may be gone."""
@@ -63,20 +64,22 @@ def train(
     resume, entered = resume or Resume(), time.time()
     folder, process, count = run.config.run.path, this_process(), number_of_processes()
     screen, done = Screen(enabled=process == 0), False
+    # Only the first process has one: it alone names and removes files that belong to all.
+    lock: Lock | None = None
     with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
         # The first one that waits for all processes: until each of them has told the others which devices it has.
-        jax.devices()
+        open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
         if process == 0:
             # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.
-            closing.enter_context(lock_folder(folder))
+            lock = closing.enter_context(lock_folder(folder))
             if resume.never and (moved := move_earlier_run(folder)):
                 screen.say(f"The earlier run was moved to {moved}")
             write_folder(run, data.fingerprint)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
-        records = closing.enter_context(contextlib.closing(Records(folder, process=process)))
+        records = Records(folder, process=process)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         begun = begun or entered
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
@@ -90,22 +93,31 @@ def train(
 
         faults = Faults(run.config.debug.faults, folder, process, note_fault)
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
-        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free)
+        is_ours = (lambda: True) if lock is None else lock.is_held
+        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
         closing.callback(screen.stop_steps)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
-            done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler).run(resume)
+            done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
         except Exception as error:
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
-            records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            # The directory may belong to another run by now.
+            if not isinstance(error, InUseError):
+                records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
             if isinstance(error, DataChangedError):
                 unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
                 raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
-            print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+            if not isinstance(error, InUseError):
+                say(f"the run failed; {checkpoints.describe()}")
             raise
         checkpoints.close()
-    return Exit.DONE if done else stopped_code
+    code = Exit.DONE if done else stopped_code
+    if not (lost := _lost(screen, records)):
+        return code
+    say(describe_lost(lost))
+    # A code that was asked for has its own reader.
+    return Exit.LOST if code == Exit.DONE else code
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
@@ -143,13 +155,16 @@ class Loop:
         watch: Watch,
         faults: Faults,
         profiler: Profiler,
+        lock: Lock | None,
     ):
         self._setup, self._data = setup, data
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
         self._watch, self._faults, self._profiler = watch, faults, profiler
+        self._check_lock = _nothing if lock is None else lock.check
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
         self._eval_step: Any = None
+        self._saved = 0
 
     def run(self, resume: Resume) -> bool:
         """Starts or resumes, trains, and writes a sample. Returns whether all steps are done."""
@@ -170,7 +185,8 @@ class Loop:
         elif self._config.sample.tokens:
             self._sample(position.state)
         why = "done" if position.step >= last else self._watch.stop_signal or "peer"
-        self._records.event("stop", time.time(), 0.0, step=position.step, why=why)
+        lost = {"lost": lost} if (lost := _lost(self._screen, self._records)) else {}
+        self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
         return position.step >= last
 
     def _steps(self, position: Position) -> Position:
@@ -181,9 +197,12 @@ class Loop:
             train_step = self._setup.compile_train_step()
         self._screen.start_steps(position.step, config.steps)
         progress = Progress(self._setup, self._screen, self._records, position.step)
-        done = saved = position.step
+        done = self._saved = position.step
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
+            self._check_lock()
+            if self._watch.must_save(step):
+                self._save(progress, Position(state=state, step=done, samples=samples))
             if not self._watch.may_begin(step):
                 break
             if self._profiler.begins(step):
@@ -201,9 +220,7 @@ class Loop:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
-                with progress.interrupted(), self._phase("save", step=step), self._saving(step):
-                    self._save(state, step, samples)
-                    saved = step
+                self._save(progress, Position(state=state, step=done, samples=samples))
             # A failed save is reported within a step, not at the next save.
             with self._saving(step):
                 self._checkpoints.poll()
@@ -212,17 +229,26 @@ class Loop:
         if self._profiler.tracing:
             self._profile(done, train_step, progress)
         self._screen.stop_steps()
+        self._check_lock()
         with self._phase("save", step=done):
-            if saved < done:
+            if self._saved < done:
                 # A signal stopped the run between two saves, or the last save could not start.
-                self._save(state, done, samples)
+                self._check_and_save(Position(state=state, step=done, samples=samples))
             self._checkpoints.wait()
         return Position(state=state, step=done, samples=samples)
 
-    def _save(self, state: State, step: int, samples: int) -> None:
+    def _save(self, progress: Progress, position: Position) -> None:
+        """Starts to save a position that training has reached, unless that has been done."""
+        step = position.step
+        if self._saved < step:
+            with progress.interrupted(), self._phase("save", step=step), self._saving(step):
+                self._check_and_save(position)
+
+    def _check_and_save(self, position: Position) -> None:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self._data.check()
-        self._checkpoints.save(state, step, samples)
+        self._checkpoints.save(position.state, position.step, position.samples)
+        self._saved = position.step
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
         known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}
@@ -243,7 +269,7 @@ class Loop:
             if step == self._config.train.steps:
                 raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
-            print(f"jgt: a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}", file=sys.stderr)
+            say(f"a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self._config.train.steps or (every > 0 and step % every == 0)
@@ -269,3 +295,11 @@ class Loop:
         row = {"eval_loss": nats / weights}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
+
+
+def _nothing() -> None: ...
+
+
+def _lost(screen: Screen, records: Records) -> dict[str, int]:
+    """The number of lost records of each sink that lost any."""
+    return {**({"stdout": screen.sink.lost} if screen.sink.lost else {}), **records.lost}

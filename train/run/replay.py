@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from train.run.folder import Resume
 from train.run.loop import open_run
 from train.run.start import Feed, Start, restore_state
 from train.setup import Setup
+from train.sink import say
 from train.step.step import State
 
 _WORST = 5
@@ -83,7 +83,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     if saved is None and resume.path is not None:
         saved, reports = find_checkpoint(resume.path, before=step)
     for report in reports:
-        print(f"jgt: {report}", file=sys.stderr)
+        say(report)
     begin = 0 if saved is None else saved.manifest.step
     screen.say(f"Recomputing steps {begin + 1} to {step} twice, from {'the start' if saved is None else saved.folder}")
     start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda text: None)

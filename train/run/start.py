@@ -13,7 +13,6 @@ processes, so a run that resumes neither repeats nor skips one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from train.checkpoint.saved import SavedStep, find_checkpoint
 from train.data.batches import Data
 from train.run.folder import Resume, check_origin
 from train.setup import Setup
+from train.sink import say
 from train.step.step import State, no_losses
 
 Phase = Callable[..., AbstractContextManager[None]]
@@ -152,4 +152,4 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
 
 def _report(reports: list[str]) -> None:
     for report in reports:
-        print(f"jgt: {report}", file=sys.stderr)
+        say(report)

@@ -1,27 +1,12 @@
 """A disk that is full during a save, on a real small file system: training continues, and so do saves once there is room."""
 
 import shutil
-import subprocess
 
 import pytest
 
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
 from train.run.loop import train
-
-MEGABYTES = 6
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder with its own file system of a few megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

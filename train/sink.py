@@ -1,0 +1,258 @@
+"""Sinks: the places where a run writes about itself (metrics, events, TensorBoard, the screen), none of which may end or delay it.
+
+Disks fill up, quotas end, the reader of a pipe dies, a terminal stands still. For a checkpoint that is a failed save; for a line of a log
+it is a lost line, and training is worth more than the line. So everything that a run writes about itself goes through `Sink.put`, which
+never raises: the first failure of a sink is said on stderr, lost records are counted, and each later record is a new attempt, so writing
+continues as soon as it can. The run's exit code tells at its end that records were lost (`train.command_line.Exit`).
+
+A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
+the next record, so a file stays readable wherever its disk filled up. `Stream` writes stdout or stderr, and waits only a moment: a pipe
+that nobody reads blocks its writer for ever, so a thread of its own does the writing.
+
+The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol, TextIO
+
+PATIENCE_SECONDS = 2.0
+"""How long a stream may take for a record before training continues without it."""
+_IDLE_SECONDS = 5.0
+_UNREAD = "its reader has stopped reading"
+_LONGEST_LINE = 1 << 20
+
+
+class Outlet(Protocol):
+    """What a sink writes to."""
+
+    def write(self, record: bytes) -> None:
+        """Writes a record. Raises OSError or ValueError if it is lost."""
+        ...
+
+
+class Sink:
+    """A place to which records go, or are lost. name: for messages."""
+
+    def __init__(self, name: str, outlet: Outlet):
+        self.name, self._outlet = name, outlet
+        self.lost = 0
+        """The number of records that could not be written."""
+
+    def put(self, record: bytes) -> None:
+        """Writes a record if that is possible."""
+        self.attempt(lambda: self._outlet.write(record))
+
+    def attempt(self, write: Callable[[], None]) -> None:
+        """Calls `write`. If it raises OSError or ValueError, a record is lost."""
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self.lost += 1
+            if self.lost == 1:
+                say(f"{self.name} cannot be written: {why_not(error)}. Training continues, and tries again with each record")
+
+
+def describe_lost(lost: Mapping[str, int]) -> str:
+    """`lost: 3 records of metrics.jsonl, 1 record of stdout`."""
+    return "lost: " + ", ".join(f"{count:,} record{'' if count == 1 else 's'} of {name}" for name, count in lost.items())
+
+
+def why_not(error: Exception) -> str:
+    """The system's words for an error, without the number and the path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+class AppendedFile:
+    """A file that grows by whole records. Nobody else may write it. is_text: its records are lines."""
+
+    def __init__(self, path: Path, *, is_text: bool = True):
+        self._path, self._is_text = path, is_text
+        self._whole: int | None = None
+        """The size that the file had before a failed write; None if the last write succeeded."""
+        self._is_checked = False
+
+    def write(self, record: bytes) -> None:
+        """Appends a record, or nothing. Raises OSError."""
+        # Opened and closed each time: the record is with the system at once, and the file may be moved away meanwhile.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
+        try:
+            self._repair(descriptor)
+            self._whole = os.fstat(descriptor).st_size
+            write_all(descriptor, record)
+            self._whole = None
+        except OSError:
+            self._repair(descriptor)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _repair(self, descriptor: int) -> None:
+        """Cuts off what a failed write left. If that fails too, the next record tries again."""
+        if self._is_text and not self._is_checked:
+            # A process that was killed, or whose disk was full, may have left the last line open.
+            _end_last_line(descriptor)
+            self._is_checked = True
+        if self._whole is not None:
+            with contextlib.suppress(OSError):
+                # A file that someone has shortened or replaced must not grow by zeros.
+                if os.fstat(descriptor).st_size > self._whole:
+                    os.ftruncate(descriptor, self._whole)
+                self._whole = None
+
+
+class Stream:
+    """stdout or stderr, written by a thread of its own, because a pipe that nobody reads would block its writer for ever.
+
+    write(record) writes to the stream. Each record is handed to the thread and waited for. If the thread is still busy with an earlier one,
+    the reader is away, and the record is lost without another wait.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]):
+        self._write_to_stream = write
+        self._changed = threading.Condition()
+        self._record: bytes | None = None
+        self._error: Exception | None = None
+        self._has_thread = False
+
+    def write(self, record: bytes) -> None:
+        """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
+        with self._changed:
+            if self._record is not None:
+                raise TimeoutError(_UNREAD)
+            self._record, self._error = record, None
+            if not self._has_thread:
+                # A daemon, because it may still wait for its reader when the run is over.
+                threading.Thread(target=self._run, name="stream", daemon=True).start()
+                self._has_thread = True
+            self._changed.notify_all()
+            # It counts as lost from now on, although it still appears if the reader comes back.
+            if not self._changed.wait_for(lambda: self._record is None, PATIENCE_SECONDS):
+                raise TimeoutError(_UNREAD)
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        """Runs in the thread, which ends when it has had nothing to write for a while."""
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._record is not None, _IDLE_SECONDS):
+                    self._has_thread = False
+                    return
+                record = self._record or b""
+            error = None
+            try:
+                self._write_to_stream(record)
+            except (OSError, ValueError) as failure:
+                error = failure
+            with self._changed:
+                self._record, self._error = None, error
+                self._changed.notify_all()
+
+
+class Stdout(io.TextIOBase):
+    """stdout as a text file of which no write fails. sink: where the text goes, and how much of it was lost."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self.sink = Sink("stdout", Stream(lambda record: _write_stream(self._stream, record)))
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The stream's encoding."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str, /) -> int:
+        """Writes text. A character that the encoding lacks becomes its escape sequence."""
+        self.sink.put(text.encode(self.encoding, "backslashreplace"))
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        """The stream's descriptor."""
+        return self._stream.fileno()
+
+
+def say(text: str) -> None:
+    """Prints a line for a person on stderr, if it works."""
+    say_lines([f"jgt: {text}"])
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stderr as they are, if it works."""
+    with contextlib.suppress(OSError, ValueError):
+        _STDERR.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+
+
+def settle_streams() -> None:
+    """Drops what stdout and stderr still hold if it cannot be written: Python would try again at its exit, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def write_all(descriptor: int, record: bytes) -> None:
+    """Writes all bytes, in as many pieces as the system likes. Raises OSError."""
+    left = memoryview(record)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _write_stream(stream: TextIO | None, record: bytes) -> None:
+    if stream is None:
+        return
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        # A stream inside this process, as in a test.
+        stream.write(record.decode(stream.encoding or "utf-8"))
+        stream.flush()
+        return
+    # First what others have left in Python's buffer. The record itself does not go through it: a record that failed would stay there, and
+    # be written again.
+    stream.flush()
+    write_all(descriptor, record)
+
+
+def _write_stderr(record: bytes) -> None:
+    # By its name, because a progress bar replaces it for a while, and prints what it gets above the bar.
+    if sys.stderr is not None:
+        sys.stderr.write(record.decode())
+        sys.stderr.flush()
+
+
+def _end_last_line(descriptor: int) -> None:
+    """Ends the last line of a file if it is open: whole JSON gets its newline, and half of a line is cut off."""
+    size = os.fstat(descriptor).st_size
+    begin = max(0, size - _LONGEST_LINE)
+    tail = os.pread(descriptor, size - begin, begin)
+    if not tail or tail.endswith(b"\n"):
+        return
+    last = tail[tail.rfind(b"\n") + 1 :]
+    try:
+        json.loads(last)
+    except (ValueError, RecursionError):
+        os.ftruncate(descriptor, size - len(last))
+    else:
+        write_all(descriptor, b"\n")
+
+
+_STDERR = Stream(_write_stderr)
