@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from jgt import document
 from jgt.document import InputError
+from train.checkpoint.disk import DiskError
+from train.checkpoint.signature import read_key
 from train.command_line import Exit, cluster_problems, find_cluster, flag_problems, whole_number
 from train.config import Run, load
 from train.profile.steps import StepRange, read_step_range
@@ -34,11 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change)
         check_folder(run, resume)
+        read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return Exit.INPUT
+    except DiskError as error:
+        print(f"jgt: {error}", file=sys.stderr)
+        return Exit.FAILED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -152,7 +158,7 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         code = Exit.INPUT
-    except (SkippedError, SaveError, InUseError) as error:
+    except (SkippedError, SaveError, InUseError, DiskError) as error:
         print(f"jgt: {error}", file=sys.stderr)
         code = Exit.FAILED
     except Exception:
@@ -164,4 +170,10 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    # Without JAX the run never began, and no thread was started.
+    if "jax" in sys.modules:
+        from train.processes.processes import limit_exit
+
+        limit_exit(exit_code)
+    sys.exit(exit_code)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -27,16 +29,23 @@ import jax
 import orbax.checkpoint as ocp
 
 from jgt.console import size_text
+from jgt.document import printable
+from train.checkpoint.disk import DiskError, describe, is_damage, patiently
 from train.checkpoint.manifest import Manifest, file_entries
-from train.checkpoint.saved import SavedStep, array_entries, check_arrays, newest_whole
+from train.checkpoint.saved import SavedStep, Search, UnusableError, agree_on_disk, array_entries, check_arrays
+from train.checkpoint.signature import read_key
 from train.checkpoint.steps import Steps
-from train.processes.processes import barrier, true_on_all_processes
+from train.processes.processes import true_on_all_processes
 from train.sections import CheckpointConfig
 from train.step.step import State
 
 _ARRAYS = "state"
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
+
+_MAX_REASON = 500
+# As tensorstore writes it: "[os_error_code='5']".
+_SYSTEM_ERROR = re.compile(r"os_error_code='?(\d+)")
 
 
 def free_bytes(folder: Path) -> int:
@@ -60,7 +69,8 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
     """The state of a step, laid out by `shardings`, whatever mesh it was saved on.
 
     Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError if the
-    checkpoint's arrays differ from `shapes`.
+    checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
+    all processes.
     """
     return shapes._replace(**_restore_parts(saved, _parts(shapes), _parts(shardings), cast=cast))
 
@@ -80,8 +90,11 @@ class Checkpoints:
     def __init__(
         self, folder: Path, config: CheckpointConfig, identity: Identity | None = None, *, free: Callable[[Path], int] = free_bytes
     ):
-        self._steps = Steps(folder)
-        self._config = config
+        key = read_key(config.key)
+        self._steps = Steps(folder, key)
+        # A signature covers a file only by its SHA-256.
+        self._sha256 = config.sha256 or key is not None
+        self._keep = config.keep
         self._identity = identity or Identity()
         self._free = free
         self._is_first = jax.process_index() == 0
@@ -89,29 +102,31 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._writer = _make_writer()
         if self._is_first:
-            self._steps.clear()
+            try:
+                self._steps.clear()
+            except OSError as error:
+                raise DiskError(f"{describe(error, self._steps.folder)}. No checkpoint was changed") from error
 
     @property
     def folder(self) -> Path:
         """The folder of the steps."""
         return self._steps.folder
 
+    def search(self) -> Search:
+        """A search for the step to resume from. It sets bad steps aside."""
+        return Search(self._steps, is_own=True)
+
     def find(self) -> tuple[SavedStep | None, list[str]]:
         """The newest whole step, and a line for each damaged step that was set aside to get to it."""
-        reports: list[str] = []
-
-        def set_aside(step: int, problem: str) -> None:
-            if self._is_first:
-                aside = self._steps.set_aside(step)
-                reports.append(f"the checkpoint of step {step} is damaged ({problem}); it is not used, and was renamed to {aside}")
-            # The others must not list the step once more before it is renamed.
-            barrier("set aside")
-
-        return newest_whole(self._steps, lambda: max(self._steps.listed(), default=0), set_aside), reports
+        search = self.search()
+        return search.next(), search.reports
 
     def describe(self) -> str:
         """Which checkpoint a restart would resume from, for a message."""
-        steps = self._steps.listed()
+        try:
+            steps = self._steps.listed()
+        except OSError as error:
+            return f"its checkpoints cannot be listed ({describe(error, self._steps.folder)})"
         if not steps:
             return "no checkpoint was saved"
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}; the same command resumes from it"
@@ -185,8 +200,8 @@ class Checkpoints:
             self._writer.wait_until_finished()
             if self._is_first:
                 saving = self._steps.saving(listing.step)
-                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._config.sha256)))
-                self._steps.retire(self._config.keep)
+                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
+                self._steps.retire(self._keep)
         except Exception as error:
             # Read by the training thread after it has joined this one.
             self._failure = error
@@ -217,12 +232,57 @@ class Checkpoints:
 def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
     # The first level of an array's path is the field of State that contains it.
     arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
-    check_arrays(saved.folder, arrays, array_entries(shapes), cast=cast)
+    check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     is_part = len(arrays) < len(saved.manifest.arrays)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(saved.folder / _ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+    folder = saved.folder / _ARRAYS
+
+    def read() -> dict[str, Any]:
+        # Orbax' Checkpointer would wait for the other processes, which may have failed.
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, _disk_errors(folder):
+            _check_contents(reader.metadata(folder).tree, saved)
+            return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+
+    restored, refusal, failure = None, None, None
+    try:
+        restored = patiently(read, folder)
+    except jax.errors.JaxRuntimeError:
+        # The devices or another process failed; that says nothing about the step.
+        raise
+    except OSError as error:
+        failure, refusal = (None, error) if is_damage(error) else (error, None)
+    except Exception as error:
+        # Orbax raises errors of any type for contents that it does not understand; nested ones even a RecursionError.
+        refusal = error
+    agree_on_disk(failure, folder)
+    if not true_on_all_processes(refusal is None):
+        why = "another process failed" if refusal is None else printable(_first_line(refusal))[:_MAX_REASON]
+        raise UnusableError(saved.folder, f"cannot be restored ({why})")
+    assert restored is not None
+    return restored
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Inside, an error of the disk is an OSError. The library that reads arrays raises a ValueError that names the system's error."""
+    try:
+        yield
+    except ValueError as error:
+        if number := _SYSTEM_ERROR.search(str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+        raise
+
+
+def _check_contents(tree: Any, saved: SavedStep) -> None:
+    """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
+    found = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
+    # Orbax joins the parts of a path with dots.
+    listed = {entry.path.replace("/", "."): (entry.shape, entry.dtype) for entry in saved.manifest.arrays}
+    for name in sorted(found.keys() | listed.keys()):
+        if found.get(name) != listed.get(name):
+            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (found.get(name), listed.get(name)))
+            raise ValueError(f"{name} is {inside} in its files, but {outside} in its manifest")
 
 
 def _make_writer() -> ocp.AsyncCheckpointer:

@@ -10,9 +10,12 @@ This is the only file that uses the internals of `jax.distributed`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,6 +32,7 @@ from train.command_line import Cluster
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
 _SHUTDOWN_SECONDS = 60
+_EXIT_SECONDS = 5.0
 
 
 class Store(Protocol):
@@ -97,6 +101,27 @@ def exit_if_distributed(code: int) -> None:
     sys.stderr.flush()
     if distributed.global_state.client is not None:
         # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
+        os._exit(code)
+
+
+def limit_exit(code: int) -> None:
+    """Lets a regular exit with this code take only some seconds, unless this process waits for others.
+
+    A regular exit first waits for all threads. Those that a library has started for a save may wait ten minutes after it has failed.
+    """
+    # A daemon, because the exit would wait for this thread too.
+    threading.Thread(target=_end_late, args=(code,), name="exit", daemon=True).start()
+
+
+def _end_late(code: int) -> None:
+    time.sleep(_EXIT_SECONDS)
+    if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        # JAX's shutdown follows the wait for the threads, and other processes may wait in theirs for this one.
+        with contextlib.suppress(Exception):
+            jax.distributed.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
 
 

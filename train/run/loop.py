@@ -26,6 +26,7 @@ import jax
 
 from jgt.document import collect
 from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint.disk import DiskError
 from train.checkpoint.steps import FOLDER
 from train.command_line import Exit
 from train.config import Run
@@ -94,7 +95,9 @@ def train(
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
             records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
-            print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
+            # Where the disk cannot be read, there is nothing to describe.
+            if not isinstance(error, DiskError):
+                print(f"jgt: the run failed; {checkpoints.describe()}", file=sys.stderr)
             raise
         checkpoints.close()
     return Exit.DONE if done else stopped_code
