@@ -4,7 +4,8 @@
        create INODE PATH | mkdir PATH | sync INODE SIZE PATH | syncdir PATH | rename PATH PATH | remove PATH
      A hard link to each new file is made as $DISK_STORE/INODE: it keeps the content, and keeps the inode's number in use.
    $DISK_FAIL=N: the N-th read (from 1; opening, listing, reading or asking for the state of a file) fails with $DISK_ERROR (a number).
-     With $DISK_FAIL=-N all reads from the N-th on fail. $DISK_COUNT: a file that is one byte longer for each read. */
+     With $DISK_FAIL=-N all reads from the N-th on fail. $DISK_COUNT: a file that is one byte longer for each read.
+   $DISK_REFUSE: while a file of this name exists, no folder can be made; the error is $DISK_ERROR. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -21,7 +22,7 @@
 #include <unistd.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-long reads;
+static long reads;
 
 #define REAL(name) \
     static __typeof__(name) *real; \
@@ -156,7 +157,11 @@ int fdatasync(int file) { REAL(fdatasync); return synced(real, file); }
 int mkdirat(int folder, const char *path, mode_t mode) {
     REAL(mkdirat);
     char space[PATH_MAX];
-    const char *whole = full(folder, path, space);
+    const char *whole = full(folder, path, space), *refuse = getenv("DISK_REFUSE");
+    if (refuse && concerned(whole) && access(refuse, F_OK) == 0) {
+        errno = atoi(getenv("DISK_ERROR"));
+        return -1;
+    }
     LOGGED(whole, real(folder, path, mode), "mkdir %s\n", whole);
 }
 int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }

@@ -2,8 +2,8 @@
 
     python nursery.py CACHE
 
-reads a JSON line {"arguments": [...], "log": PATH} and answers with the PID of a process that runs `train` with them, in its
-own session; reads {"wait": PID} and answers with its exit code (negative: the signal that killed it).
+reads a JSON line {"arguments": [...], "log": PATH, "environment": {...}} and answers with the PID of a process that runs `train`
+with them, in its own session; reads {"wait": PID} and answers with its exit code (negative: the signal that killed it).
 """
 
 import json
@@ -20,8 +20,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 from train.__main__ import main  # noqa: E402
 
 
-def run(arguments, log):
+def run(arguments, log, environment):
     os.setsid()
+    os.environ.update(environment)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(out, number)

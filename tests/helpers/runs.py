@@ -21,10 +21,10 @@ def free_port():
 
 
 class Nursery:
-    """Starts `train` quickly, by fork. A context manager."""
+    """Starts `train` quickly, by fork. A context manager. environment: additional variables."""
 
-    def __init__(self, cache, root):
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)}
+    def __init__(self, cache, root, environment=None):
+        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)} | (environment or {})
         command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(cache)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
 
@@ -41,9 +41,9 @@ class Nursery:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, arguments, log):
-        """A process that runs `train` with these arguments."""
-        return Child(self, self.ask(arguments=arguments, log=str(log)))
+    def start(self, arguments, log, environment=None):
+        """A process that runs `train` with these arguments and additional variables."""
+        return Child(self, self.ask(arguments=arguments, log=str(log), environment=environment or {}))
 
 
 class Child:
