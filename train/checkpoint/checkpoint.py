@@ -18,11 +18,14 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -44,6 +47,8 @@ _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
 
 _MAX_REASON = 500
+_MAX_CAUSES = 20
+_LATE_SECONDS = 0.3
 # As tensorstore writes it: "[os_error_code='5']".
 _SYSTEM_ERROR = re.compile(r"os_error_code='?(\d+)")
 
@@ -246,7 +251,8 @@ def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str
 
     restored, refusal, failure = None, None, None
     try:
-        restored = patiently(read, folder)
+        with _quiet_callbacks():
+            restored = patiently(read, folder)
     except jax.errors.JaxRuntimeError:
         # The devices or another process failed; that says nothing about the step.
         raise
@@ -265,13 +271,47 @@ def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Inside, an error of the disk is an OSError. The library that reads arrays raises a ValueError that names the system's error."""
+    """Inside, an error of the disk is raised as an OSError, however the libraries that read arrays have wrapped it."""
     try:
         yield
-    except ValueError as error:
-        if number := _SYSTEM_ERROR.search(str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, OSError) and not is_damage(cause):
+                raise cause from error
+            if number := _SYSTEM_ERROR.search(str(cause)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
         raise
+
+
+@contextlib.contextmanager
+def _quiet_callbacks() -> Iterator[None]:
+    """Inside, reads that end after another one has failed print nothing.
+
+    Their callbacks find that Orbax has closed its event loop, and each would print a traceback.
+    """
+    plain = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            plain(kind, error, trace)
+
+    sys.excepthook = hook
+    try:
+        yield
+    except Exception:
+        time.sleep(_LATE_SECONDS)
+        raise
+    finally:
+        sys.excepthook = plain
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from, with a bound because errors may refer to each other."""
+    for _ in range(_MAX_CAUSES):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _check_contents(tree: Any, saved: SavedStep) -> None:

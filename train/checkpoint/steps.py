@@ -21,6 +21,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,12 @@ class Steps:
         if not self._is_named:
             sync_parents(self.folder)
             self._is_named = True
+
+    def sign(self, step: int) -> None:
+        """Signs a whole step that was saved without the key. Raises BrokenError if it is damaged."""
+        path = self.path(step)
+        listing = Steps(self.folder).read(step)
+        manifest.write(path, replace(listing, files=manifest.file_entries(path, sha256=True)), self._key)
 
     def retire(self, keep: int) -> None:
         """Removes all but the newest `keep` steps."""

@@ -58,6 +58,7 @@ def test_a_read_that_fails_once_is_repeated(again, tmp_path, number):
     code, output = again(fail=number, error=errno.EIO, count=tmp_path / "count")
     assert code == Exit.DONE, output
     assert f"Already at step {STEPS} of {STEPS}" in output
+    assert "Traceback" not in output, output
     happened = (tmp_path / "count").stat().st_size >= number
     assert ("Input/output error. Trying again in 0.5 s" in output) == happened, output
 
