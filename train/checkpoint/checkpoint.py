@@ -1,4 +1,4 @@
-"""Saving and restoring a run's state: parameters, optimizer state, and the position in the data. The only file that uses Orbax.
+"""Saving a run's state: parameters, optimizer state, and the position in the data.
 
 A save must cost training little, and a failed save must cost nothing. Training waits only until Orbax has copied the arrays from the
 devices; Orbax then writes the files, and a thread waits for it and finishes the step, in this order: all arrays written, checksums of
@@ -15,42 +15,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 import shutil
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from jgt.console import size_text
-from jgt.document import printable
-from train.checkpoint.disk import DiskError, describe, is_damage, patiently
+from train.checkpoint.disk import DiskError, describe
 from train.checkpoint.manifest import Manifest, file_entries
-from train.checkpoint.saved import SavedStep, Search, UnusableError, agree_on_disk, array_entries, check_arrays
+from train.checkpoint.restore import ARRAYS, arrays_of, first_line
+from train.checkpoint.saved import SavedStep, Search, array_entries
 from train.checkpoint.signature import read_key
 from train.checkpoint.steps import Steps
 from train.processes.processes import true_on_all_processes
 from train.sections import CheckpointConfig
 from train.step.step import State
 
-_ARRAYS = "state"
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
-
-_MAX_REASON = 500
-_MAX_CAUSES = 20
-_LATE_SECONDS = 0.3
-# As tensorstore writes it: "[os_error_code='5']".
-_SYSTEM_ERROR = re.compile(r"os_error_code='?(\d+)")
 
 
 def free_bytes(folder: Path) -> int:
@@ -68,21 +56,6 @@ class Identity:
 
 class SaveError(Exception):
     """A save failed; the message says why. Earlier checkpoints are untouched."""
-
-
-def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = False) -> State:
-    """The state of a step, laid out by `shardings`, whatever mesh it was saved on.
-
-    Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError if the
-    checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
-    all processes.
-    """
-    return shapes._replace(**_restore_parts(saved, _parts(shapes), _parts(shardings), cast=cast))
-
-
-def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """The parameters alone, as in `restore`."""
-    return _restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
 
 
 class Checkpoints:
@@ -142,19 +115,19 @@ class Checkpoints:
         Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
         continue.
         """
-        arrays = array_entries(_parts(state))
+        arrays = array_entries(arrays_of(state))
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
         failure = self._finish_last_save() or self._space_problem(state)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
-            raise SaveError("another process failed" if failure is None else _first_line(failure)) from failure
+            raise SaveError("another process failed" if failure is None else first_line(failure)) from failure
         try:
             # `force` replaces a folder of this name, which a save that was interrupted may have left.
-            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(_parts(state)), force=True)
+            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(arrays_of(state)), force=True)
         except Exception as error:
             self._abandon()
-            raise SaveError(_first_line(error)) from error
+            raise SaveError(first_line(error)) from error
         listing = Manifest(
             step=step,
             samples=samples,
@@ -178,7 +151,7 @@ class Checkpoints:
         failure = self._finish_last_save()
         if failure is not None:
             self._abandon()
-            raise SaveError(_first_line(failure)) from failure
+            raise SaveError(first_line(failure)) from failure
 
     def close(self, seconds: float | None = None) -> None:
         """Waits for the last save and closes the writer. After `seconds` it gives up: the save may need processes that are gone."""
@@ -234,108 +207,8 @@ class Checkpoints:
         return None if free >= needed else OSError(f"{size_text(needed)} are needed in {folder}, but {size_text(free)} are free")
 
 
-def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
-    # The first level of an array's path is the field of State that contains it.
-    arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
-    check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    arguments = ocp.checkpoint_utils.construct_restore_args(target)
-    is_part = len(arrays) < len(saved.manifest.arrays)
-    folder = saved.folder / _ARRAYS
-
-    def read() -> dict[str, Any]:
-        # Orbax' Checkpointer would wait for the other processes, which may have failed.
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, _disk_errors(folder):
-            _check_contents(reader.metadata(folder).tree, saved)
-            return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
-
-    restored, refusal, failure = None, None, None
-    try:
-        with _quiet_callbacks():
-            restored = patiently(read, folder)
-    except jax.errors.JaxRuntimeError:
-        # The devices or another process failed; that says nothing about the step.
-        raise
-    except OSError as error:
-        failure, refusal = (None, error) if is_damage(error) else (error, None)
-    except Exception as error:
-        # Orbax raises errors of any type for contents that it does not understand; nested ones even a RecursionError.
-        refusal = error
-    agree_on_disk(failure, folder)
-    if not true_on_all_processes(refusal is None):
-        why = "another process failed" if refusal is None else printable(_first_line(refusal))[:_MAX_REASON]
-        raise UnusableError(saved.folder, f"cannot be restored ({why})")
-    assert restored is not None
-    return restored
-
-
-@contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Inside, an error of the disk is raised as an OSError, however the libraries that read arrays have wrapped it."""
-    try:
-        yield
-    except Exception as error:
-        for cause in _causes(error):
-            if isinstance(cause, OSError) and not is_damage(cause):
-                raise cause from error
-            if number := _SYSTEM_ERROR.search(str(cause)):
-                raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
-        raise
-
-
-@contextlib.contextmanager
-def _quiet_callbacks() -> Iterator[None]:
-    """Inside, reads that end after another one has failed print nothing.
-
-    Their callbacks find that Orbax has closed its event loop, and each would print a traceback.
-    """
-    plain = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            plain(kind, error, trace)
-
-    sys.excepthook = hook
-    try:
-        yield
-    except Exception:
-        time.sleep(_LATE_SECONDS)
-        raise
-    finally:
-        sys.excepthook = plain
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from, with a bound because errors may refer to each other."""
-    for _ in range(_MAX_CAUSES):
-        if error is None:
-            return
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _check_contents(tree: Any, saved: SavedStep) -> None:
-    """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
-    found = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
-    # Orbax joins the parts of a path with dots.
-    listed = {entry.path.replace("/", "."): (entry.shape, entry.dtype) for entry in saved.manifest.arrays}
-    for name in sorted(found.keys() | listed.keys()):
-        if found.get(name) != listed.get(name):
-            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (found.get(name), listed.get(name)))
-            raise ValueError(f"{name} is {inside} in its files, but {outside} in its manifest")
-
-
 def _make_writer() -> ocp.AsyncCheckpointer:
     # When a save fails, Orbax leaves one asyncio task behind for each array, and asyncio prints a traceback for each. SaveError says it
     # once. The level is set here, where the first writer is made, so that importing this file changes no logging.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)
-
-
-def _parts(state: State) -> dict[str, Any]:
-    """The parts of a state that contain arrays; Orbax expects every part that it saved to be restored."""
-    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

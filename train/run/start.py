@@ -26,7 +26,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints, restore, restore_params
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
 from train.checkpoint.signature import read_key
 from train.data.batches import Data
