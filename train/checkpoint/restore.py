@@ -70,7 +70,8 @@ def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     is_part = len(arrays) < len(saved.manifest.arrays)
-    folder = saved.folder / ARRAYS
+    # Orbax declares a path class of its own, and takes any.
+    folder: Any = saved.folder / ARRAYS
 
     def read() -> dict[str, Any]:
         # Orbax' Checkpointer would wait for the other processes, which may have failed.
