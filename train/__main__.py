@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jgt import document
 from jgt.document import InputError
+from train.checkpoint.signature import read_key
 from train.command_line import (
     EndError,
     Exit,
@@ -58,11 +59,15 @@ def _main(arguments: argparse.Namespace) -> int:
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_folder(run, resume)
+        read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
     except InputError as error:
         say_lines(error.problems)
         return Exit.INPUT
+    except EndError as error:
+        say(str(error))
+        return error.code
     except OSError as error:
         say(str(error))
         return Exit.FAILED
@@ -253,4 +258,9 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     code = main()
     settle_streams()
+    # Without JAX the run never began, and no thread was started.
+    if "jax" in sys.modules:
+        from train.processes.processes import limit_exit
+
+        limit_exit(code)
     sys.exit(code)

@@ -25,7 +25,8 @@ from jgt.mesh.sizes import MAX_DEVICES
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
-BatchSize = Annotated[int, Bound(low=1, high=1_000_000)]
+MAX_BATCH = 1_000_000
+BatchSize = Annotated[int, Bound(low=1, high=MAX_BATCH)]
 Positive = Annotated[float, Bound(above=0, high=1e30)]
 NotNegative = Annotated[float, Bound(low=0, high=1e30)]
 Seconds = Annotated[float, Bound(above=0, high=1_000_000)]
@@ -226,6 +227,7 @@ class CheckpointConfig:
     every: steps between checkpoints. 0: only at the end.
     keep: the number of newest checkpoints that are not deleted.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
+    key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
     weights: another run's directory, or one of its checkpoints. A new run starts with its parameters.
     cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
     """
@@ -233,6 +235,7 @@ class CheckpointConfig:
     every: Natural = 0
     keep: Count = 3
     sha256: bool = False
+    key: str | None = None
     weights: str | None = None
     cast: bool = False
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from disk import build
 from jax.experimental.compilation_cache import compilation_cache
 from runs import Nursery
 
@@ -43,6 +44,19 @@ def _configure(*, quick: bool, folder: str | None, min_seconds: float) -> None:
 def nursery(tmp_path_factory, pytestconfig) -> Iterator[Nursery]:
     """Starts runs in their own processes, by fork."""
     with Nursery(tmp_path_factory.mktemp("compiled"), pytestconfig.rootpath) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="package")
+def disk_library(tmp_path_factory) -> Path:
+    """tests/helpers/disk.c as a library for LD_PRELOAD."""
+    return build(tmp_path_factory.mktemp("disk"))
+
+
+@pytest.fixture(scope="package")
+def disk_nursery(tmp_path_factory, pytestconfig, disk_library) -> Iterator[Nursery]:
+    """A nursery of runs whose disk is watched or fails, as the environment of each run says."""
+    with Nursery(tmp_path_factory.mktemp("compiled"), pytestconfig.rootpath, {"LD_PRELOAD": str(disk_library)}) as nursery:
         yield nursery
 
 

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError, restore, restore_params
+from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
 from train.sections import CheckpointConfig
 from train.step.step import State

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from train.checkpoint.checkpoint import Checkpoints, SaveError, restore
+from train.checkpoint.checkpoint import Checkpoints, SaveError
+from train.checkpoint.restore import restore
 from train.config import load
 from train.models.decoder import build
 from train.run.loop import train

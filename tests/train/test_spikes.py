@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from train.checkpoint.checkpoint import Checkpoints, restore
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.restore import restore
 from train.records.progress import SkippedError, StepResult, UpdateGuard
 from train.run.loop import train
 from train.run.start import Feed, restore_state

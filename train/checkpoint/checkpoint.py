@@ -1,4 +1,4 @@
-"""Saving and restoring a run's state: parameters, optimizer state, and the position in the data. The only file that uses Orbax.
+"""Saving a run's state: parameters, optimizer state, and the position in the data.
 
 A save must cost training little, and a failed save must cost nothing. Training waits only until Orbax has copied the arrays from the
 devices; Orbax then writes the files, and a thread waits for it and finishes the step, in this order: all arrays written, checksums of
@@ -27,15 +27,17 @@ import jax
 import orbax.checkpoint as ocp
 
 from jgt.console import size_text
+from train.checkpoint.disk import DiskError, describe
 from train.checkpoint.manifest import Manifest, file_entries
-from train.checkpoint.saved import SavedStep, array_entries, check_arrays, newest_whole
+from train.checkpoint.restore import ARRAYS, arrays_of, first_line
+from train.checkpoint.saved import SavedStep, Search, array_entries
+from train.checkpoint.signature import read_key
 from train.checkpoint.steps import Steps
 from train.command_line import EndError
-from train.processes.processes import barrier, true_on_all_processes
+from train.processes.processes import true_on_all_processes
 from train.sections import CheckpointConfig
 from train.step.step import State
 
-_ARRAYS = "state"
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
 
@@ -57,20 +59,6 @@ class SaveError(EndError):
     """A save failed; the message says why. Earlier checkpoints are untouched."""
 
 
-def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = False) -> State:
-    """The state of a step, laid out by `shardings`, whatever mesh it was saved on.
-
-    Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError if the
-    checkpoint's arrays differ from `shapes`.
-    """
-    return shapes._replace(**_restore_parts(saved, _parts(shapes), _parts(shardings), cast=cast))
-
-
-def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """The parameters alone, as in `restore`."""
-    return _restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
-
-
 class Checkpoints:
     """The checkpoints of one run directory, written in the background; the last `keep` remain.
 
@@ -87,8 +75,11 @@ class Checkpoints:
         free: Callable[[Path], int] = free_bytes,
         is_ours: Callable[[], bool] = lambda: True,
     ):
-        self._steps = Steps(folder)
-        self._config = config
+        key = read_key(config.key)
+        self._steps = Steps(folder, key)
+        # A signature covers a file only by its SHA-256.
+        self._sha256 = config.sha256 or key is not None
+        self._keep = config.keep
         self._identity = identity or Identity()
         self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
@@ -96,29 +87,31 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._writer = _make_writer()
         if self._is_first:
-            self._steps.clear()
+            try:
+                self._steps.clear()
+            except OSError as error:
+                raise DiskError(f"{describe(error, self._steps.folder)}. No checkpoint was changed") from error
 
     @property
     def folder(self) -> Path:
         """The folder of the steps."""
         return self._steps.folder
 
+    def search(self) -> Search:
+        """A search for the step to resume from. It sets bad steps aside."""
+        return Search(self._steps, is_own=True)
+
     def find(self) -> tuple[SavedStep | None, list[str]]:
         """The newest whole step, and a line for each damaged step that was set aside to get to it."""
-        reports: list[str] = []
-
-        def set_aside(step: int, problem: str) -> None:
-            if self._is_first:
-                aside = self._steps.set_aside(step)
-                reports.append(f"the checkpoint of step {step} is damaged ({problem}); it is not used, and was renamed to {aside}")
-            # The others must not list the step once more before it is renamed.
-            barrier("set aside")
-
-        return newest_whole(self._steps, lambda: max(self._steps.listed(), default=0), set_aside), reports
+        search = self.search()
+        return search.next(), search.reports
 
     def describe(self) -> str:
         """Which checkpoint a restart would resume from, for a message."""
-        steps = self._steps.listed()
+        try:
+            steps = self._steps.listed()
+        except OSError as error:
+            return f"its checkpoints cannot be listed ({describe(error, self._steps.folder)})"
         if not steps:
             return "no checkpoint was saved"
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}; the same command resumes from it"
@@ -129,19 +122,19 @@ class Checkpoints:
         Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
         continue.
         """
-        arrays = array_entries(_parts(state))
+        arrays = array_entries(arrays_of(state))
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
         failure = self._finish_last_save() or self._owner_problem() or self._space_problem(state)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
-            raise SaveError("another process failed" if failure is None else _first_line(failure)) from failure
+            raise SaveError("another process failed" if failure is None else first_line(failure)) from failure
         try:
             # `force` replaces a folder of this name, which a save that was interrupted may have left.
-            self._writer.save(self._steps.saving(step) / _ARRAYS, args=ocp.args.StandardSave(_parts(state)), force=True)
+            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(arrays_of(state)), force=True)
         except Exception as error:
             self._abandon()
-            raise SaveError(_first_line(error)) from error
+            raise SaveError(first_line(error)) from error
         listing = Manifest(
             step=step,
             samples=samples,
@@ -165,7 +158,7 @@ class Checkpoints:
         failure = self._finish_last_save()
         if failure is not None:
             self._abandon()
-            raise SaveError(_first_line(failure)) from failure
+            raise SaveError(first_line(failure)) from failure
 
     def close(self, seconds: float | None = None) -> None:
         """Waits for the last save and closes the writer. After `seconds` it gives up: the save may need processes that are gone."""
@@ -194,8 +187,8 @@ class Checkpoints:
                 raise problem
             if self._is_first:
                 saving = self._steps.saving(listing.step)
-                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._config.sha256)))
-                self._steps.retire(self._config.keep)
+                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
+                self._steps.retire(self._keep)
         except Exception as error:
             # Read by the training thread after it has joined this one.
             self._failure = error
@@ -226,28 +219,8 @@ class Checkpoints:
         return None if free >= needed else OSError(f"{size_text(needed)} are needed in {folder}, but {size_text(free)} are free")
 
 
-def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
-    # The first level of an array's path is the field of State that contains it.
-    arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
-    check_arrays(saved.folder, arrays, array_entries(shapes), cast=cast)
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    arguments = ocp.checkpoint_utils.construct_restore_args(target)
-    is_part = len(arrays) < len(saved.manifest.arrays)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(saved.folder / _ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
-
-
 def _make_writer() -> ocp.AsyncCheckpointer:
     # When a save fails, Orbax leaves one asyncio task behind for each array, and asyncio prints a traceback for each. SaveError says it
     # once. The level is set here, where the first writer is made, so that importing this file changes no logging.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)
-
-
-def _parts(state: State) -> dict[str, Any]:
-    """The parts of a state that contain arrays; Orbax expects every part that it saved to be restored."""
-    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -6,7 +6,8 @@ listed size and checksum.
 
 A checkpoint may come from a stranger, so a manifest is read as hostile input: at most 64 MiB, JSON and never pickles, every number in
 range, every path below the step's folder, no links, and no pipes or devices, which would block the reader. Whatever is wrong becomes one
-BrokenError with one printable line. The invariant: a Manifest that `read` returns has the types that its fields declare.
+BrokenError with one printable line. The invariant: a Manifest that `read` returns has the types that its fields declare. An error of the
+disk is no verdict; it stays an OSError (see `train.checkpoint.disk`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import hashlib
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jgt.document import InputError, kind_problem, printable, read_bytes, shown
+from jgt.document import printable, shown
+from train.checkpoint.disk import kind, patiently, sync_folder
+from train.checkpoint.signature import FIELD, Key
+from train.sections import MAX_BATCH
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -36,6 +42,13 @@ _DTYPE = re.compile(
     r"float8_(e3m4|e4m3|e4m3b11fnuz|e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
 )
 _KINDS = {str: "text", list: "a list", dict: "a mapping"}
+_ODD_KINDS: Mapping[int | None, str] = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe, not a file",
+    stat.S_IFSOCK: "a socket, not a file",
+    stat.S_IFCHR: "a device, not a file",
+    stat.S_IFBLK: "a device, not a file",
+}
 _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
 
 
@@ -79,17 +92,25 @@ class BrokenError(Exception):
     """A step must not be used; the message says why."""
 
 
+class UnsignedError(Exception):
+    """A manifest is not signed with the run's key."""
+
+
 def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
     """An entry for each file of a step; reads every file once. Raises BrokenError for anything that is not a regular file."""
     with _readers() as readers:
         return tuple(readers.map(lambda path: _read_entry(folder, path, sha256=sha256), _files(folder)))
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest. It is either complete or absent at any moment, and on disk when this returns."""
+def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
+    """Writes the manifest, signed if there is a key. It is either complete or absent at any moment, and on disk when this returns."""
     path, new = folder / NAME, folder / f"{NAME}.new"
+    # As a reader will see them, because a signature covers the values that are read.
+    values = json.loads(json.dumps(asdict(manifest)))
+    if key is not None:
+        values[FIELD] = key.sign(values)
     with new.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1)
+        json.dump(values, file, indent=1)
         file.flush()
         # Before the rename: a file system may put the name on disk before the content, and a power failure between would leave it empty.
         os.fsync(file.fileno())
@@ -97,17 +118,19 @@ def write(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a step. Raises BrokenError."""
+def read(folder: Path, key: Key | None = None) -> Manifest:
+    """The manifest of a step. With a key it must be signed with it. Raises BrokenError, UnsignedError or OSError."""
     path = folder / NAME
-    if path.is_symlink():
-        raise BrokenError(f"{NAME} is a link")
-    if not path.exists():
+    found = patiently(lambda: kind(path), path)
+    if found is None:
         raise BrokenError(f"it has no {NAME}: it was never finished")
+    if found != stat.S_IFREG:
+        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(found, 'a folder')}")
     try:
-        return _parse(json.loads(read_bytes(path, _MAX_BYTES)))
-    except InputError as error:
-        raise BrokenError(str(error)) from None
+        values = json.loads(patiently(lambda: _read_bytes(path), path))
+        if problem := None if key is None else key.problem(_check_kind(dict, values)):
+            raise UnsignedError(problem)
+        return _parse(values)
     except RecursionError:
         raise BrokenError(f"{NAME} is damaged: it is nested too deeply") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -130,26 +153,18 @@ def file_problems(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 
         yield from filter(None, readers.map(lambda path: _file_problem(folder, listed[path]), mine))
 
 
-def sync_folder(folder: Path) -> None:
-    """Writes a folder's entries to disk: the names of new files, and renames. fsync of a file does not do that."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _readers() -> ThreadPoolExecutor:
     # Threads suffice: reading a file and computing a checksum both release Python's global lock.
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
 def _file_problem(folder: Path, entry: FileEntry) -> str | None:
+    path = folder / entry.path
     # The size first: a file that was cut short need not be read.
-    size = (folder / entry.path).stat().st_size
+    size = patiently(path.lstat, path).st_size
     if size != entry.size:
         return f"{printable(entry.path)} has {size} bytes instead of {entry.size}"
-    if _read_entry(folder, folder / entry.path, sha256=entry.sha256 is not None) != entry:
+    if _read_entry(folder, path, sha256=entry.sha256 is not None) != entry:
         return f"{printable(entry.path)} has other content than was written (checksum)"
     return None
 
@@ -158,21 +173,36 @@ def _files(folder: Path) -> list[Path]:
     """The files of a step except its manifest. A loop instead of a recursion, because folders may be nested very deeply."""
     files, folders = [], [folder]
     while folders:
-        for path in folders.pop().iterdir():
-            name = printable(str(path.relative_to(folder)))
-            if path.is_symlink():
-                raise BrokenError(f"{name} is a link")
-            if path.is_dir():
+        for path in patiently(partial(_entries, folders.pop()), folder):
+            name, found = printable(str(path.relative_to(folder))), patiently(partial(kind, path), path)
+            if found == stat.S_IFDIR:
                 folders.append(path)
-            elif problem := kind_problem(path):
-                raise BrokenError(f"{name} cannot be read: {problem}")
-            else:
+            elif found == stat.S_IFREG:
                 files.append(path)
+            else:
+                raise BrokenError(f"{name} is {_ODD_KINDS.get(found, 'no longer there')}")
     # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
     return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
 
 
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+def _read_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        # One byte more than allowed shows that there is more.
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"the file is larger than {_MAX_BYTES:,} bytes")
+    return content
+
+
 def _read_entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
+    return patiently(lambda: _checksums(folder, path, sha256=sha256), path)
+
+
+def _checksums(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
     crc, size, digest = 0, 0, hashlib.sha256() if sha256 else None
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -192,9 +222,12 @@ def _parse(values: Any) -> Manifest:
     """Raises KeyError, TypeError, ValueError or AttributeError for anything that is not a manifest."""
     if type(_check_kind(dict, values).get("format")) is not int or values["format"] != FORMAT:
         raise ValueError(f"format {shown(values.get('format'))}, not {FORMAT}")
+    step, samples = _number(values["step"]), _number(values["samples"])
+    if samples > step * MAX_BATCH:
+        raise ValueError(f"{step} steps cannot consume {samples} samples")
     return Manifest(
-        step=_number(values["step"]),
-        samples=_number(values["samples"]),
+        step=step,
+        samples=samples,
         mesh={axis: _number(size) for axis, size in _check_kind(dict, values["mesh"]).items()},
         versions={name: _check_kind(str, version) for name, version in _check_kind(dict, values["versions"]).items()},
         fingerprints=_check_kind(dict, values["fingerprints"]),

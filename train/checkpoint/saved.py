@@ -1,12 +1,19 @@
-"""A saved step that may be used: its files are whole, and its arrays are the ones that a run wants. Needs no Orbax.
+"""A saved step that may be used: its files are whole, its arrays are the ones that a run wants, and it can be restored. Needs no Orbax.
 
-Two things can be wrong with a checkpoint that is listed. Its files may have changed since they were written: a disk flips bits, a copy
-is cut short, and Orbax would return the result as other weights. Or its arrays may belong to another model; Orbax would cast another
-type silently. Both are checked here before any array is read: the files against their checksums, and names, shapes and types against the
-run's own.
+Several things can be wrong with a checkpoint that is listed. Its files may have changed since they were written: a disk flips bits, a copy
+is cut short, and Orbax would return the result as other weights. Its arrays may belong to another model; Orbax would cast another type
+silently. Both are checked here before any array is read: the files against their checksums, and names, shapes and types against the run's
+own. And a step whose checksums are right may still come from a stranger, without the run's signature or with contents that nothing can
+restore.
+
+A `Search` goes from the newest step to older ones until one serves. It treats the two kinds of bad steps differently. A step with damaged
+files is of no use to anyone, and is set aside at once. A step that is whole but refused may only need another key or another version of
+Orbax, and so may all older ones; it is set aside only when an older one has been restored. If there is none, the start is refused, and
+everything stays as it is.
 
 The invariant is that all processes use the same step. Each process checks a part of the files, so one of them may see damage that the
 others cannot. The first process therefore names the step to try, and the step counts as whole only if every process finds its part whole.
+A process that cannot read its part at all ends the start of all processes, because that says nothing about the step.
 """
 
 from __future__ import annotations
@@ -15,18 +22,21 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt.document import InputError, is_folder
+from jgt.document import InputError
 from jgt.sharding.placement import path_text
 from train.checkpoint import manifest
-from train.checkpoint.manifest import ArrayEntry, BrokenError, Manifest
+from train.checkpoint.disk import DiskError, describe, kind, leads_to_folder, patiently
+from train.checkpoint.manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
+from train.checkpoint.signature import Key
 from train.checkpoint.steps import FOLDER, Steps
 from train.processes.processes import number_of_first_process, true_on_all_processes
 
+_Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model it was started with"
 
 
@@ -38,41 +48,125 @@ class SavedStep:
     manifest: Manifest
 
 
-def newest_whole(steps: Steps, newest: Callable[[], int], reject: Callable[[int, str], None]) -> SavedStep | None:
-    """The first whole step that `newest` returns; None when it returns 0.
+class UnusableError(InputError):
+    """A step whose files are whole cannot be used; `why` continues the sentence `this checkpoint ...`."""
 
-    newest(): the next step to try, as this process sees it. reject(step, problem) is called on every process for a step that is damaged;
-    `newest` must not return that step again.
+    def __init__(self, folder: Path, why: str):
+        super().__init__([f"{folder}: this checkpoint {why}"])
+        self.why = why
+
+
+class Search:
+    """The steps of a folder from the newest to older ones, until one can be used. All processes make the same calls in the same order.
+
+    is_own: the folder belongs to this run, so bad steps are set aside; another run's folder is not changed. listed(): the steps to choose
+    from. reports: a line for each step that is not used, so far. DiskError is raised on all processes if one cannot read the disk.
     """
-    while step := number_of_first_process(newest()):
-        saved, problem = _read(steps, step)
-        if saved is not None:
-            return saved
-        reject(step, problem)
-    return None
+
+    def __init__(self, steps: Steps, listed: Callable[[], list[int]] | None = None, *, is_own: bool):
+        self.reports: list[str] = []
+        self._steps, self._listed, self._is_own = steps, listed or steps.listed, is_own
+        self._passed: set[int] = set()
+        self._refused: dict[int, str] = {}
+
+    def next(self) -> SavedStep | None:
+        """The newest whole step below the earlier ones; None if there is none. Raises InputError if all were refused."""
+        while step := number_of_first_process(self._newest()):
+            self._passed.add(step)
+            verdict = self._verdict(step)
+            if isinstance(verdict, SavedStep):
+                return verdict
+            if isinstance(verdict, UnsignedError):
+                self.refuse(step, f"is not trusted ({verdict})")
+            else:
+                self._drop(step, f"is damaged ({verdict})")
+        if self._refused:
+            remedy = "No other one can be used, and nothing was changed. --resume never starts again from step 0"
+            raise InputError([f"{self._steps.path(step)}: this checkpoint {why}. {remedy}" for step, why in self._refused.items()])
+        return None
+
+    def refuse(self, step: int, why: str) -> None:
+        """Notes that a whole step `cannot be restored (...)`."""
+        self._refused[step] = why
+
+    def settle(self) -> None:
+        """Drops the refused steps, because another one has been restored."""
+        for step, why in self._refused.items():
+            self._drop(step, why)
+        self._refused = {}
+
+    def _newest(self) -> int:
+        return max({*_everywhere(self._listed, self._steps.folder)} - self._passed, default=0)
+
+    def _drop(self, step: int, why: str) -> None:
+        if not self._is_own:
+            self.reports.append(f"the checkpoint {self._steps.path(step)} {why}; it is not used")
+            return
+        is_first = jax.process_index() == 0
+        # The exchange inside is a barrier too: the others must not list the step once more before it is renamed.
+        aside = _everywhere(lambda: self._steps.set_aside(step) if is_first else None, self._steps.folder)
+        if aside is not None:
+            self.reports.append(f"the checkpoint of step {step} {why}; it is not used, and was renamed to {aside}")
+
+    def _verdict(self, step: int) -> SavedStep | BrokenError | UnsignedError:
+        """A step if all processes find their part of its files whole; otherwise what is wrong, as far as this process knows."""
+
+        def read() -> SavedStep | BrokenError | UnsignedError:
+            try:
+                return SavedStep(folder=self._steps.path(step), manifest=self._steps.read(step, (jax.process_index(), jax.process_count())))
+            except (BrokenError, UnsignedError) as error:
+                return error
+
+        mine = _everywhere(read, self._steps.path(step))
+        if true_on_all_processes(isinstance(mine, SavedStep)):
+            return mine
+        # Damage that only one process sees must lead to the same decision everywhere.
+        if true_on_all_processes(not isinstance(mine, BrokenError)):
+            return mine if isinstance(mine, UnsignedError) else UnsignedError("another process does not trust it")
+        return mine if isinstance(mine, BrokenError) else BrokenError("another process found damage in its part of the files")
 
 
-def find_checkpoint(path: Path, *, before: int | None = None) -> tuple[SavedStep | None, list[str]]:
-    """The newest whole step of another run, and a line for each newer step that is damaged. Nothing in the folder is changed.
+def search_elsewhere(path: Path, key: Key | None = None, *, before: int | None = None) -> Search:
+    """A search in another run. Nothing in its folder is changed.
 
     path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this one count.
     """
     # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
-    if not is_folder(path):
-        return None, []
+
+    return _everywhere(lambda: _locate(path, key, before), path)
+
+
+def _locate(path: Path, key: Key | None, before: int | None) -> Search:
     # A step has a number for a name, but so may a run directory; only a step has a manifest.
-    if path.name.isdecimal() and (path / manifest.NAME).exists():
-        steps, numbers = Steps(path.parent), [int(path.name)]
-    else:
-        steps = Steps(path / FOLDER if (path / FOLDER).is_dir() else path)
-        numbers = [step for step in steps.listed() if before is None or step < before]
-    reports: list[str] = []
+    if path.name.isdecimal() and patiently(lambda: kind(path / manifest.NAME), path) is not None:
+        return Search(Steps(path.parent, key), lambda: [int(path.name)], is_own=False)
+    steps = Steps(path / FOLDER if patiently(lambda: leads_to_folder(path / FOLDER), path) else path, key)
+    return Search(steps, lambda: [step for step in steps.listed() if before is None or step < before], is_own=False)
 
-    def reject(step: int, problem: str) -> None:
-        reports.append(f"the checkpoint {steps.path(step)} is damaged ({problem}); it is not used")
 
-    return newest_whole(steps, lambda: numbers.pop() if numbers else 0, reject), reports
+def find_checkpoint(path: Path, key: Key | None = None, *, before: int | None = None) -> tuple[SavedStep | None, list[str]]:
+    """The newest whole step of another run, and a line for each newer step that is damaged; as in `search_elsewhere`."""
+    search = search_elsewhere(path, key, before=before)
+    return search.next(), search.reports
+
+
+def _everywhere(call: Callable[[], _Result], path: Path) -> _Result:
+    """The result of a call that reads or changes what is below `path`. Raises DiskError on all processes if it fails on one of them."""
+    result, failure = None, None
+    try:
+        result = call()
+    except OSError as error:
+        failure = error
+    agree_on_disk(failure, path)
+    return cast(_Result, result)
+
+
+def agree_on_disk(failure: OSError | None, path: Path) -> None:
+    """Returns if no process has an error of the disk. Otherwise raises DiskError on all of them."""
+    if not true_on_all_processes(failure is None):
+        what = f"another process cannot read its part of {path}" if failure is None else describe(failure, path)
+        raise DiskError(f"{what}. No checkpoint was changed; the same command resumes when the disk can be read again")
 
 
 def array_entries(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
@@ -87,10 +181,10 @@ def array_entries(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
     return entries
 
 
-def check_arrays(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, cast: bool) -> None:
+def check_arrays(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, convert: bool) -> None:
     """Raises InputError with every array that is missing, superfluous, or of another shape or type.
 
-    where: the checkpoint's folder; old: its arrays; new: the run's. cast: floating types may differ.
+    where: the checkpoint's folder; old: its arrays; new: the run's. convert: floating types may differ.
     """
     saved, wanted = ({entry.path: entry for entry in entries} for entries in (old, new))
     problems = [f"{path}: is not part of this model. {_CHANGE}" for path in sorted(saved.keys() - wanted.keys())]
@@ -102,18 +196,7 @@ def check_arrays(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntr
         floating = all(jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (before, after))
         if before.shape != after.shape or (before.dtype != after.dtype and not floating):
             problems.append(f"{difference}. {_CHANGE}")
-        elif before.dtype != after.dtype and not cast:
+        elif before.dtype != after.dtype and not convert:
             problems.append(f"{difference}. checkpoint.cast=true converts it")
     if problems:
         raise InputError([f"{where}: {problem}" for problem in problems])
-
-
-def _read(steps: Steps, step: int) -> tuple[SavedStep | None, str]:
-    """A step if all processes find their part of its files whole; otherwise what is wrong, as far as this process knows."""
-    # An error raised here would leave the other processes waiting in the exchange below.
-    saved, problem = None, "another process found damage in its part of the files"
-    try:
-        saved = SavedStep(folder=steps.path(step), manifest=steps.read(step, (jax.process_index(), jax.process_count())))
-    except (BrokenError, OSError) as error:
-        problem = str(error)
-    return (saved, "") if true_on_all_processes(saved is not None) else (None, problem)

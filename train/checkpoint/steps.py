@@ -5,19 +5,30 @@ name (`12.saving`), gets its manifest last, and is then renamed to its number: a
 once. Removal goes the other way round: a step is renamed into `trash` before its first file is removed. What a killed process leaves has
 a name that is never listed, and the next start removes it.
 
-Renaming says nothing about bits that change on the disk later. Before a step is used, its files are compared with its manifest.
+A power cut is worse than a kill, because it also takes back what was written and renamed but is not on the disk yet. So everything below a
+step, whoever wrote it, is written to disk before the step gets its name, and the name before an older step is removed.
+
+Renaming says nothing about bits that change on the disk later. Before a step is used, its files are compared with its manifest. A disk that
+cannot be read at all is an OSError of these functions, and no verdict on a step.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from train.checkpoint import manifest
+from train.checkpoint.disk import describe, is_damage, kind, patiently, sync_folder, sync_parents, sync_tree
 from train.checkpoint.manifest import BrokenError, Manifest
+from train.checkpoint.signature import Key
 
 FOLDER = "checkpoints"
 """The folder of the steps in a run directory."""
@@ -29,16 +40,17 @@ _STEP = re.compile(r"[1-9][0-9]{0,9}")
 
 
 class Steps:
-    """The steps below a folder. The folder is created when the first step is written."""
+    """The steps below a folder. The folder is created when the first step is written. key: signs and verifies the manifests."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, key: Key | None = None):
         self.folder = folder.absolute()
+        self._key = key
+        self._is_named = False
 
     def listed(self) -> list[int]:
         """The finished steps, the newest last. A link is not a step, because what it leads to belongs to someone else."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if _STEP.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
+        steps = [path for path in self._entries() if _STEP.fullmatch(path.name)]
+        return sorted(int(path.name) for path in steps if patiently(partial(kind, path), path) == stat.S_IFDIR)
 
     def path(self, step: int) -> Path:
         """The folder of a finished step."""
@@ -49,32 +61,49 @@ class Steps:
         return self.folder / f"{step}{_SAVING}"
 
     def read(self, step: int, part: tuple[int, int] = (0, 1)) -> Manifest:
-        """The manifest of a step, after comparing its files with it. part: as in `manifest.file_problems`. Raises BrokenError."""
-        listing = manifest.read(self.path(step))
-        if listing.step != step:
-            raise BrokenError(f"its manifest is from step {listing.step}")
-        if problems := list(manifest.file_problems(self.path(step), listing, part)):
-            more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
-            raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
-        return listing
+        """The manifest of a step, after comparing its files with it. part: as in `manifest.file_problems`.
+
+        Raises BrokenError or UnsignedError if the step must not be used, and OSError if the disk cannot be read.
+        """
+        path = self.path(step)
+        try:
+            return self._read(step, part)
+        except (BrokenError, OSError) as error:
+            if isinstance(error, OSError) and not is_damage(error):
+                raise
+            # A step whose whole folder is gone was not damaged: its disk is away.
+            if patiently(lambda: kind(path), path) != stat.S_IFDIR:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+            raise (BrokenError(describe(error, path)) if isinstance(error, OSError) else error) from None
 
     def set_aside(self, step: int) -> Path:
         """Renames a damaged step to `STEP.broken`: it is not listed again, and a person can look at it. Returns the new path."""
         names = (self.folder / f"{step}.broken{n or ''}" for n in itertools.count())
         target = next(path for path in names if not (path.exists() or path.is_symlink()))
         self.path(step).rename(target)
-        manifest.sync_folder(self.folder)
+        sync_folder(self.folder)
         return target
 
     def finish(self, listing: Manifest) -> None:
         """Writes the manifest of a step whose files are written, and gives the step its name."""
         saving = self.saving(listing.step)
-        # The manifest is on disk before the rename: after a power failure no step may be listed without one.
-        manifest.write(saving, listing)
+        # Orbax leaves some of its files to the system's cache. The manifest is on disk before the rename: after a power cut no step may be
+        # listed without one.
+        sync_tree(saving)
+        manifest.write(saving, listing, self._key)
         saving.rename(self.path(listing.step))
-        # A rename is an entry of the parent folder, and on disk only after the folder is. Until then `retire` must not run: a power failure
+        # A rename is an entry of the parent folder, and on disk only after the folder is. Until then `retire` must not run: a power cut
         # could undo the rename, and the older steps would be gone.
-        manifest.sync_folder(self.folder)
+        sync_folder(self.folder)
+        if not self._is_named:
+            sync_parents(self.folder)
+            self._is_named = True
+
+    def sign(self, step: int) -> None:
+        """Signs a whole step that was saved without the key. Raises BrokenError if it is damaged."""
+        path = self.path(step)
+        listing = Steps(self.folder).read(step)
+        manifest.write(path, replace(listing, files=manifest.file_entries(path, sha256=True)), self._key)
 
     def retire(self, keep: int) -> None:
         """Removes all but the newest `keep` steps."""
@@ -84,6 +113,8 @@ class Steps:
             # An earlier removal of the same step may have been interrupted, and a rename needs an empty target.
             _remove(trash / str(step))
             self.path(step).rename(trash / str(step))
+            # Otherwise a power cut could leave a step listed whose first files are removed.
+            sync_folder(self.folder)
         _remove(self.folder / _TRASH)
 
     def clear(self) -> None:
@@ -92,8 +123,21 @@ class Steps:
             _remove(path)
 
     def _leftovers(self) -> Iterator[Path]:
-        if self.folder.is_dir():
-            yield from (p for p in self.folder.iterdir() if _SAVING in p.name or p.name == _TRASH)
+        yield from (path for path in self._entries() if _SAVING in path.name or path.name == _TRASH)
+
+    def _entries(self) -> list[Path]:
+        if patiently(lambda: kind(self.folder), self.folder) != stat.S_IFDIR:
+            return []
+        return patiently(lambda: list(self.folder.iterdir()), self.folder)
+
+    def _read(self, step: int, part: tuple[int, int]) -> Manifest:
+        listing = manifest.read(self.path(step), self._key)
+        if listing.step != step:
+            raise BrokenError(f"its manifest is from step {listing.step}")
+        if problems := list(manifest.file_problems(self.path(step), listing, part)):
+            more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
+            raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
+        return listing
 
 
 def _remove(path: Path) -> None:

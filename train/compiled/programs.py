@@ -17,12 +17,12 @@ import hashlib
 import os
 import platform
 import stat
-import sys
 import time
 from pathlib import Path
 
 from train.compiled.sealed import UNFINISHED, DamagedError, read_sealed, remove_any, write_sealed
 from train.compiled.trial import Trial, suspects
+from train.sink import say
 
 ENDING = ".sealed-cache"
 """The end of the names of stored programs. JAX's own cache, which may be in the same folder, uses `-cache` and `-atime`."""
@@ -93,9 +93,7 @@ class Programs:
     def _report(self, text: str) -> None:
         if text not in self._reported:
             self._reported.add(text)
-            # stderr may be closed, or a pipe without a reader.
-            with contextlib.suppress(OSError, ValueError):
-                print(f"jgt: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def open_programs(folder: Path) -> Programs:

@@ -87,8 +87,11 @@ class Launcher:
         return end
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint; 0 if there is none."""
-        return 0 if self._is_to_be_moved() else max(self._steps.listed(), default=0)
+        """The step of the newest checkpoint; 0 if there is none, or if the disk cannot be read."""
+        try:
+            return 0 if self._is_to_be_moved() else max(self._steps.listed(), default=0)
+        except OSError:
+            return 0
 
     @property
     def is_stopped(self) -> bool:

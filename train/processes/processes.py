@@ -10,8 +10,11 @@ This is the only file that uses the internals of `jax.distributed`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +41,7 @@ _DETECTION_SECONDS = 60
 _JOIN_MARGIN_SECONDS = 5.0
 """Within its time the join ends by itself, with a better message. This is for the calls that it cannot interrupt."""
 _LOOPBACK = "127.0.0.1"
+_EXIT_SECONDS = 5.0
 
 
 class Store(Protocol):
@@ -172,6 +176,25 @@ def exit_if_distributed(code: int) -> None:
     settle_streams()
     if distributed.global_state.client is not None:
         # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
+        os._exit(code)
+
+
+def limit_exit(code: int) -> None:
+    """Lets a regular exit with this code take only some seconds, unless this process waits for others.
+
+    A regular exit first waits for all threads. Those that a library has started for a save may wait ten minutes after it has failed.
+    """
+    # A daemon, because the exit would wait for this thread too.
+    threading.Thread(target=_end_late, args=(code,), name="exit", daemon=True).start()
+
+
+def _end_late(code: int) -> None:
+    time.sleep(_EXIT_SECONDS)
+    if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        # JAX's shutdown follows the wait for the threads, and other processes may wait in theirs for this one.
+        with contextlib.suppress(Exception):
+            jax.distributed.shutdown()
+        settle_streams()
         os._exit(code)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from train.command_line import EndError, Exit
+from train.sink import say
 
 _LINE_SECONDS = 10.0
 _MAX_NAMED = 16
@@ -78,12 +79,6 @@ def ends_after(seconds: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def say(text: str) -> None:
-    """Prints a line on stderr."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"jgt: {text}", file=sys.stderr, flush=True)
 
 
 def _end(why: str) -> None:

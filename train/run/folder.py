@@ -21,11 +21,13 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from jgt import document
 from jgt.document import InputError, shown
+from train.checkpoint.disk import DiskError, describe, kind, patiently
 from train.checkpoint.steps import FOLDER, Steps
 from train.command_line import EndError
 from train.config import Run
@@ -97,10 +99,14 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
 
 
 def check_folder(run: Run, resume: Resume) -> None:
-    """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`."""
+    """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`; or DiskError."""
     folder = run.config.run.path
     path = folder / "config.yaml"
-    if problems := [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]:
+    try:
+        problems = [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]
+    except OSError as error:
+        raise DiskError(f"{describe(error, folder)}. No checkpoint was changed") from None
+    if problems:
         raise InputError(problems)
     # No config.yaml: no run was started here yet.
     if resume.never or not path.is_file():
@@ -234,11 +240,11 @@ def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
     elif above == folder:
         for entry in sorted(folder.iterdir()):
             wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
-            # Another process of this run may rename it between the listing and this line.
-            with contextlib.suppress(FileNotFoundError):
-                if wanted not in (None, stat.S_IFMT(entry.lstat().st_mode)) and (entry.name in _NOT_MOVED or not moved):
-                    kind = "a regular file" if wanted == stat.S_IFREG else "a folder"
-                    yield f"{entry} is not {kind}, as a run's own would be. Remove it, or name another directory"
+            found = patiently(partial(kind, entry), entry)
+            # None: another process of this run may have renamed it after the listing.
+            if wanted is not None and found not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
+                own = "a regular file" if wanted == stat.S_IFREG else "a folder"
+                yield f"{entry} is not {own}, as a run's own would be. Remove it, or name another directory"
 
 
 def _write_whole(path: Path, text: str) -> None:

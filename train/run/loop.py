@@ -25,6 +25,7 @@ import jax
 
 from jgt.document import collect
 from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint.disk import DiskError
 from train.checkpoint.steps import FOLDER
 from train.command_line import Exit
 from train.config import Run
@@ -108,7 +109,8 @@ def train(
             if isinstance(error, DataChangedError):
                 unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
                 raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
-            if not isinstance(error, InUseError):
+            # Where the disk cannot be read, there is nothing to describe.
+            if not isinstance(error, InUseError | DiskError):
                 say(f"the run failed; {checkpoints.describe()}")
             raise
         checkpoints.close()

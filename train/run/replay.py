@@ -28,6 +28,7 @@ import numpy as np
 
 from jgt.document import InputError
 from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.signature import read_key
 from train.config import Run
 from train.records.console import Screen
 from train.records.records import read_metrics
@@ -77,11 +78,12 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
         known = f"Steps {steps[0]} to {steps[-1]} are, every {run.config.train.log_every}" if steps else "No step is"
         raise InputError([f"command line: --replay: step {step} is not logged in {run.config.run.path}. {known}"])
     setup, data = open_run(run, resume)
+    key = read_key(run.config.checkpoint.key)
     # Read only: unlike a start, a replay does not set damaged checkpoints aside.
-    saved, reports = find_checkpoint(run.config.run.path, before=step)
+    saved, reports = find_checkpoint(run.config.run.path, key, before=step)
     # The steps of a run that began in another one's checkpoint may all be later than its own first checkpoint.
     if saved is None and resume.path is not None:
-        saved, reports = find_checkpoint(resume.path, before=step)
+        saved, reports = find_checkpoint(resume.path, key, before=step)
     for report in reports:
         say(report)
     begin = 0 if saved is None else saved.manifest.step

@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints, restore, restore_params
-from train.checkpoint.saved import SavedStep, find_checkpoint
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.restore import restore, restore_params
+from train.checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
+from train.checkpoint.signature import read_key
 from train.data.batches import Data
 from train.run.folder import Resume, check_origin
 from train.setup import Setup
@@ -34,6 +37,8 @@ from train.step.step import State, no_losses
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
+
+_Restored = TypeVar("_Restored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +58,15 @@ class Start:
         self._config = setup.run.config.checkpoint
 
     def position(self, checkpoints: Checkpoints, resume: Resume) -> Position:
-        """The position to train from. Raises InputError for a checkpoint that does not fit the run."""
-        with self._phase("verify"):
-            saved, reports = checkpoints.find()
-        _report(reports)
-        if saved is not None:
-            position = self._restore_position(saved)
+        """The position to train from. Raises InputError for a checkpoint that does not fit the run, and DiskError."""
+        if found := self._restored(checkpoints.search(), self._restore_state):
+            position = _position(*found)
             self._say(f"Resumed from step {position.step} in {self._setup.run.config.run.path}")
             return position
         if resume.path is not None:
-            saved = self._find_elsewhere("--resume", resume.path)
-            # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
-            check_origin(self._setup.run, saved.manifest.fingerprints, self._data, str(saved.folder), resume.allow)
-            position = self._restore_position(saved)
-            self._say(f"Continues from {saved.folder}, at step {position.step}")
-            return position
+            saved, state = self._restored_elsewhere("--resume", resume.path, partial(self._restore_other, resume))
+            self._say(f"Continues from {saved.folder}, at step {saved.manifest.step}")
+            return _position(saved, state)
         return Position(state=self.fresh())
 
     def fresh(self) -> State:
@@ -78,24 +77,48 @@ class Start:
         if self._config.weights is None:
             return state
         where = f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved = self._find_elsewhere(where, Path(self._config.weights))
-        with self._phase("restore", step=0):
-            params = restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
+        saved, params = self._restored_elsewhere(where, Path(self._config.weights), self._restore_params)
         self._say(f"Starts with the parameters of {saved.folder}")
         return state._replace(params=params)
 
-    def _restore_position(self, saved: SavedStep) -> Position:
-        with self._phase("restore", step=saved.manifest.step):
-            state = restore_state(self._setup, saved)
-        return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples)
-
-    def _find_elsewhere(self, where: str, path: Path) -> SavedStep:
-        with self._phase("verify"):
-            saved, reports = find_checkpoint(path)
-        _report(reports)
-        if saved is None:
+    def _restored_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
+        found = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
+        if found is None:
             raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])
-        return saved
+        return found
+
+    def _restored(self, search: Search, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored] | None:
+        """The newest step of a search that can be restored, and what `restore` makes of it; None if there is no step."""
+        try:
+            while saved := self._verified(search):
+                try:
+                    restored = restore(saved)
+                except UnusableError as error:
+                    search.refuse(saved.manifest.step, error.why)
+                else:
+                    search.settle()
+                    return saved, restored
+            return None
+        finally:
+            for report in search.reports:
+                say(report)
+
+    def _verified(self, search: Search) -> SavedStep | None:
+        with self._phase("verify"):
+            return search.next()
+
+    def _restore_state(self, saved: SavedStep) -> State:
+        with self._phase("restore", step=saved.manifest.step):
+            return restore_state(self._setup, saved)
+
+    def _restore_other(self, resume: Resume, saved: SavedStep) -> State:
+        # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
+        check_origin(self._setup.run, saved.manifest.fingerprints, self._data, str(saved.folder), resume.allow)
+        return self._restore_state(saved)
+
+    def _restore_params(self, saved: SavedStep) -> Any:
+        with self._phase("restore", step=0):
+            return restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
 
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:
@@ -150,6 +173,5 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
 
 
-def _report(reports: list[str]) -> None:
-    for report in reports:
-        say(report)
+def _position(saved: SavedStep, state: State) -> Position:
+    return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples)

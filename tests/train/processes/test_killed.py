@@ -20,7 +20,7 @@ import pytest
 from runs import flags, free_port, rows
 
 from jgt import document
-from train.checkpoint.checkpoint import restore
+from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import FOLDER, Steps
 from train.config import load

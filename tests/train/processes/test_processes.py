@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runs import flags, run_both
 
-from train.checkpoint.checkpoint import Checkpoints, restore
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.restore import restore
 from train.command_line import Cluster, cluster_problems, find_cluster, flag_problems
 from train.config import load
 from train.processes.processes import start_jax

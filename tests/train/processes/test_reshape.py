@@ -17,7 +17,8 @@ import pytest
 from runs import Processes, flags, free_port
 
 from jgt.sharding.placement import path_text
-from train.checkpoint.checkpoint import Checkpoints, restore
+from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.restore import restore
 from train.config import load
 from train.run.loop import train
 from train.setup import prepare

@@ -1,0 +1,117 @@
+"""Reading and writing so that three things are not mistaken for each other: a damaged file, a disk that is away, and one without power.
+
+A file that is missing, or is not a regular file, is damage: it stays so, and the checkpoint must not be used. Any other error of the system
+(an input/output error, no permission, a server that does not answer) says nothing about the file. If it counted as damage, a disk that is
+unplugged for a minute would cost every checkpoint of a run. So such a call is repeated for some seconds, each time with a line on stderr,
+and then the error is raised as it is. The invariant: an OSError for which `is_damage` is false never becomes a verdict on a checkpoint.
+
+A write reaches the disk only with fsync, and the name of a file only with fsync of its folder. `sync_tree` does both for all that is below
+a folder, because whoever wrote the files may not have. Needs neither JAX nor Orbax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from jgt.document import printable
+from train.command_line import EndError
+from train.sink import say
+
+_PAUSES = (0.5, 1.0, 2.0)
+"""Seconds before each new try: a network or a server often comes back within them."""
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+_Result = TypeVar("_Result")
+
+
+class DiskError(EndError):
+    """The disk of a checkpoint cannot be read; nothing is known about the checkpoint. The message names path and error."""
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether a file is missing or of another kind, as opposed to a disk that cannot be read."""
+    return error.errno in _DAMAGE
+
+
+def describe(error: OSError, path: Path) -> str:
+    """`PATH: Input/output error` in one line. path: used if the error names none."""
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
+    return printable(f"{name}: {error.strerror or error}")
+
+
+def patiently(call: Callable[[], _Result], path: Path) -> _Result:
+    """The result of a call that reads below `path`, which is repeated after errors of the disk. Raises the last OSError."""
+    for seconds in _PAUSES:
+        try:
+            return call()
+        except OSError as error:
+            if is_damage(error):
+                raise
+            say(f"{describe(error, path)}. Trying again in {seconds:g} s")
+        time.sleep(seconds)
+    return call()
+
+
+def kind(path: Path) -> int | None:
+    """The kind of what is at a path, such as stat.S_IFDIR, without following a link. None: nothing. Raises OSError if that is not known."""
+    try:
+        # Not `is_dir` and its like: which errors they hide depends on the version of Python.
+        return stat.S_IFMT(path.lstat().st_mode)
+    except OSError as error:
+        if is_damage(error):
+            return None
+        raise
+    except ValueError:
+        # A path with a zero byte.
+        return None
+
+
+def leads_to_folder(path: Path) -> bool:
+    """Whether a path is a folder or a link to one. Raises OSError if that is not known."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if is_damage(error):
+            return False
+        raise
+    except ValueError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Writes a folder's entries to disk: the names of new files, and renames. fsync of a file does not do that."""
+    _sync(folder)
+
+
+def sync_tree(folder: Path) -> None:
+    """Writes all files below a folder to disk, then all folders, the innermost first, and last the folder itself."""
+    for inner, _, files in os.walk(folder, topdown=False, onerror=_raise):
+        for name in files:
+            _sync(Path(inner, name))
+        _sync(Path(inner))
+
+
+def sync_parents(folder: Path) -> None:
+    """Writes the names of a folder, and of the folders that contain it, to disk, as far as permissions allow."""
+    for parent in folder.parents:
+        with contextlib.suppress(OSError):
+            _sync(parent)
+
+
+def _sync(path: Path) -> None:
+    # Reading suffices for fsync. A file may belong to another user of the same group.
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _raise(error: OSError) -> None:
+    raise error

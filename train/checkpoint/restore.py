@@ -1,0 +1,155 @@
+"""Restoring a saved step. It never changes a checkpoint, and it keeps three failures apart.
+
+The config may differ from the checkpoint: that is found before any array is read, and reported array by array. The disk may fail: that says
+nothing about the step, and is tried again. Or the files, though their checksums are right, may not contain the arrays that the manifest
+lists, because someone has forged them or because this version of Orbax reads them differently: then another step may serve. Orbax and the
+library below it report the second and the third alike, by errors of many types, so this file looks for the system's error in them.
+
+The invariant: all processes return, or all raise the same kind of error. So no process waits in a barrier of Orbax for one that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jgt.document import printable
+from train.checkpoint.disk import is_damage, patiently
+from train.checkpoint.saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
+from train.processes.processes import true_on_all_processes
+from train.step.step import State
+
+ARRAYS = "state"
+"""The folder of the arrays in a step."""
+_MAX_REASON = 500
+_MAX_CAUSES = 20
+_LATE_SECONDS = 0.3
+# As tensorstore writes it: "[os_error_code='5']".
+_SYSTEM_ERROR = re.compile(r"os_error_code='?(\d+)")
+
+
+def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = False) -> State:
+    """The state of a step, laid out by `shardings`, whatever mesh it was saved on.
+
+    Parts of `shapes` without arrays are not read. cast: floating arrays of another type are converted. Raises InputError if the
+    checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
+    all processes.
+    """
+    return shapes._replace(**_restore_parts(saved, arrays_of(shapes), arrays_of(shardings), cast=cast))
+
+
+def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+    """The parameters alone, as in `restore`."""
+    return _restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
+
+
+def arrays_of(state: State) -> dict[str, Any]:
+    """The parts of a state that contain arrays; Orbax expects every part that it saved to be restored."""
+    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+    # The first level of an array's path is the field of State that contains it.
+    arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
+    check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    is_part = len(arrays) < len(saved.manifest.arrays)
+    # Orbax declares a path class of its own, and takes any.
+    folder: Any = saved.folder / ARRAYS
+
+    def read() -> dict[str, Any]:
+        # Orbax' Checkpointer would wait for the other processes, which may have failed.
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, _disk_errors(folder):
+            _check_contents(reader.metadata(folder).tree, saved)
+            return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+
+    restored, refusal, failure = None, None, None
+    try:
+        with _quiet_callbacks():
+            restored = patiently(read, folder)
+    except jax.errors.JaxRuntimeError:
+        # The devices or another process failed; that says nothing about the step.
+        raise
+    except OSError as error:
+        failure, refusal = (None, error) if is_damage(error) else (error, None)
+    except Exception as error:
+        # Orbax raises errors of any type for contents that it does not understand; nested ones even a RecursionError.
+        refusal = error
+    agree_on_disk(failure, folder)
+    if not true_on_all_processes(refusal is None):
+        why = "another process failed" if refusal is None else printable(first_line(refusal))[:_MAX_REASON]
+        raise UnusableError(saved.folder, f"cannot be restored ({why})")
+    assert restored is not None
+    return restored
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Inside, an error of the disk is raised as an OSError, however the libraries that read arrays have wrapped it."""
+    try:
+        yield
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, OSError) and not is_damage(cause):
+                raise cause from error
+            if number := _SYSTEM_ERROR.search(str(cause)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _quiet_callbacks() -> Iterator[None]:
+    """Inside, reads that end after another one has failed print nothing.
+
+    Their callbacks find that Orbax has closed its event loop, and each would print a traceback.
+    """
+    plain = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            plain(kind, error, trace)
+
+    sys.excepthook = hook
+    try:
+        yield
+    except Exception:
+        time.sleep(_LATE_SECONDS)
+        raise
+    finally:
+        sys.excepthook = plain
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from, with a bound because errors may refer to each other."""
+    for _ in range(_MAX_CAUSES):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check_contents(tree: Any, saved: SavedStep) -> None:
+    """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
+    found = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
+    # Orbax joins the parts of a path with dots.
+    listed = {entry.path.replace("/", "."): (entry.shape, entry.dtype) for entry in saved.manifest.arrays}
+    for name in sorted(found.keys() | listed.keys()):
+        if found.get(name) != listed.get(name):
+            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (found.get(name), listed.get(name)))
+            raise ValueError(f"{name} is {inside} in its files, but {outside} in its manifest")
