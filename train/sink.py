@@ -6,8 +6,8 @@ never raises: the first failure of a sink is said on stderr, lost records are co
 continues as soon as it can. The run's exit code tells at its end that records were lost (`train.command_line.Exit`).
 
 A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
-the next record, so a file stays readable wherever its disk filled up. `TimedStream` writes stdout or stderr, and waits only a moment: a pipe
-that nobody reads blocks its writer for ever, so a thread of its own does the writing.
+the next record, so a file stays readable wherever its disk filled up. `TimedStream` writes stdout or stderr, and waits only a moment: a
+pipe that nobody reads blocks its writer for ever, so a thread of its own does the writing.
 
 The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
 """
