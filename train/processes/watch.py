@@ -215,13 +215,15 @@ class Watch:
         # Never released. The watch's thread and the peers' thread may both come here; the second one waits for the end.
         self._ending.acquire()
         remedy = "; the same command resumes from the newest checkpoint"
-        _say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
+        # A process that ends at its start may not have a run directory yet.
+        where = self._stacks if self._stacks.parent.is_dir() else "below"
+        _say(f"{why}{remedy}. Stacks of all threads: {where}" if stacks else f"{why}{remedy}")
+        if stacks:
+            with contextlib.suppress(OSError), self._stacks.open("a", encoding="utf-8") as file:
+                print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
+                _dump_stacks(file)
+            _dump_stacks(sys.stderr)
         with contextlib.suppress(OSError):
-            if stacks:
-                with self._stacks.open("a", encoding="utf-8") as file:
-                    print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
-                    _dump_stacks(file)
-                _dump_stacks(sys.stderr)
             self.on_end(why)
         if stacks:
             self._linger()
