@@ -92,7 +92,7 @@ def test_a_task_for_each_gpu(options):
 
 @pytest.mark.parametrize(
     ("code", "again"),
-    [(Exit.DONE, False), (STOPPED, True), (Exit.INPUT, False), (Exit.FAILED, True), (Exit.HUNG, True), (Exit.PEER, True), (137, True)],
+    [(Exit.DONE, False), (Exit.INPUT, False), *((code, True) for code in (STOPPED, Exit.FAILED, Exit.HUNG, Exit.PEER, Exit.UNJOINED, 137))],
 )
 def test_what_follows_an_exit_code(job, code, again):
     requeued, said = job(int(code))
