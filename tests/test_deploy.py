@@ -93,14 +93,8 @@ def test_a_task_for_each_gpu(options):
 @pytest.mark.parametrize(
     ("code", "again"),
     [
-        (Exit.DONE, False),
-        (STOPPED, True),
-        (Exit.INPUT, False),
-        (Exit.FAILED, True),
-        (Exit.HUNG, True),
-        (Exit.PEER, True),
-        (Exit.LOST, False),
-        (137, True),
+        *((code, False) for code in (Exit.DONE, Exit.INPUT, Exit.LOST)),
+        *((code, True) for code in (STOPPED, Exit.FAILED, Exit.HUNG, Exit.PEER, Exit.UNJOINED, 137)),
     ],
 )
 def test_what_follows_an_exit_code(job, code, again):

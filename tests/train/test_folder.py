@@ -113,8 +113,15 @@ def test_the_command_line_says_what_to_go_on_from(tmp_path):
     assert read_resume(str(tmp_path), ["data.path"], tmp_path) == Resume(path=tmp_path, allow=("data.path",))
 
 
+def test_a_run_with_checkpoints_of_its_own_needs_no_origin(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    gone = tmp_path / "gone"
+    assert read_resume(str(gone), [], tmp_path / "run") == Resume(path=gone)
+
+
 def test_all_that_is_wrong_with_it_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "run" / "checkpoints" / "3.saving").mkdir(parents=True)
     first, second = problems(read_resume, str(tmp_path / "file"), ["optimizer"], tmp_path / "run")
     assert first.startswith("command line: --allow-change: optimizer: ")
     assert (

@@ -238,7 +238,9 @@ class Watch:
         last_moment.daemon = True
         last_moment.start()
         remedy = "; the same command resumes from the newest checkpoint"
-        say(f"{why}{remedy}. Stacks of all threads: {self._stacks}" if stacks else f"{why}{remedy}")
+        # A process that ends at its start may not have a run directory yet.
+        where = self._stacks if self._stacks.parent.is_dir() else "below"
+        say(f"{why}{remedy}. Stacks of all threads: {where}" if stacks else f"{why}{remedy}")
         if stacks:
             with contextlib.suppress(OSError), self._stacks.open("a", encoding="utf-8") as file:
                 print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)

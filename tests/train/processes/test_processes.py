@@ -8,10 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runs import flags, run_both
 
+from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.command_line import Cluster, cluster_problems, find_cluster, flag_problems
 from train.config import load
+from train.processes.join import Place
 from train.processes.processes import start_jax
 from train.run.loop import train
 from train.run.start import local_rows
@@ -171,6 +173,9 @@ def test_flags_name_a_cluster():
         (("host:1", 2, 2), "command line: --process: must be between 0 and 1 (--processes 2), not 2"),
         (("host:1", 0, 0), "command line: --processes: must be at least 1, not 0"),
         (("host", 2, 0), "command line: --coordinator: 'host' has no port. Write HOST:PORT, for example localhost:8476"),
+        (("host:0", 2, 0), "command line: --coordinator: 'host:0' is not HOST:PORT with a port from 1 to 65,535"),
+        (("host:99999", 2, 0), "command line: --coordinator: 'host:99999' is not HOST:PORT with a port from 1 to 65,535"),
+        ((":1", 2, 0), "command line: --coordinator: ':1' is not HOST:PORT with a port from 1 to 65,535"),
     ],
 )
 def test_flags_that_name_none(flags, expected):
@@ -207,15 +212,52 @@ def test_kubernetes_needs_its_package_unless_flags_are_given(monkeypatch, instal
         assert list(cluster_problems(cluster)) == []
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """Starts JAX with a cluster. Returns where the processes meet, and what JAX is told."""
+    for variable in ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def _started(cluster, found=(None, None, None, None)):
+        places, calls = [], []
+        initialize = types.SimpleNamespace(initialize=lambda *flags, **options: calls.append((flags, options)))
+        fake = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=initialize)
+        monkeypatch.setattr("train.processes.processes.jax", fake)
+        monkeypatch.setattr("train.processes.processes.join", lambda place, *_: places.append(place))
+        detected = types.SimpleNamespace(auto_detect_unset_distributed_params=lambda *_: found)
+        monkeypatch.setattr("train.processes.processes.ClusterEnv", detected)
+        start_jax(cluster, None)
+        ((flags, options),), (place,) = calls, places
+        assert options["cluster_detection_method"] == "deactivate"
+        return place, flags, options["coordinator_bind_address"]
+
+    return _started
+
+
 @pytest.mark.parametrize(
-    ("cluster", "detected"), [(Cluster(num_processes=2), True), (Cluster(coordinator="host:1", num_processes=2, process=1), False)]
+    ("address", "place", "expected", "bound"),
+    [
+        ("host:1", Place(host="host", port=1, listen="::"), "host:1", "[::]:1"),
+        ("localhost:1", Place(host="127.0.0.1", port=1, listen="127.0.0.1"), "127.0.0.1:1", "127.0.0.1:1"),
+        ("[fe80::1]:1", Place(host="fe80::1", port=1, listen="::"), "[fe80::1]:1", "[::]:1"),
+    ],
 )
-def test_with_flags_jax_looks_for_no_cluster(monkeypatch, cluster, detected):
-    calls = []
-    initialize = types.SimpleNamespace(initialize=lambda *flags, **options: calls.append((flags, options)))
-    fake = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=initialize)
-    monkeypatch.setattr("train.processes.processes.jax", fake)
-    start_jax(cluster, None)
-    ((flags, options),) = calls
-    assert flags == (() if detected else ("host:1", 2, 1))
-    assert options.get("cluster_detection_method") == (None if detected else "deactivate")
+def test_processes_meet_where_jax_connects_them(started, address, place, expected, bound):
+    cluster = Cluster(coordinator=address, num_processes=2, process=1)
+    assert started(cluster) == (place, (expected, 2, 1, None), bound)
+
+
+def test_the_address_to_listen_at_may_be_given(started, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:1")
+    place, _, bound = started(Cluster(coordinator="localhost:1", num_processes=2, process=1))
+    assert (place.listen, bound) == ("10.0.0.1", "10.0.0.1:1")
+
+
+def test_jax_finds_the_processes_of_a_cluster(started):
+    place, flags, _ = started(Cluster(num_processes=2), ("node:7", 2, 1, [1]))
+    assert (place, flags) == (Place(host="node", port=7), ("node:7", 2, 1, [1]))
+
+
+def test_a_cluster_that_jax_does_not_find(started):
+    with pytest.raises(InputError, match="environment: JAX does not find the other processes"):
+        started(Cluster(num_processes=2))

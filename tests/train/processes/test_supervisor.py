@@ -1,12 +1,14 @@
 """When a launcher restarts a group, with how many processes and how soon; and how real groups end."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 
 import pytest
+from runs import Processes, rows
 
 from jgt.document import InputError
 from train.command_line import Exit
@@ -372,3 +374,99 @@ def test_the_last_lines_of_a_process_that_fails_are_shown(python, tiny, tmp_path
         assert launcher.run(2, again=False) == End(codes=(0, 1), first=1)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [f"--- the end of {tmp_path}/run/logs/process-1.log", *map(str, range(11, 31)), "---"]
+
+
+# -- a run that is to begin again ------------------------------------------------------------------------------------
+
+
+def test_never_stays_until_the_earlier_run_is_away(python, tiny, tmp_path, capfd):
+    folder, run = tmp_path / "run", tiny("devices.virtual_cpu=1")
+    (folder / "checkpoints" / "4").mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    python("exit 1")
+    said = lambda: capfd.readouterr().out.partition(": ")[2].strip()  # noqa: E731
+    with launch.Launcher(["--config", "a.yaml", "--resume", "never"], run, grace_seconds=5) as launcher:
+        for again in (False, True, True):
+            launcher.run(1, again=again)
+            assert said() == "-m train --config a.yaml --resume never"
+            assert launcher.newest_step() == 0
+        # A start that was killed between two of its moves has moved a part.
+        (tmp_path / "run.1").mkdir()
+        (folder / "config.yaml").rename(tmp_path / "run.1" / "config.yaml")
+        launcher.run(1, again=True)
+        assert said().endswith("--resume never")
+        (folder / "checkpoints").rename(tmp_path / "run.1" / "checkpoints")
+        (folder / "config.yaml").touch()
+        (folder / "checkpoints" / "2").mkdir(parents=True)
+        launcher.run(1, again=True)
+        assert said() == "-m train --config a.yaml"
+
+
+def test_each_group_has_a_token_of_its_own(python, tiny, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("JGT_TOKEN", "mine")
+    python('echo "$JGT_TOKEN $JGT_LAUNCHED"')
+    with launch.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
+        for _ in range(2):
+            launcher.run(2, again=False)
+    tokens = [line.split() for line in capfd.readouterr().out.splitlines() if not line.startswith("process")]
+    others = [line.split() for line in (tmp_path / "run/logs/process-1.log").read_text().splitlines() if not line.startswith("process")]
+    assert tokens == others and all(launched == "1" and len(token) == 64 for token, launched in tokens)
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "-1", "1000001", "ten", ""])
+def test_a_grace_has_a_limit(capsys, number):
+    with pytest.raises(SystemExit) as left:
+        launch.main(["--processes", "1", f"--grace={number}", "--", "--config", "a.yaml"])
+    assert left.value.code == Exit.INPUT
+    assert f"argument --grace: must be a number from 0 to 1,000,000, not '{number}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--processes", "--restarts", "--min-processes"])
+@pytest.mark.parametrize("number", ["-1", "1000000001", "9" * 5000, "\N{SUPERSCRIPT TWO}", "1.5"])
+def test_numbers_have_limits(capsys, flag, number):
+    with pytest.raises(SystemExit) as left:
+        launch.main(["--processes", "1", f"{flag}={number}", "--", "--config", "a.yaml"])
+    assert left.value.code == Exit.INPUT
+    assert "must be a whole number from" in capsys.readouterr().err
+
+
+def test_a_launcher_starts_a_limited_number_of_processes(refused):
+    assert "command line: --processes: is 2,000. A launcher starts at most 1,024" in refused("--processes", "2000")
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+marker = pathlib.Path(__file__).with_name("killed")
+if sys.orig_argv[1:3] == ["-m", "train"] and not marker.exists():
+    marker.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_again_is_killed_before_it_has_moved_the_earlier_one_away(earlier, tiny_file, tmp_path, pytestconfig):
+    shutil.copytree(earlier, tmp_path / "run")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(KILLED_ONCE)
+    command = ["-m", "train.launch", "--processes", "1", "--", "--config", str(tiny_file), f"run.dir={tmp_path / 'run'}", "train.steps=6"]
+    path = {"PYTHONPATH": f"{tmp_path / 'path'}:{pytestconfig.rootpath}"}
+    with Processes(tmp_path, [[*command, "--resume", "never"]], pytestconfig.rootpath, path) as processes:
+        assert processes.wait(0) == Exit.DONE
+        assert "process 0 ended with signal 9" in processes.output(0)
+        assert "restarting on 1 process" in processes.output(0)
+        assert f"The earlier run was moved to {tmp_path / 'run.1'}" in processes.output(0)
+        assert "Resumed" not in processes.output(0) and "Already" not in processes.output(0)
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_the_one_it_came_from_is_gone(earlier, nursery, tiny_file, tmp_path, pytestconfig):
+    shutil.copytree(earlier, tmp_path / "origin")
+    for steps in (8, 10):
+        command = ["--config", str(tiny_file), f"run.dir={tmp_path / 'run'}", f"train.steps={steps}", "--resume", str(tmp_path / "origin")]
+        with Processes(tmp_path, [command], pytestconfig.rootpath, nursery=nursery) as processes:
+            assert processes.wait(0) == Exit.DONE
+            expected = f"Continues from {tmp_path / 'origin' / 'checkpoints' / '6'}, at step 6" if steps == 8 else "Resumed from step 8 in "
+            assert expected in processes.output(0)
+        shutil.rmtree(tmp_path / "origin", ignore_errors=True)

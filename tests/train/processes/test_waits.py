@@ -194,13 +194,13 @@ def test_strangers_are_refused_while_a_run_waits_and_it_begins_nevertheless(star
     secret, guess, port = tmp_path / "secret", tmp_path / "guess", free_port()
     secret.write_text("a long random text\n")
     guess.write_text("another one\n")
-    overrides = ["watchdog.join_seconds=100", "train.batch=12", "--token-file", str(secret)]
+    overrides = ["watchdog.join_seconds=100", "--token-file", str(secret)]
     uninvited = [
-        ([*overrides[:2], "--token-file", str(guess), *flags(port, 3, 2)], "its token is not the run's"),
-        ([*overrides, *flags(port, 4, 2)], "it has --processes 4, and the run has 3"),
-        (["optimizer.lr=1.0", *overrides, *flags(port, 3, 2)], "its config differs from process 0's"),
+        ([overrides[0], "--token-file", str(guess), *flags(port, 2, 1)], "its token is not the run's"),
+        ([*overrides, *flags(port, 3, 2)], "it has --processes 3, and the run has 2"),
+        (["optimizer.lr=1.0", *overrides, *flags(port, 2, 1)], "its config differs from process 0's"),
     ]
-    with start(0, count=3, port=port, overrides=overrides, steps=3) as first:
+    with start(0, port=port, overrides=overrides, steps=3) as first:
         (tmp_path / "uninvited").mkdir()
         commands = [[*command(steps=3), *own] for own, _ in uninvited]
         with Processes(tmp_path / "uninvited", commands, pytestconfig.rootpath, nursery=nursery) as others:
@@ -208,9 +208,9 @@ def test_strangers_are_refused_while_a_run_waits_and_it_begins_nevertheless(star
             for number, (_, expected) in enumerate(uninvited):
                 assert expected in others.output(number)
         (tmp_path / "invited").mkdir()
-        commands = [[*command(*overrides, steps=3), *flags(port, 3, process)] for process in (1, 2)]
-        with Processes(tmp_path / "invited", commands, pytestconfig.rootpath, nursery=nursery) as others:
-            assert first.wait_all() + others.wait_all() == [Exit.DONE] * 3
+        commands = [[*command(*overrides, steps=3), *flags(port, 2, 1)]]
+        with Processes(tmp_path / "invited", commands, pytestconfig.rootpath, nursery=nursery) as second:
+            assert first.wait_all() + second.wait_all() == [Exit.DONE] * 2
 
 
 @pytest.mark.slow
