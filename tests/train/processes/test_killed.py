@@ -43,13 +43,14 @@ RULES = {
 MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
 MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "retention": 0.005, "anywhere": 0.0}
 """When a kill comes: after the beginning of this, and up to so many seconds later."""
+KEEP = 2
 TRASH = "trash"
 LATER = ["retention", "anywhere", "anywhere"]
 DEFAULT = [
     (1, "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
-    (1, "never", ["encode", "anywhere", "anywhere"]),
-    (1, "path", ["encode", "anywhere", "retention"]),
-    (2, "auto", ["encode", "encode", "anywhere", "anywhere", "retention"]),
+    (1, "never", ["encode", "anywhere", "anywhere", "anywhere"]),
+    (1, "path", ["encode", "encode", "anywhere", "retention"]),
+    (2, "auto", ["encode", "anywhere", "retention"]),
 ]
 SHARES = 9
 """The slow tests: so many shares of eight kills for each kind of start, with one process and with two."""
@@ -128,11 +129,12 @@ def ended(children):
 def begins(moment, folder, cache, seconds):
     """A function that says whether a moment of this start has begun. seconds: how long the start takes at most."""
     until, now, cached = time.monotonic() + seconds, time.time(), len(list(cache.iterdir()))
+    left = set((folder / "data").glob("*.tmp"))
     return {
-        "encode": lambda: any((folder / "data").glob("*.tmp")),
+        "encode": lambda: set((folder / "data").glob("*.tmp")) - left,
         "compile": lambda: any(row["phase"] in ("init", "restore") and row["time"] > now for row in rows(folder / "events.jsonl")),
         "cache": lambda: len(list(cache.iterdir())) > cached,
-        "retention": lambda: (folder / FOLDER / TRASH).exists(),
+        "retention": lambda: (folder / FOLDER / TRASH).exists() or len(Steps(folder / FOLDER).listed()) > KEEP,
         "anywhere": lambda: time.monotonic() > until,
     }[moment]
 
@@ -186,7 +188,7 @@ def test_a_killed_run_ends_where_the_unbroken_one_ends(count, resume, moments, r
     cache = tmp_path / "compiled"
     cache.mkdir()
     # Compiling once more takes seconds. Only a kill that waits for it needs an empty cache.
-    options = ["checkpoint.keep=2", *([f"xla.cache={cache}"] if {"compile", "cache"} & set(moments) else [])]
+    options = [f"checkpoint.keep={KEEP}", *([f"xla.cache={cache}"] if {"compile", "cache"} & set(moments) else [])]
     for life in itertools.count():
         folder = tmp_path / f"broken{life}"
         more, first = prepared(folder, straight, resume)
