@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jgt import batch
+from jgt.batch.derivatives import cotangent_extent, is_gradient_extent
 from jgt.batch.extent import INDEPENDENT, Extent, constant_extent
 from jgt.batch.rows import Rows
 from jgt.program import jaxpr as jx
@@ -202,3 +203,11 @@ def test_constants(value, other, extent):
 )
 def test_constants_that_are_no_power_of_the_batch(value, other):
     assert constant_extent(value, other, SIZES).problem
+
+
+@pytest.mark.parametrize("degree", [-1, 0, 1])
+def test_the_cotangent_of_a_number_has_the_extent_of_a_gradient(degree):
+    """A number of degree d times its cotangent is a part of the loss, which has degree 1."""
+    number = Extent(degree=degree)
+    assert cotangent_extent(number).degree + degree == 1
+    assert is_gradient_extent(cotangent_extent(number), number)

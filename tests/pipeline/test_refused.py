@@ -120,9 +120,15 @@ def without_layers(params, batch):
     return jnp.sum(params["unembed"] ** 2) + 0 * batch["weights"].sum(), x.shape[0]
 
 
+def times_rows(params, batch):
+    losses = nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+    return jnp.sum(losses * losses.shape[0])
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (times_rows, "cannot be added up from microbatches: it grows like the batch to the power of 2"),
         (two_scans, "the signal 'layers' contains 2 scans"),
         (in_reverse, "runs in reverse"),
         (without_layers, "no result of the function depends on its layers"),
