@@ -70,7 +70,9 @@ class Pipelined:
                     "a pipelined function has a gradient through its first result only: "
                     "return the loss first, and (loss, aux) with has_aux=True"
                 )
-            return [None if g is None else _scaled(g, first) for g in by_params], by_inputs
+            if isinstance(first, SymbolicZero):
+                return [None if g is None else jnp.zeros_like(g) for g in by_params], by_inputs
+            return [None if g is None else g * first.astype(g.dtype) for g in by_params], by_inputs
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return jax.jit(run)
@@ -154,7 +156,3 @@ class Pipelined:
 
     def _rewritten(self, part: Part) -> Part:
         return part.changed(lambda program: self.executor.rewrite(program, Place()))
-
-
-def _scaled(gradient: jax.Array, by: jax.Array | SymbolicZero) -> jax.Array:
-    return jnp.zeros_like(gradient) if isinstance(by, SymbolicZero) else gradient * by.astype(gradient.dtype)

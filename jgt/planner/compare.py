@@ -64,16 +64,12 @@ def read_lock(path: Path) -> str:
 
 def changes(plan: Plan, locked: str) -> list[str]:
     """The lines that differ, `-` in the lock and `+` in the plan; none if the plan keeps the lock."""
-    old, new = (_facts(text) for text in (locked, lock_text(plan)))
+    # A person may add comments and blank lines to a lock.
+    old, new = ([x.rstrip() for x in text.splitlines() if x.strip() and not x.startswith("#")] for text in (locked, lock_text(plan)))
     # No context (n=0): a line is printed because it changed.
     marked = difflib.unified_diff(old, new, lineterm="", n=0)
     # These three begin difflib's own headers.
     return [line for line in marked if not line.startswith(("---", "+++", "@@"))]
-
-
-def _facts(text: str) -> list[str]:
-    # A person may add comments and blank lines to a lock.
-    return [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def differences(a: Plan, b: Plan) -> dict[str, object]:

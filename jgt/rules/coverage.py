@@ -72,7 +72,7 @@ class _Coverage:
 
     def _tensors(self, label: str, rules: Sequence[SpecRule] | Sequence[SaveRule], at: Slot, below: Sequence[str]) -> Iterator[str]:
         for index, rule in enumerate(rules):
-            name = _name(rule)
+            name = rule.pattern if isinstance(rule, SpecRule) else rule.name
             yield from self._problem(
                 f"{label}: {name}", rule.where, (*at, index), f"no tensor of that name below this signal. {nearest(name, below)}"
             )
@@ -102,7 +102,3 @@ class _Coverage:
             yield f"{where}: {label}: shadowed: all that it matches is taken by the rule at {by}. Remove one of them or put this one first"
         else:
             yield f"{where}: {label}: {reason if reason.endswith(('.', '?')) else f'{reason}.'} Remove the rule or correct its name"
-
-
-def _name(rule: SpecRule | SaveRule) -> str:
-    return rule.pattern if isinstance(rule, SpecRule) else rule.name

@@ -54,13 +54,13 @@ class Arguments:
 
         That is so for arguments that might change without notice: any object that is neither an array nor a plain value or function.
         """
-        constants = [x for is_array, (_, x) in zip(self._is_array, self._leaves, strict=True) if not is_array]
+        constants: list[object] = [x for is_array, (_, x) in zip(self._is_array, self._leaves, strict=True) if not is_array]
         if not all(isinstance(x, _IMMUTABLE) or callable(x) for x in constants):
             return None
         # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
         types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
         # 1, 1.0 and True are equal, but not the same program.
-        return self._tree, tuple((_type_name(x), x) for x in constants), types, jx.trace_context()
+        return self._tree, tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
 
     def trace(self) -> tuple[jx.Program, Any]:
         """The program of this call, and the tree of its outputs. Raises ValueError if the function changes its arguments in place."""
@@ -133,10 +133,6 @@ class Arguments:
                 f"the function changes its arguments in place ({', '.join(changed)}), which would be lost. "
                 "Return such state from the function: split it off the module (nnx.split) and merge inside, or sow nothing"
             )
-
-
-def _type_name(x: object) -> str:
-    return str(type(x))
 
 
 def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:

@@ -76,9 +76,8 @@ class Sharded(Generic[_P, _R]):
             params = init_fn(*args)
             return params, optimizer.init(params)
 
-        _, state = jax.eval_shape(params_and_state, *args)
-        shardings = (placement.params, placement.optimizer(state))
-        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=shardings))(*args)
+        both = (placement.params, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
+        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
 
     def under(self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own."""
