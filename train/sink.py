@@ -6,7 +6,7 @@ never raises: the first failure of a sink is said on stderr, lost records are co
 continues as soon as it can. The run's exit code tells at its end that records were lost (`train.command_line.Exit`).
 
 A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
-the next record, so a file stays readable wherever its disk filled up. `TimedStream` writes stdout or stderr, and waits only a moment: a
+the next record, so a file stays readable wherever its disk filled up. `StandardStream` writes stdout or stderr, and waits only a moment: a
 pipe that nobody reads blocks its writer for ever, so a thread of its own does the writing.
 
 The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
@@ -109,7 +109,7 @@ class AppendedFile:
                 self._whole = None
 
 
-class TimedStream:
+class StandardStream:
     """stdout or stderr, written by a thread of its own, because a pipe that nobody reads would block its writer for ever.
 
     write(record) writes to the stream. Each record is handed to the thread and waited for. If the thread is still busy with an earlier one,
@@ -163,7 +163,7 @@ class Stdout(io.TextIOBase):
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self.sink = Sink("stdout", TimedStream(lambda record: _write_stream(self._stream, record)))
+        self.sink = Sink("stdout", StandardStream(lambda record: _write_stream(self._stream, record)))
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -255,4 +255,4 @@ def _end_last_line(descriptor: int) -> None:
         write_all(descriptor, b"\n")
 
 
-_STDERR = TimedStream(_write_stderr)
+_STDERR = StandardStream(_write_stderr)

@@ -376,3 +376,14 @@ def test_an_events_file_that_cannot_be_opened(write, capsys, monkeypatch):
     monkeypatch.setattr("train.report.accounts.read_events", refuse)
     assert main([str(run)]) == 2
     assert capsys.readouterr().err == f"{run}/events.jsonl: cannot be read: Permission denied\n"
+
+
+def test_control_characters_of_an_event_are_shown_as_escapes(write, capsys):
+    rows = [*opening(0.0, host="\u009b2J"), event("stop", 9.0, why="\x1b]0;x\x07" + "y" * 1000), *opening(20.0)]
+    run = write(rows, [*opening(90.0, process=1)])
+    for options in ([], ["--json"]):
+        assert main([str(run), *options]) == 0
+        shown = capsys.readouterr().out
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        assert "\\x1b]0;x\\x07yyy" in shown.replace("\\\\", "\\").replace("\n", "") or options == []
+        assert "y" * 301 not in shown

@@ -27,6 +27,7 @@ from train.run.folder import LOGS, check_folder, earlier_files, read_resume
 _LAST_LINES = 20
 _MAX_PROCESSES = 1_024
 """More than the devices of any machine; each process takes seconds to start and hundreds of megabytes."""
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Launcher:
-    """Runs the groups of one run, one after another. It passes SIGTERM and SIGINT on to them, and after such a signal nothing restarts."""
+    """Runs the groups of one run, one after another. It passes signals on to them. After one that stops the run, nothing restarts."""
 
     def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float):
         self._arguments = arguments
@@ -61,7 +62,7 @@ class Launcher:
         self._passed_on = False
 
     def __enter__(self) -> Launcher:
-        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON if not _is_ignored(number)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,11 +108,20 @@ class Launcher:
         return not self._earlier.isdisjoint(earlier_files(self._folder))
 
     def _pass_on(self, number: int, frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            if self._group is not None:
+                self._group.send(number)
+            return
         self._stopped.set()
         if self._group is not None:
             self._passed_on = True
-            # SIGTERM also for Ctrl-C: the processes stop after a step and save it.
+            # SIGTERM also for Ctrl-C and SIGHUP: the processes stop after a step and save it.
             self._group.send(signal.SIGTERM)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    # nohup ignores SIGHUP for what it starts, and that is to stay so.
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _check(arguments: list[str], options: argparse.Namespace) -> Run:

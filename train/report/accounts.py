@@ -18,7 +18,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class Accounts:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        return asdict(self) | {"starts": [start.to_json() for start in self.starts]}
+        # Without the starts, of which there may be many, and which asdict would copy.
+        return asdict(replace(self, starts=())) | {"starts": [start.to_json() for start in self.starts]}
 
 
 def read_accounts(run: Path) -> Accounts:

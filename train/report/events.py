@@ -4,7 +4,10 @@ A run is often started many times: it is stopped, killed, moved to other machine
 to the same file. The file is read by what it says, not by how it should look. A killed process leaves half a line, an older
 version wrote other keys, a clock was set back. So every value is checked when it is read, a line that is not an event is
 counted instead of refused, and a `StartSummary` has None for everything that its events do not say. Whoever reads further can
-rely on finite numbers, steps from 1 on, and at least one event per start.
+rely on finite numbers, steps from 1 on, text of printable characters only, and at least one event per start.
+
+A run of years may have millions of lines. What exists once for each of them is a NamedTuple, which is made several times faster than a
+frozen dataclass.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from jgt.document import printable
 
 KILLED = "killed"
 """How a start ended that wrote no `stop`, although another start followed."""
@@ -21,10 +26,12 @@ MAX_COUNT = 2**53
 """Whole numbers below it are exact in JSON. Larger ones are not an event's."""
 MAX_SECONDS = 253_402_300_800
 """The year 10000, in seconds since 1970. Larger numbers are not an event's."""
+_LONGEST_TEXT = 300
+_NUMBERS = (float, int)
+_DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One line of the file. time: when the event began, in seconds since 1970; details: the other keys of the line."""
 
     phase: str
@@ -44,9 +51,10 @@ class Event:
         return value if type(value) is int and 0 <= value < MAX_COUNT else None
 
     def text(self, key: str) -> str | None:
-        """A detail that is text; None if it is absent or anything else."""
+        """A detail that is text, cut after 300 characters, with escapes for those that are not printable; None if it is anything else."""
         value = self.details.get(key)
-        return value if isinstance(value, str) else None
+        # An escape sequence would move the cursor of the terminal that shows the report, or rename its window.
+        return printable(value[:_LONGEST_TEXT]) if isinstance(value, str) else None
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
@@ -54,8 +62,8 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     events: list[Event] = []
     unreadable = 0
     # A damaged byte makes one line unreadable and not the whole file.
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not line.strip():
+    for line in map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines()):
+        if not line:
             continue
         event = _event(line)
         if event is None:
@@ -70,18 +78,18 @@ def read_events(path: Path) -> tuple[list[Event], int]:
 
 def seconds_of(value: Any) -> float | None:
     """A number of seconds of at least 0; None if the value is anything else."""
-    # NaN fails the comparison below, and so does infinity.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < MAX_SECONDS else None
+    # Not isinstance: True is an int. NaN fails the comparison below, and so does infinity.
+    return float(value) if type(value) in _NUMBERS and 0 <= value < MAX_SECONDS else None
 
 
 def _event(line: str) -> Event | None:
+    """The event of a line without spaces around it."""
     try:
-        row = json.loads(line)
+        row, end = _DECODER.raw_decode(line)
     except (ValueError, RecursionError):
         # RecursionError: a damaged line may be a hundred thousand open brackets.
         return None
-    if not isinstance(row, dict):
+    if not isinstance(row, dict) or end != len(line):
         return None
     phase, time, seconds = row.pop("phase", None), seconds_of(row.pop("time", None)), seconds_of(row.pop("seconds", None))
     if not isinstance(phase, str) or time is None or seconds is None:
@@ -89,8 +97,7 @@ def _event(line: str) -> Event | None:
     return Event(phase=phase, time=time, seconds=seconds, details=row)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Consecutive steps, from `first` to `last`, both included. busy: the seconds in which the host did not wait for devices."""
 
     first: int

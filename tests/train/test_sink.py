@@ -1,0 +1,111 @@
+"""Sinks: what cannot be written is counted and told once, and a file has whole records whatever happened to a write."""
+
+import errno
+import io
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from train import sink
+from train.sink import AppendedFile, Sink, StandardStream, Stdout, describe_lost, say, settle_streams
+
+
+@pytest.fixture
+def half(monkeypatch):
+    """Makes writes fail after half of their data, for as long as the list has items."""
+    errors, plain = [], os.write
+
+    def write(descriptor, data):
+        if errors:
+            plain(descriptor, bytes(data)[: len(data) // 2])
+            raise OSError(errors.pop(0), "no")
+        return plain(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    return errors
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, half, capsys):
+    lines = Sink("a file", AppendedFile(tmp_path / "f"))
+    lines.put(b"one\n")
+    half += [errno.ENOSPC, errno.EIO]
+    for record in (b"two\n", b"three\n", b"four\n"):
+        lines.put(record)
+    assert (tmp_path / "f").read_bytes() == b"one\nfour\n"
+    assert lines.lost == 2
+    assert capsys.readouterr().err == "jgt: a file cannot be written: no. Training continues, and tries again with each record\n"
+
+
+def test_a_record_that_could_not_be_cut_off_is_cut_off_before_the_next(tmp_path, half, monkeypatch):
+    lines = Sink("a file", AppendedFile(tmp_path / "f"))
+    lines.put(b"one\n")
+    half.append(errno.ENOSPC)
+    with monkeypatch.context() as patch:
+
+        def refuse(descriptor, size):
+            raise OSError(errno.EIO, "no")
+
+        patch.setattr(os, "ftruncate", refuse)
+        lines.put(b"twotwo\n")
+    assert (tmp_path / "f").read_bytes() == b"one\ntwo"
+    lines.put(b"three\n")
+    assert (tmp_path / "f").read_bytes() == b"one\nthree\n"
+
+
+def test_a_file_that_was_moved_away_begins_again(tmp_path, half):
+    lines = AppendedFile(tmp_path / "f")
+    lines.write(b"one\n")
+    (tmp_path / "f").rename(tmp_path / "g")
+    lines.write(b"two\n")
+    assert ((tmp_path / "f").read_bytes(), (tmp_path / "g").read_bytes()) == (b"two\n", b"one\n")
+
+
+def test_a_reader_that_is_away_costs_one_wait_and_comes_back(monkeypatch):
+    monkeypatch.setattr(sink, "PATIENCE_SECONDS", 0.2)
+    reading, writing = os.pipe()
+    away = threading.Event()
+    stream = Sink("stdout", StandardStream(lambda record: (away.wait(10), os.write(writing, record))))
+    for record in (b"1", b"2", b"3"):
+        stream.put(record)
+    assert stream.lost == 3
+    away.set()
+    assert os.read(reading, 10) == b"1"
+    # The thread may need a moment until it is free again.
+    for _ in range(1000):
+        lost = stream.lost
+        stream.put(b"4")
+        if stream.lost == lost:
+            break
+        time.sleep(0.01)
+    assert os.read(reading, 10) == b"4"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_stdout_never_fails(monkeypatch, capsys):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    stdout = Stdout()
+    stdout.write("a\u4e2d\n")
+    assert raw.getvalue() == b"a\\u4e2d\n"
+    sys.stdout.close()
+    stdout.write("b")
+    assert stdout.sink.lost == 1
+    monkeypatch.setattr(sys, "stdout", None)
+    stdout = Stdout()
+    stdout.write("c")
+    assert stdout.sink.lost == 0 and not stdout.isatty()
+    settle_streams()
+
+
+def test_stderr_may_be_gone(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    say("nobody hears this")
+    settle_streams()
+
+
+def test_what_was_lost_in_words():
+    assert describe_lost({"stdout": 1, "metrics.jsonl": 2000}) == "lost: 1 record of stdout, 2,000 records of metrics.jsonl"
