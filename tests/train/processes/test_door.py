@@ -50,11 +50,12 @@ def run():
                 threading.Thread(target=serve, args=(listener,), daemon=True).start()
 
     def serve(listener):
+        # Ends when the listener is closed.
         with contextlib.suppress(OSError):
             while True:
-                connection, _ = listener.accept()
-                connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")
-                closing.push(connection)
+                connection = closing.enter_context(listener.accept()[0])
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")
 
     with contextlib.ExitStack() as closing, ThreadPoolExecutor(16) as pool:
         yield Run()
