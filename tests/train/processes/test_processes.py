@@ -1,5 +1,6 @@
 """Two real processes with four devices each give the numbers of one process with eight, and either reads the other's checkpoints."""
 
+import argparse
 import types
 
 import jax
@@ -11,7 +12,7 @@ from runs import flags, run_both
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
-from train.command_line import Cluster, cluster_problems, find_cluster, flag_problems
+from train.command_line import Cluster, cluster_problems, exit_code, find_cluster, flag_problems, join_seconds, read_token
 from train.config import load
 from train.processes.join import Place
 from train.processes.processes import start_jax
@@ -261,3 +262,43 @@ def test_jax_finds_the_processes_of_a_cluster(started):
 def test_a_cluster_that_jax_does_not_find(started):
     with pytest.raises(InputError, match="environment: JAX does not find the other processes"):
         started(Cluster(num_processes=2))
+
+
+# -- what a process is given -----------------------------------------------------------------------------------------
+
+
+def test_the_token_comes_from_the_file_or_else_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("JGT_TOKEN", raising=False)
+    assert read_token(None) == (b"", [])
+    monkeypatch.setenv("JGT_TOKEN", " secret\n")
+    assert read_token(None) == (b"secret", [])
+    (tmp_path / "token").write_text("another\n")
+    # As in a mounted Secret of Kubernetes.
+    (tmp_path / "link").symlink_to(tmp_path / "token")
+    assert read_token(str(tmp_path / "token")) == read_token(str(tmp_path / "link")) == (b"another", [])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("", "is empty. Write a long random text into it"), ("x" * 5000, "is larger than 4,096 bytes"), (None, "cannot be read")],
+)
+def test_files_without_a_token(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    token, (problem,) = read_token(str(tmp_path / "token"))
+    assert problem.startswith(f"command line: --token-file: {tmp_path / 'token'}: ") and expected in problem
+    assert token == b""
+
+
+def test_launched_processes_wait_less_for_each_other(monkeypatch):
+    monkeypatch.delenv("JGT_LAUNCHED", raising=False)
+    assert (join_seconds(None), join_seconds(7.0)) == (300, 7)
+    monkeypatch.setenv("JGT_LAUNCHED", "1")
+    assert (join_seconds(None), join_seconds(7.0)) == (30, 7)
+
+
+@pytest.mark.parametrize("number", ["0", "256", "-1", "1.5", "nan", "9" * 5000])
+def test_exit_codes_have_eight_bits(number):
+    assert exit_code("255") == 255
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number from 1 to 255"):
+        exit_code(number)
