@@ -32,7 +32,7 @@ from train.command_line import Cluster
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
 _SHUTDOWN_SECONDS = 60
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 3.0
 
 
 class Store(Protocol):
