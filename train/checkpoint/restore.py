@@ -11,11 +11,12 @@ The invariant: all processes return, or all raise the same kind of error. So no 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,24 +80,38 @@ def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str
             _check_contents(reader.metadata(folder).tree, saved)
             return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
 
-    restored, refusal, failure = None, None, None
+    with _quiet_callbacks():
+        restored, failure, why = _outcome(read, folder)
+        if failure is not None or why is not None:
+            _let_go()
+    agree_on_disk(failure, folder)
+    if not true_on_all_processes(why is None):
+        raise UnusableError(saved.folder, f"cannot be restored ({why or 'another process failed'})")
+    assert restored is not None
+    return restored
+
+
+def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any] | None, OSError | None, str | None]:
+    """What `read` returns, or the error of the disk that ended it, or why the step cannot be restored."""
+
+    def attempt() -> dict[str, Any]:
+        try:
+            return read()
+        except Exception:
+            _let_go()
+            raise
+
     try:
-        with _quiet_callbacks():
-            restored = patiently(read, folder)
+        return patiently(attempt, folder), None, None
     except jax.errors.JaxRuntimeError:
         # The devices or another process failed; that says nothing about the step.
         raise
-    except OSError as error:
-        failure, refusal = (None, error) if is_damage(error) else (error, None)
     except Exception as error:
         # Orbax raises errors of any type for contents that it does not understand; nested ones even a RecursionError.
-        refusal = error
-    agree_on_disk(failure, folder)
-    if not true_on_all_processes(refusal is None):
-        why = "another process failed" if refusal is None else printable(first_line(refusal))[:_MAX_REASON]
-        raise UnusableError(saved.folder, f"cannot be restored ({why})")
-    assert restored is not None
-    return restored
+        if isinstance(error, OSError) and not is_damage(error):
+            # Anew, without the traceback that keeps what is left of the attempt alive.
+            return None, OSError(error.errno, error.strerror, error.filename), None
+        return None, None, printable(first_line(error))[:_MAX_REASON]
 
 
 @contextlib.contextmanager
@@ -115,24 +130,31 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_callbacks() -> Iterator[None]:
-    """Inside, reads that end after another one has failed print nothing.
+    """Inside, what is left of a failed attempt prints nothing.
 
-    Their callbacks find that Orbax has closed its event loop, and each would print a traceback.
+    Orbax closes its event loop at the first read that fails. The callbacks of all other reads, and coroutines that nobody awaits any more,
+    would each print a traceback.
     """
-    plain = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            plain(kind, error, trace)
-
-    sys.excepthook = hook
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook, sys.unraisablehook = _ignore_error, _ignore_unraisable
     try:
         yield
-    except Exception:
-        time.sleep(_LATE_SECONDS)
-        raise
     finally:
-        sys.excepthook = plain
+        sys.excepthook, sys.unraisablehook = hooks
+
+
+def _ignore_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Takes the place of sys.excepthook, which only native code calls while this thread runs."""
+
+
+def _ignore_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Takes the place of sys.unraisablehook."""
+
+
+def _let_go() -> None:
+    """After a failed attempt: waits for the reads that are under way, and destroys coroutines while nobody hears them."""
+    time.sleep(_LATE_SECONDS)
+    gc.collect()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -41,7 +41,7 @@ _DETECTION_SECONDS = 60
 _JOIN_MARGIN_SECONDS = 5.0
 """Within its time the join ends by itself, with a better message. This is for the calls that it cannot interrupt."""
 _LOOPBACK = "127.0.0.1"
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 3.0
 
 
 class Store(Protocol):
