@@ -231,7 +231,7 @@ def test_exit_codes_have_the_same_meaning_for_pods_and_for_the_set(jobset, job_s
     container_text = "Container train for pod default/gpu-train-0-1-x failed with exit code {} matching FailJob rule at index 0"
     messages = {
         Exit.INPUT: container_text.format(2),
-        Exit.LOST: container_text.format(5),
+        Exit.LOST: container_text.format(6),
         STOPPED: container_text.format(STOPPED),
         "DisruptionTarget": "Pod default/gpu-train-0-1-x has condition DisruptionTarget matching FailJob rule at index 2",
     }

@@ -41,7 +41,7 @@ class Nursery:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def start(self, arguments, log, first="", environment=None):
+    def start(self, arguments, log, environment=None, first=""):
         """A process that runs `train` with these arguments and variables, after some Python code."""
         return Child(self, self.ask(arguments=arguments, log=str(log), first=first, environment=environment or {}))
 
@@ -87,7 +87,7 @@ class Processes:
         variables = os.environ | ENVIRONMENT | (environment or {})
         for process, (command, log) in enumerate(zip(commands, self.logs, strict=True)):
             if nursery is not None:
-                self._all.append(nursery.start(command, log, (first or {}).get(process, ""), environment))
+                self._all.append(nursery.start(command, log, environment, (first or {}).get(process, "")))
                 continue
             with log.open("w") as file:
                 started = subprocess.Popen(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from runs import ENVIRONMENT, Nursery, rows, wait_for_step
 
-from train.checkpoint.checkpoint import restore
+from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import FOLDER, Steps
 from train.command_line import Exit
