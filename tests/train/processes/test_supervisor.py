@@ -30,7 +30,7 @@ class Played:
         assert again == (len(self.starts) > 1)
         code, steps = self._ends.pop(0)
         self._step += steps
-        return End(codes=(code, *[0] * (processes - 1)), first=None if code == 0 else 0)
+        return End(codes=(code, *[0] * (processes - 1)), first=None if code in (Exit.DONE, Exit.LOST) else 0)
 
     def newest_step(self):
         return self._step
@@ -55,6 +55,12 @@ def test_a_run_that_is_done_is_not_started_again():
     played = Played((0, 9))
     assert played.code() == Exit.DONE
     assert played.starts == [1] and played.said == []
+
+
+def test_a_run_that_is_done_but_has_lost_records_is_not_started_again():
+    played = Played((Exit.LOST, 9))
+    assert played.code(processes=2) == Exit.LOST
+    assert played.starts == [2] and played.said == []
 
 
 def test_a_failed_run_is_started_again():
@@ -133,7 +139,9 @@ def test_a_stop_during_the_pause_ends_with_the_code_of_the_failure():
     assert played.starts == [1, 1]
 
 
-@pytest.mark.parametrize(("codes", "first", "code"), [((0, 0), None, 0), ((0, -9), 1, 137), ((4, 3), 1, 3), ((-15, 0), 0, 143)])
+@pytest.mark.parametrize(
+    ("codes", "first", "code"), [((0, 0), None, 0), ((5, 0), None, 5), ((0, -9), 1, 137), ((4, 3), 1, 3), ((-15, 0), 0, 143)]
+)
 def test_a_group_ends_with_the_code_of_its_first_failure(codes, first, code):
     assert End(codes=codes, first=first).code == code
 
@@ -283,6 +291,7 @@ def until_started(folder, *processes):
 
 def test_a_group_that_ends_well(group, tmp_path, capfd):
     assert group("test $last = $NUMBER").wait(5) == End(codes=(0, 0, 0), first=None)
+    assert group("test $last = $NUMBER && exit 5; sleep 0.3").wait(0.1) == End(codes=(0, 0, 5), first=None)
     out = capfd.readouterr().out
     log = (tmp_path / "logs" / "process-2.log").read_text()
     assert out.startswith("process 0: -m train --config a.yaml --coordinator localhost:")
