@@ -291,12 +291,15 @@ def until_started(folder, *processes):
 
 def test_a_group_that_ends_well(group, tmp_path, capfd):
     assert group("test $last = $NUMBER").wait(5) == End(codes=(0, 0, 0), first=None)
-    assert group("test $last = $NUMBER && exit 5; sleep 0.3").wait(0.1) == End(codes=(0, 0, 5), first=None)
     out = capfd.readouterr().out
     log = (tmp_path / "logs" / "process-2.log").read_text()
     assert out.startswith("process 0: -m train --config a.yaml --coordinator localhost:")
     assert out.endswith(" --processes 3 --process 0\n") and log.endswith(" --processes 3 --process 2\n")
     assert out.split()[7] == log.split()[7]
+
+
+def test_a_process_that_lost_records_ends_well_and_the_others_have_their_time(group):
+    assert group("test $last = 2 && exit 5; sleep 0.5").wait(0.1) == End(codes=(0, 0, 5), first=None)
 
 
 def test_a_process_alone_has_nobody_to_find(group, capfd):
