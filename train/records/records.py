@@ -31,8 +31,11 @@ from train.sink import AppendedFile, Sink
 try:
     from tensorboardX.crc32c import crc32c
     from tensorboardX.proto import event_pb2, summary_pb2
+
+    # protobuf makes these classes at run time, where a type checker does not see them.
+    _Event, _Summary = vars(event_pb2)["Event"], vars(summary_pb2)["Summary"]
 except ImportError:
-    crc32c = event_pb2 = summary_pb2 = None
+    crc32c = _Event = _Summary = None
 
 _LONGEST_LINE = 1 << 20
 
@@ -47,7 +50,7 @@ class Records:
         self._metrics = _lines(folder / "metrics.jsonl")
         self._events = _lines(folder / ("events.jsonl" if self._is_first else f"events-{process}.jsonl"))
         self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt"))
-        self._board = _Board(folder / "tensorboard") if self._is_first and event_pb2 is not None else None
+        self._board = _Board(folder / "tensorboard") if self._is_first and _Event is not None else None
 
     @property
     def lost(self) -> dict[str, int]:
@@ -102,17 +105,17 @@ class _Board:
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Adds the metrics of a step, as one record."""
-        assert event_pb2 is not None and summary_pb2 is not None
-        scalars = [summary_pb2.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=scalars))
+        assert _Event is not None and _Summary is not None
+        scalars = [_Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        event = _Event(wall_time=time.time(), step=step, summary=_Summary(value=scalars))
         self.sink.put(_framed(event.SerializeToString()))
 
     def write(self, record: bytes) -> None:
         """Appends a record. The first one of a file follows a header. Raises OSError."""
-        assert event_pb2 is not None
+        assert _Event is not None
         if not self._path.exists() or not self._path.stat().st_size:
             self._folder.mkdir(parents=True, exist_ok=True)
-            record = _framed(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()) + record
+            record = _framed(_Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()) + record
         self._file.write(record)
 
 

@@ -44,7 +44,7 @@ class Event(NamedTuple):
         """When the event ended, in seconds since 1970."""
         return self.time + self.seconds
 
-    def whole(self, key: str) -> int | None:
+    def natural(self, key: str) -> int | None:
         """A detail that is a whole number of at least 0; None if it is absent or anything else."""
         value = self.details.get(key)
         # Not isinstance: True is an int.
@@ -162,14 +162,14 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     by_phase: dict[str, list[Event]] = {}
     for event in events:
         by_phase.setdefault(event.phase, []).append(event)
-    resumed = next((e.whole("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
+    resumed = next((e.natural("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
     stretches = tuple(_stretches(by_phase.get("step", ()), resumed or 0))
     # The events before the steps were lost: the first step says where the start resumed.
     if resumed is None and stretches:
         resumed = stretches[0].first - 1
     stop, opening = by_phase.get("stop", [None])[-1], by_phase.get("start", [None])[0]
     # These events name a step that was done before they began.
-    known = [e.whole("step") for name in ("save", "eval", "stop") for e in by_phase.get(name, ())]
+    known = [e.natural("step") for name in ("save", "eval", "stop") for e in by_phase.get(name, ())]
     return StartSummary(
         begin=events[0].time,
         # The latest end, which need not be the last line's: the clock may have been set back.
@@ -177,8 +177,8 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
         resumed=resumed,
         reached=max((step for step in [*known, *(s.last for s in stretches), resumed] if step is not None), default=None),
         ended=stop.text("why") if stop is not None else None if is_last or opening is None else KILLED,
-        processes=opening.whole("processes") if opening is not None else None,
-        devices=opening.whole("devices") if opening is not None else None,
+        processes=opening.natural("processes") if opening is not None else None,
+        devices=opening.natural("devices") if opening is not None else None,
         host=opening.text("host") if opening is not None else None,
         seconds={name: sum(e.seconds for e in group) for name, group in by_phase.items() if name != "step"},
         stretches=stretches,
@@ -188,7 +188,7 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
 def _stretches(events: Sequence[Event], done: int) -> Iterator[Stretch]:
     """The stretches of a start that resumed from step `done`. Older files have one `step` event per start, with a count of steps only."""
     for event in events:
-        first, last, steps = (event.whole(key) for key in ("first", "last", "steps"))
+        first, last, steps = (event.natural(key) for key in ("first", "last", "steps"))
         first = done + 1 if first is None else first
         last = first + (steps or 0) - 1 if last is None else last
         # Anything else is not a stretch, and would divide by zero later.

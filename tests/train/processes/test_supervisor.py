@@ -32,7 +32,7 @@ class Played:
         assert again == (len(self.starts) > 1)
         code, steps = self._ends.pop(0)
         self._step += steps
-        return End(codes=(code, *[0] * (processes - 1)), first=None if code == 0 else 0)
+        return End(codes=(code, *[0] * (processes - 1)), first=None if code in (Exit.DONE, Exit.LOST) else 0)
 
     def newest_step(self):
         return self._step
@@ -57,6 +57,12 @@ def test_a_run_that_is_done_is_not_started_again():
     played = Played((0, 9))
     assert played.code() == Exit.DONE
     assert played.starts == [1] and played.said == []
+
+
+def test_a_run_that_is_done_but_has_lost_records_is_not_started_again():
+    played = Played((Exit.LOST, 9))
+    assert played.code(processes=2) == Exit.LOST
+    assert played.starts == [2] and played.said == []
 
 
 def test_a_failed_run_is_started_again():
@@ -135,7 +141,9 @@ def test_a_stop_during_the_pause_ends_with_the_code_of_the_failure():
     assert played.starts == [1, 1]
 
 
-@pytest.mark.parametrize(("codes", "first", "code"), [((0, 0), None, 0), ((0, -9), 1, 137), ((4, 3), 1, 3), ((-15, 0), 0, 143)])
+@pytest.mark.parametrize(
+    ("codes", "first", "code"), [((0, 0), None, 0), ((5, 0), None, 5), ((0, -9), 1, 137), ((4, 3), 1, 3), ((-15, 0), 0, 143)]
+)
 def test_a_group_ends_with_the_code_of_its_first_failure(codes, first, code):
     assert End(codes=codes, first=first).code == code
 
@@ -290,6 +298,10 @@ def test_a_group_that_ends_well(group, tmp_path, capfd):
     assert out.startswith("process 0: -m train --config a.yaml --coordinator localhost:")
     assert out.endswith(" --processes 3 --process 0\n") and log.endswith(" --processes 3 --process 2\n")
     assert out.split()[7] == log.split()[7]
+
+
+def test_a_process_that_lost_records_ends_well_and_the_others_have_their_time(group):
+    assert group("test $last = 2 && exit 5; sleep 0.5").wait(0.1) == End(codes=(0, 0, 5), first=None)
 
 
 def test_a_process_alone_has_nobody_to_find(group, capfd):

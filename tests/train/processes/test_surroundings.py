@@ -71,6 +71,27 @@ def test_a_request_to_save_to_one_of_two_saves_the_same_step_on_both(nursery, ti
     assert saves[0] == saves[1] == Steps(run / FOLDER).listed() and len(saves[0]) == 3
 
 
+def test_the_launcher_passes_both_on(nursery, tiny_file, tmp_path, pytestconfig):
+    run, variables = tmp_path / "run", os.environ | ENVIRONMENT | {"PYTHONPATH": str(pytestconfig.rootpath)}
+    arguments = ["--config", str(tiny_file), f"run.dir={run}", *OVERRIDES]
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "train.launch", "--processes", "1", "--", *arguments]
+        launcher = subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        wait_for_step(run, 3)
+        launcher.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + SOON
+        while not (listed := Steps(run / FOLDER).listed()):
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        wait_for_step(run, listed[0] + 2)
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(SOON) == Exit.DONE
+    finally:
+        launcher.kill()
+    assert len(Steps(run / FOLDER).listed()) == 2
+
+
 # -- the run directory -------------------------------------------------------------------------------------------
 
 
