@@ -47,13 +47,16 @@ def run():
             if process == 0:
                 # Stands for JAX's service, whose first bytes are a frame of HTTP/2.
                 listener = closing.enter_context(socket.create_server(("127.0.0.1", place.port), backlog=100))
-                threading.Thread(target=serve, args=(listener,), daemon=True).start()
+                served = threading.Thread(target=serve, args=(listener,), daemon=True)
+                served.start()
+                # A close alone does not wake the thread that accepts. Last in, first out.
+                closing.callback(served.join, SECONDS)
+                closing.callback(listener.shutdown, socket.SHUT_RDWR)
 
     def serve(listener):
-        # Ends when the listener is closed.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as visitors:
             while True:
-                connection = closing.enter_context(listener.accept()[0])
+                connection = visitors.enter_context(listener.accept()[0])
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00")
 

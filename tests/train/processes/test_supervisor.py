@@ -301,7 +301,7 @@ def test_a_group_that_ends_well(group, tmp_path, capfd):
 
 
 def test_a_process_that_lost_records_ends_well_and_the_others_have_their_time(group):
-    assert group("test $last = 2 && exit 5; sleep 0.5").wait(0.1) == End(codes=(0, 0, 5), first=None)
+    assert group("test $last = 2 && exit 6; sleep 0.5").wait(0.1) == End(codes=(0, 0, 6), first=None)
 
 
 def test_a_process_alone_has_nobody_to_find(group, capfd):
