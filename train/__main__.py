@@ -250,8 +250,8 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
     )
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
-    # Devices of several processes open only when all processes have told theirs: training waits for that under its watch.
-    if not is_watched or cluster is None:
+    # Devices may take for ever to open, because a driver hangs or another process has not told its own. Training opens them under its watch.
+    if not is_watched:
         open_devices()
 
 

@@ -162,13 +162,13 @@ def shared_store() -> Store | None:
 
 
 def number_of_processes() -> int:
-    """The number of processes of the run. Unlike jax.process_count, it does not wait for the devices of the other processes."""
-    return distributed.global_state.num_processes if distributed.global_state.client is not None else jax.process_count()
+    """The number of processes of the run. Unlike jax.process_count, it opens no devices and does not wait for those of other processes."""
+    return distributed.global_state.num_processes if distributed.global_state.client is not None else 1
 
 
 def this_process() -> int:
-    """The number of this process, from 0. It does not wait for the devices of the other processes."""
-    return distributed.global_state.process_id if distributed.global_state.client is not None else jax.process_index()
+    """The number of this process, from 0. Unlike jax.process_index, it opens no devices and does not wait for those of other processes."""
+    return distributed.global_state.process_id if distributed.global_state.client is not None else 0
 
 
 def exit_if_distributed(code: int) -> None:

@@ -68,7 +68,7 @@ def train(
     # Only the first process has one: it alone names and removes files that belong to all.
     lock: Lock | None = None
     with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
-        # The first one that waits for all processes: until each of them has told the others which devices it has.
+        # With several processes this waits until each of them has told the others which devices it has.
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)

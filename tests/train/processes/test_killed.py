@@ -33,7 +33,7 @@ OVERRIDES = [
     f"train.steps={STEPS}",
     "checkpoint.every=2",
     "train.log_every=1",
-    "watchdog={peer_seconds: 2, step_seconds: 20}",
+    "watchdog={join_seconds: 20, peer_seconds: 2, step_seconds: 20}",
 ]
 RULES = {
     "axes": {"batch": ["data", "fsdp"]},
