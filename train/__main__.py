@@ -250,7 +250,7 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
     )
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
-    # Devices may take for ever to open, because a driver hangs or another process has not told its own. Training opens them under its watch.
+    # A driver may hang, or another process may not have announced its devices. So training opens its own under its watch.
     if not is_watched:
         open_devices()
 

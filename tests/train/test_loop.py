@@ -14,8 +14,11 @@ import pytest
 
 from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.restore import restore
+from train.checkpoint.steps import Steps
+from train.command_line import Exit
 from train.config import load
 from train.models.decoder import build
+from train.processes.watch import Watch
 from train.run.loop import train
 from train.setup import prepare
 
@@ -71,6 +74,25 @@ def test_a_run_goes_on_when_a_save_fails(tiny, monkeypatch, capsys, read_rows):
     assert event["step"] == 4 and "but 0 B are free" in event["why"]
     assert "a checkpoint could not be saved: " in capsys.readouterr().err
     assert sorted(path.name for path in (run.config.run.path / "checkpoints").iterdir()) == ["2", "6"]
+
+
+def test_a_run_that_is_stopped_after_a_failed_save_saves_once_more(tiny, monkeypatch, capsys):
+    """The save of its last step has begun, and its failure is known only later."""
+    run = tiny("train.steps=6", "checkpoint.every=2", "checkpoint.keep=1")
+    finish, may_begin = Steps.finish, Watch.may_begin
+
+    def fail_once(steps, manifest):
+        monkeypatch.setattr(Steps, "finish", finish)
+        raise OSError("no such device")
+
+    def stop_after_two(watch, step):
+        return may_begin(watch, step) and step <= 2
+
+    monkeypatch.setattr(Steps, "finish", fail_once)
+    monkeypatch.setattr(Watch, "may_begin", stop_after_two)
+    assert train(run) == Exit.DONE
+    assert "a checkpoint could not be saved: no such device" in capsys.readouterr().err
+    assert [path.name for path in (run.config.run.path / "checkpoints").iterdir()] == ["2"]
 
 
 def test_a_run_whose_last_save_fails_has_failed(tiny, monkeypatch, capsys):

@@ -31,7 +31,7 @@ from train.command_line import Exit
 from train.config import Run
 from train.data.batches import Data, open_data
 from train.data.mapped import DataChangedError
-from train.processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
+from train.processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process, true_on_all_processes
 from train.processes.watch import Watch
 from train.profile.profiler import Profiler
 from train.profile.steps import StepRange
@@ -166,7 +166,8 @@ class Loop:
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
         self._eval_step: Any = None
-        self._saved = 0
+        self._saved, self._has_failed = 0, False
+        """The step of the last save that was started, and whether it has failed."""
 
     def run(self, resume: Resume) -> bool:
         """Starts or resumes, trains, and writes a sample. Returns whether all steps are done."""
@@ -233,8 +234,10 @@ class Loop:
         self._screen.stop_steps()
         self._check_lock()
         with self._phase("save", step=done):
-            if self._saved < done:
-                # A signal stopped the run between two saves, or the last save could not start.
+            with self._saving(done):
+                self._checkpoints.wait()
+            # A signal stopped the run between two saves, or the last save has failed, perhaps on one process only.
+            if self._saved < done or not true_on_all_processes(not self._has_failed):
                 self._check_and_save(Position(state=state, step=done, samples=samples))
             self._checkpoints.wait()
         return Position(state=state, step=done, samples=samples)
@@ -250,7 +253,7 @@ class Loop:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self._data.check()
         self._checkpoints.save(position.state, position.step, position.samples)
-        self._saved = position.step
+        self._saved, self._has_failed = position.step, False
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
         known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}
@@ -268,6 +271,7 @@ class Loop:
         try:
             yield
         except SaveError as error:
+            self._has_failed = True
             if step == self._config.train.steps:
                 raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
