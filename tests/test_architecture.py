@@ -21,9 +21,20 @@ def imports(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            module = imported_module(path.relative_to(ROOT), node)
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
+
+
+def imported_module(path, node):
+    """The full name of the module that a statement imports from. The trainer's own imports are relative, and all others absolute."""
+    is_own = path.parts[0] == "train"
+    if node.level == 0:
+        assert not (is_own and node.module.split(".")[0] == "train"), f"{path}: imports of the trainer's own modules are relative"
+        return node.module
+    assert is_own, f"{path}: imports are absolute"
+    package = path.parts[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])
 
 
 def offenders(folder, *forbidden, allowed=()):

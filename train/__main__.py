@@ -21,8 +21,9 @@ from pathlib import Path
 
 from jgt import document
 from jgt.document import InputError
-from train.checkpoint.signature import read_key
-from train.command_line import (
+
+from .checkpoint.signature import read_key
+from .command_line import (
     EndError,
     Exit,
     cluster_problems,
@@ -33,10 +34,10 @@ from train.command_line import (
     read_token,
     whole_number,
 )
-from train.config import Run, load
-from train.profile.steps import StepRange, read_step_range
-from train.run.folder import Resume, check_folder, read_resume
-from train.sink import say, say_lines, settle_streams
+from .config import Run, load
+from .profile.steps import StepRange, read_step_range
+from .run.folder import Resume, check_folder, read_resume
+from .sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
 """How long all processes of a run may be suspended together."""
@@ -178,9 +179,9 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
-        from train.compiled.jax_cache import programs_on_trial
-        from train.processes.processes import exit_if_distributed
-        from train.xla import configure_xla
+        from .compiled.jax_cache import programs_on_trial
+        from .processes.processes import exit_if_distributed
+        from .xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -214,29 +215,29 @@ def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argpar
     _join(run, arguments)
     if arguments.dry_run:
         with garbage_collection_paused():
-            from train.check.report import dry_run
+            from .check.report import dry_run
 
         dry_run(run)
         return Exit.DONE
     if arguments.replay is not None:
         with garbage_collection_paused():
-            from train.run.replay import replay
+            from .run.replay import replay
 
         replay(run, arguments.replay, resume)
         return Exit.DONE
 
     with garbage_collection_paused():
-        from train.records.clock import process_started
-        from train.run.loop import train
+        from .records.clock import process_started
+        from .run.loop import train
 
     return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
 
 
 def _join(run: Run, arguments: argparse.Namespace) -> None:
     """Makes this process one of the run's, with devices of its own."""
-    from train.processes.badge import fingerprint
-    from train.processes.processes import Admission, start_jax
-    from train.xla import open_devices
+    from .processes.badge import fingerprint
+    from .processes.processes import Admission, start_jax
+    from .xla import open_devices
 
     is_watched = not arguments.dry_run and arguments.replay is None
     # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there
@@ -260,7 +261,7 @@ if __name__ == "__main__":
     settle_streams()
     # Without JAX the run never began, and no thread was started.
     if "jax" in sys.modules:
-        from train.processes.processes import limit_exit
+        from .processes.processes import limit_exit
 
         limit_exit(code)
     sys.exit(code)

@@ -26,9 +26,10 @@ from jgt.planner.budget import Limit, read_budget
 from jgt.rules import Rules, expand, match_input, misfits, rules_from_node
 from jgt.rules.spec import SpecRule, misfit_problem
 from jgt.schedule.find import find_table
-from train.data.config import DataConfig, path_problems
-from train.models.config import ModelConfig
-from train.sections import (
+
+from .data.config import DataConfig, path_problems
+from .models.config import ModelConfig
+from .sections import (
     CheckpointConfig,
     DebugConfig,
     DevicesConfig,

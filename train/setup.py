@@ -25,15 +25,16 @@ from jgt.document import InputError, nearest
 from jgt.pipeline.layout import axes_inside
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
-from train.config import Run, batch_problems
-from train.models.attention import AttentionChoice, choose_attention
-from train.models.decoder import Model, build
-from train.models.linear import compute_type
-from train.sections import SpikesConfig
-from train.step.loss import Arrays, Loss, make_loss, num_chunks
-from train.step.optimizer import build_optimizer
-from train.step.step import State, make_eval_step, make_train_step, no_losses
-from train.step.update import update_all, update_in_turn
+
+from .config import Run, batch_problems
+from .models.attention import AttentionChoice, choose_attention
+from .models.decoder import Model, build
+from .models.linear import compute_type
+from .sections import SpikesConfig
+from .step.loss import Arrays, Loss, make_loss, num_chunks
+from .step.optimizer import build_optimizer
+from .step.step import State, make_eval_step, make_train_step, no_losses
+from .step.update import update_all, update_in_turn
 
 _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""

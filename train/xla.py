@@ -19,10 +19,11 @@ from pathlib import Path
 import jax
 
 from jgt.document import InputError
-from train.compiled.jax_cache import use_programs
-from train.compiled.programs import default_folder, open_programs
-from train.compiled.sealed import DamagedError, read_sealed, write_sealed
-from train.sections import XlaConfig
+
+from .compiled.jax_cache import use_programs
+from .compiled.programs import default_folder, open_programs
+from .compiled.sealed import DamagedError, read_sealed, write_sealed
+from .sections import XlaConfig
 
 _OVERLAP = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from jgt.document import InputError
-from train.command_line import whole_number
-from train.config import load
+
+from ..command_line import whole_number
+from ..config import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices])
-        from train.check.report import check_placement, print_check, to_json
+        from .report import check_placement, print_check, to_json
 
         setup = check_placement(run)
     except InputError as error:

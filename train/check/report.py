@@ -17,10 +17,11 @@ import numpy as np
 
 from jgt.console import size_text
 from jgt.document import InputError
-from train.config import Run
-from train.records.console import Screen
-from train.run.loop import open_run
-from train.setup import Setup, prepare
+
+from ..config import Run
+from ..records.console import Screen
+from ..run.loop import open_run
+from ..setup import Setup, prepare
 
 
 def dry_run(run: Run) -> None:

@@ -27,16 +27,17 @@ import jax
 import orbax.checkpoint as ocp
 
 from jgt.console import size_text
-from train.checkpoint.disk import DiskError, describe
-from train.checkpoint.manifest import Manifest, file_entries
-from train.checkpoint.restore import ARRAYS, arrays_of, first_line
-from train.checkpoint.saved import SavedStep, Search, array_entries
-from train.checkpoint.signature import read_key
-from train.checkpoint.steps import Steps
-from train.command_line import EndError
-from train.processes.processes import true_on_all_processes
-from train.sections import CheckpointConfig
-from train.step.step import State
+
+from ..command_line import EndError
+from ..processes.processes import true_on_all_processes
+from ..sections import CheckpointConfig
+from ..step.step import State
+from .disk import DiskError, describe
+from .manifest import Manifest, file_entries
+from .restore import ARRAYS, arrays_of, first_line
+from .saved import SavedStep, Search, array_entries
+from .signature import read_key
+from .steps import Steps
 
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from jgt.document import printable
-from train.command_line import EndError
-from train.sink import say
+
+from ..command_line import EndError
+from ..sink import say
 
 _PAUSES = (0.5, 1.0, 2.0)
 """Seconds before each new try: a network or a server often comes back within them."""

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jgt.document import printable, shown
-from train.checkpoint.disk import kind, patiently, sync_folder
-from train.checkpoint.signature import FIELD, Key
-from train.sections import MAX_BATCH
+
+from ..sections import MAX_BATCH
+from .disk import kind, patiently, sync_folder
+from .signature import FIELD, Key
 
 NAME = "manifest.json"
 FORMAT = 1

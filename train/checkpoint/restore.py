@@ -25,10 +25,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from jgt.document import printable
-from train.checkpoint.disk import is_damage, patiently
-from train.checkpoint.saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
-from train.processes.processes import true_on_all_processes
-from train.step.step import State
+
+from ..processes.processes import true_on_all_processes
+from ..step.step import State
+from .disk import is_damage, patiently
+from .saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
 
 ARRAYS = "state"
 """The folder of the arrays in a step."""

@@ -29,12 +29,13 @@ import jax.numpy as jnp
 
 from jgt.document import InputError
 from jgt.sharding.placement import path_text
-from train.checkpoint import manifest
-from train.checkpoint.disk import DiskError, describe, kind, leads_to_folder, patiently
-from train.checkpoint.manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
-from train.checkpoint.signature import Key
-from train.checkpoint.steps import FOLDER, Steps
-from train.processes.processes import number_of_first_process, true_on_all_processes
+
+from ..processes.processes import number_of_first_process, true_on_all_processes
+from . import manifest
+from .disk import DiskError, describe, kind, leads_to_folder, patiently
+from .manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
+from .signature import Key
+from .steps import FOLDER, Steps
 
 _Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model it was started with"

@@ -25,10 +25,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from train.checkpoint import manifest
-from train.checkpoint.disk import describe, is_damage, kind, patiently, sync_folder, sync_parents, sync_tree
-from train.checkpoint.manifest import BrokenError, Manifest
-from train.checkpoint.signature import Key
+from . import manifest
+from .disk import describe, is_damage, kind, patiently, sync_folder, sync_parents, sync_tree
+from .manifest import BrokenError, Manifest
+from .signature import Key
 
 FOLDER = "checkpoints"
 """The folder of the steps in a run directory."""

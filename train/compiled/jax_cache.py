@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import jax
 from jax._src import compilation_cache
 
-from train.compiled.programs import Programs
+from .programs import Programs
 
 
 class CheckedCache:

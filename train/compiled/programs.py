@@ -20,9 +20,9 @@ import stat
 import time
 from pathlib import Path
 
-from train.compiled.sealed import UNFINISHED, DamagedError, read_sealed, remove_any, write_sealed
-from train.compiled.trial import Trial, suspects
-from train.sink import say
+from ..sink import say
+from .sealed import UNFINISHED, DamagedError, read_sealed, remove_any, write_sealed
+from .trial import Trial, suspects
 
 ENDING = ".sealed-cache"
 """The end of the names of stored programs. JAX's own cache, which may be in the same folder, uses `-cache` and `-atime`."""

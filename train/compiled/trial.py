@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.compiled.sealed import UNFINISHED
+from .sealed import UNFINISHED
 
 TRIAL = ".trial"
 """The end of the names of files that list programs on trial."""

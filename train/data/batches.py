@@ -22,12 +22,13 @@ import grain
 import numpy as np
 
 from jgt.document import InputError
-from train.data.config import DataConfig, path_problems
-from train.data.encoded import remove_leftovers
-from train.data.mapped import MappedFile
-from train.data.sources import Splits, open_splits
-from train.data.stream import Stream, Windows, num_windows
-from train.data.tokenizer import Tokenizer, open_tokenizer
+
+from .config import DataConfig, path_problems
+from .encoded import remove_leftovers
+from .mapped import MappedFile
+from .sources import Splits, open_splits
+from .stream import Stream, Windows, num_windows
+from .tokenizer import Tokenizer, open_tokenizer
 
 Batch = dict[str, np.ndarray]
 """{"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]. Weight 0 marks a row of padding."""

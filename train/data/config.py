@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, is_file, is_folder, kind_problem
-from train.data import files
+
+from . import files
 
 Problem = tuple[str, str]
 """A key of the section, and what is wrong with it."""

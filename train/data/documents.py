@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jgt.document import describe, shown
-from train.data.files import FileSet
+
+from .files import FileSet
 
 _BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 24

@@ -34,11 +34,12 @@ from typing import IO
 import numpy as np
 
 from jgt.document import InputError, is_file
-from train.data.documents import Unreadable
-from train.data.files import FileSet
-from train.data.stream import Stream
-from train.data.tokenizer import Tokenizer
-from train.data.tokens import map_bin
+
+from .documents import Unreadable
+from .files import FileSet
+from .stream import Stream
+from .tokenizer import Tokenizer
+from .tokens import map_bin
 
 _FORMAT = 2
 """The version of this cache's files. Raise it when the same inputs give other tokens."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.command_line import EndError
+from ..command_line import EndError
 
 _BLOCK_BYTES = 4096
 _MOST_BLOCKS = 16

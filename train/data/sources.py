@@ -15,13 +15,14 @@ from itertools import islice
 from pathlib import Path
 
 from jgt.document import InputError
-from train.data.config import BYTES, MixturePart
-from train.data.documents import read_blocks, read_documents
-from train.data.encoded import open_encoded
-from train.data.files import FileSet, find_files, standard_library
-from train.data.stream import Stream, vocab_problems
-from train.data.tokenizer import END_OF_TEXT_NAMES, Tokenizer
-from train.data.tokens import open_bytes, open_tokens
+
+from .config import BYTES, MixturePart
+from .documents import read_blocks, read_documents
+from .encoded import open_encoded
+from .files import FileSet, find_files, standard_library
+from .stream import Stream, vocab_problems
+from .tokenizer import END_OF_TEXT_NAMES, Tokenizer
+from .tokens import open_bytes, open_tokens
 
 _PROBE_BYTES = 1 << 20
 _MAX_VOCAB_PROBLEMS = 20

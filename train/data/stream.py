@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from train.data.mapped import DataChangedError, MappedFile
+from .mapped import DataChangedError, MappedFile
 
 _SCAN_TOKENS = 1 << 22
 """Tokens that the search for ids outside the vocabulary looks at in one piece: it bounds the memory of the masks."""

@@ -20,7 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from jgt.document import InputError, read_bytes
-from train.data.config import BYTES
+
+from .config import BYTES
 
 try:
     import tokenizers

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from jgt.document import InputError, shown
-from train.data.files import FileSet
-from train.data.mapped import MappedFile
-from train.data.stream import Segment, Stream
+
+from .files import FileSet
+from .mapped import MappedFile
+from .stream import Segment, Stream
 
 _MAP_BYTES = 1 << 24
 # As numpy.lib.format: no real header comes near it.

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jgt.document import InputError
-from train.__main__ import parser as train_parser
-from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import natural_number, read_token, seconds, whole_number
-from train.config import Run, load
-from train.launch.group import End, Group, environments
-from train.launch.supervisor import Policy, supervise
-from train.run.folder import LOGS, check_folder, earlier_files, read_resume
+
+from ..__main__ import parser as train_parser
+from ..checkpoint.steps import FOLDER, Steps
+from ..command_line import natural_number, read_token, seconds, whole_number
+from ..config import Run, load
+from ..run.folder import LOGS, check_folder, earlier_files, read_resume
+from .group import End, Group, environments
+from .supervisor import Policy, supervise
 
 _LAST_LINES = 20
 _MAX_PROCESSES = 1_024

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError
-from train.command_line import LAUNCHED, TOKEN, Exit
+
+from ..command_line import LAUNCHED, TOKEN, Exit
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WELL = (Exit.DONE, Exit.LOST)

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.config import ModelConfig
-from train.models.linear import adding_init, linear
+
+from .config import ModelConfig
+from .linear import adding_init, linear
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h]) → [b, s, n, h]: causal attention. A key/value head serves n / k query heads."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jgt.document import Bound
 from jgt.program.kernels import ATTENTION
-from train.sections import Positive
+
+from ..sections import Positive
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
@@ -25,9 +26,9 @@ Large = Annotated[int, Bound(low=1, high=10_000_000)]
 class ModelKind:
     """Facts about a kind of model.
 
-    decoder: its class, as module:class. positions: rotary, in attention, or a learned table. default_ffn: the MLP's width for a width of
-    the residual stream. is_always_tied: the embedding is the output projection too, whatever `model.tied` says. has_kv_heads: several
-    query heads may share a key/value head.
+    decoder: its class, as module:class, relative to this package. positions: rotary, in attention, or a learned table. default_ffn: the
+    MLP's width for a width of the residual stream. is_always_tied: the embedding is the output projection too, whatever `model.tied` says.
+    has_kv_heads: several query heads may share a key/value head.
     """
 
     decoder: str
@@ -39,13 +40,13 @@ class ModelKind:
 
 KINDS = {
     "llama": ModelKind(
-        decoder="train.models.llama:Llama",
+        decoder=".llama:Llama",
         positions="rotary",
         # SwiGLU has three matrices where GELU has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
         default_ffn=lambda embed: -(-8 * embed // (3 * 64)) * 64,
     ),
     "gpt": ModelKind(
-        decoder="train.models.gpt:GPT",
+        decoder=".gpt:GPT",
         positions="learned",
         default_ffn=lambda embed: 4 * embed,
         is_always_tied=True,

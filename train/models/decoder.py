@@ -34,9 +34,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgt import signal
-from train.models.attention import XLA, Attend, Attention, AttentionKernel, attend_with
-from train.models.config import ModelConfig
-from train.models.linear import compute_type
+
+from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
+from .config import ModelConfig
+from .linear import compute_type
 
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it."""
@@ -65,7 +66,7 @@ def build(config: ModelConfig, remat: Remat = "none", attention: AttentionKernel
     """The model of a config; allocates nothing."""
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
-    kind: Callable[..., Decoder] = getattr(importlib.import_module(module), name)
+    kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
     abstract = nnx.eval_shape(lambda: kind(config, remat, attention, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
 

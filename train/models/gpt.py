@@ -6,9 +6,10 @@ import jax
 from flax import nnx
 
 from jgt import signal
-from train.models.config import ModelConfig
-from train.models.decoder import Block, Decoder
-from train.models.linear import adding_init, linear
+
+from .config import ModelConfig
+from .decoder import Block, Decoder
+from .linear import adding_init, linear
 
 
 class MLP(nnx.Module):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traceback_util
 
-from train.models.config import ModelConfig
+from .config import ModelConfig
 
 # A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
 traceback_util.register_exclusion(__file__)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from jgt.document import InputError, collect
 from jgt.planner.budget import overruns
 from jgt.planner.chip import Target, parse_target
-from train.command_line import whole_number
-from train.config import Run, load
+
+from ..command_line import whole_number
+from ..config import Run, load
 
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
-        from train.plan.make import make_plan
+
+        from .make import make_plan
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.

@@ -11,8 +11,9 @@ from jgt.document import InputError
 from jgt.planner.chip import Target
 from jgt.planner.described import described, devices_of
 from jgt.planner.plan import Plan, plan
-from train.config import Run
-from train.setup import prepare
+
+from ..config import Run
+from ..setup import prepare
 
 
 def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from train.processes.badge import GREETING, MAX_LINE, Membership, badge_problem, is_signed, new_nonce, read_badge, welcome
-from train.processes.waiting import JoinError, Patience, named
+from .badge import GREETING, MAX_LINE, Membership, badge_problem, is_signed, new_nonce, read_badge, welcome
+from .waiting import JoinError, Patience, named
 
 _BADGE_SECONDS = 5.0
 _MAX_STRANGERS = 128

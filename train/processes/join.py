@@ -14,9 +14,10 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from jgt.document import InputError
-from train.processes.badge import GREETING, MAX_LINE, Membership, is_welcome, new_nonce, write_badge
-from train.processes.door import Door
-from train.processes.waiting import JoinError, Patience, say
+
+from .badge import GREETING, MAX_LINE, Membership, is_welcome, new_nonce, write_badge
+from .door import Door
+from .waiting import JoinError, Patience, say
 
 _KNOCK_SECONDS = 0.1
 _LONGEST_KNOCK_SECONDS = 1.0

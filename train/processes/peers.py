@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from train.processes.processes import Store
+from .processes import Store
 
 _BEFORE_FIRST_STEP = -1
 _ROUND_SECONDS = 0.5

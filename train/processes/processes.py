@@ -28,11 +28,12 @@ from jax.experimental import multihost_utils
 
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
-from train.command_line import Cluster
-from train.processes.badge import Membership
-from train.processes.join import Place, join
-from train.processes.waiting import Patience, ends_after
-from train.sink import settle_streams
+
+from ..command_line import Cluster
+from ..sink import settle_streams
+from .badge import Membership
+from .join import Place, join
+from .waiting import Patience, ends_after
 
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""

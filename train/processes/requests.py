@@ -8,8 +8,8 @@ processes pass that step, so all of them count alike.
 
 from __future__ import annotations
 
-from train.processes.peers import Agreement
-from train.processes.processes import Store
+from .peers import Agreement
+from .processes import Store
 
 
 class Requests:

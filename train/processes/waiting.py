@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from train.command_line import EndError, Exit
-from train.sink import say
+from ..command_line import EndError, Exit
+from ..sink import say
 
 _LINE_SECONDS = 10.0
 _MAX_NAMED = 16

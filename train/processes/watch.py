@@ -34,13 +34,14 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from jgt.document import InputError
-from train.command_line import Exit
-from train.compiled.jax_cache import finish_trial
-from train.processes.peers import Peers
-from train.processes.processes import Store, number_of_processes, this_process
-from train.processes.requests import Requests
-from train.sections import WatchdogConfig
-from train.sink import say
+
+from ..command_line import Exit
+from ..compiled.jax_cache import finish_trial
+from ..sections import WatchdogConfig
+from ..sink import say
+from .peers import Peers
+from .processes import Store, number_of_processes, this_process
+from .requests import Requests
 
 _TICK = 0.25
 _SLOW = 10

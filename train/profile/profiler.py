@@ -20,9 +20,10 @@ import jax
 from jgt.hlo.text import Module
 from jgt.profile.device_time import Profile, profile_of
 from jgt.profile.events import read_trace
-from train.profile.steps import PROFILE, StepRange
-from train.records.console import Screen
-from train.sink import say
+
+from ..records.console import Screen
+from ..sink import say
+from .steps import PROFILE, StepRange
 
 _SIGNALS_FILE = "signals.json"
 _ANNOTATION = "train"

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from jgt.document import InputError
-from train.config import Run
+
+from ..config import Run
 
 MAX_STEPS = 100
 """JAX's profiler keeps a trace in memory until it ends."""

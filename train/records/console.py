@@ -13,8 +13,9 @@ from jgt.console import make_console, make_table, size_text
 from jgt.pipeline.config import Pipeline
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import simulate
-from train.setup import Setup
-from train.sink import Stdout
+
+from ..setup import Setup
+from ..sink import Stdout
 
 
 class Screen:

@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jgt.planner.chip import chip_of
-from train.command_line import EndError
-from train.compiled.jax_cache import finish_trial
-from train.records.clock import Finished, InFlight, StepClock, Stretches, steps_ahead
-from train.records.console import Screen
-from train.records.records import Records
-from train.sections import TrainConfig
-from train.setup import Setup
-from train.sink import say
-from train.step.optimizer import build_schedule, rates_on_host
+
+from ..command_line import EndError
+from ..compiled.jax_cache import finish_trial
+from ..sections import TrainConfig
+from ..setup import Setup
+from ..sink import say
+from ..step.optimizer import build_schedule, rates_on_host
+from .clock import Finished, InFlight, StepClock, Stretches, steps_ahead
+from .console import Screen
+from .records import Records
 
 
 def peak_flops(device_kind: str) -> float | None:

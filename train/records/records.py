@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.sink import AppendedFile, Sink
+from ..sink import AppendedFile, Sink
 
 try:
     from tensorboardX.crc32c import crc32c

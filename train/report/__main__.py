@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jgt.document import InputError
-from train.report.accounts import Accounts, read_accounts
+
+from .accounts import Accounts, read_accounts
 
 _END = "\n}"
 
@@ -40,7 +41,7 @@ def _report(run: Path, *, as_json: bool) -> int:
     if as_json:
         print(_json_text(accounts))
     else:
-        from train.report.table import print_accounts
+        from .table import print_accounts
 
         print_accounts(accounts)
     return 0

@@ -24,8 +24,9 @@ from typing import Any
 
 from jgt import document
 from jgt.document import InputError
-from train.report.events import Event, StartSummary, find_starts, read_events
-from train.report.stragglers import Stragglers, find_stragglers
+
+from .events import Event, StartSummary, find_starts, read_events
+from .stragglers import Stragglers, find_stragglers
 
 CAUSES: Mapping[str, str] = {
     "steps": "steps that count",

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from train.report.events import StartSummary
+from .events import StartSummary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jgt.console import count_text, make_console, make_table
-from train.report.accounts import CAUSES, NO_RECORD, Accounts
-from train.report.events import StartSummary
-from train.report.stragglers import Stragglers
+
+from .accounts import CAUSES, NO_RECORD, Accounts
+from .events import StartSummary
+from .stragglers import Stragglers
 
 MAX_STARTS = 20
 """The rows of the table of starts. The JSON has all."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from train.checkpoint.steps import FOLDER, Steps
-from train.sections import Fault
+from ..checkpoint.steps import FOLDER, Steps
+from ..sections import Fault
 
 _MARKS = "faults"
 

@@ -27,11 +27,12 @@ from typing import Any, TextIO
 
 from jgt import document
 from jgt.document import InputError, shown
-from train.checkpoint.disk import DiskError, describe, kind, patiently
-from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import EndError
-from train.config import Run
-from train.profile.steps import PROFILE
+
+from ..checkpoint.disk import DiskError, describe, kind, patiently
+from ..checkpoint.steps import FOLDER, Steps
+from ..command_line import EndError
+from ..config import Run
+from ..profile.steps import PROFILE
 
 FIXED = ("model", "data", "run.seed")
 """Keys that must not change between two starts of a run. Everything else (mesh, rules, steps, batch, ...) may."""

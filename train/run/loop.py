@@ -24,30 +24,31 @@ from typing import Any
 import jax
 
 from jgt.document import collect
-from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
-from train.checkpoint.disk import DiskError
-from train.checkpoint.steps import FOLDER
-from train.command_line import Exit
-from train.config import Run
-from train.data.batches import Data, open_data
-from train.data.mapped import DataChangedError
-from train.processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process, true_on_all_processes
-from train.processes.watch import Watch
-from train.profile.profiler import Profiler
-from train.profile.steps import StepRange
-from train.records.clock import InFlight, steps_ahead
-from train.records.console import Screen
-from train.records.progress import Progress, StepResult
-from train.records.records import Records
-from train.run.faults import Faults
-from train.run.folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
-from train.run.sample import sample_text, terminal_text
-from train.run.start import Feed, Position, Start
-from train.sections import Fault
-from train.setup import Setup, prepare
-from train.sink import describe_lost, say
-from train.step.step import State
-from train.xla import open_devices
+
+from ..checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from ..checkpoint.disk import DiskError
+from ..checkpoint.steps import FOLDER
+from ..command_line import Exit
+from ..config import Run
+from ..data.batches import Data, open_data
+from ..data.mapped import DataChangedError
+from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process, true_on_all_processes
+from ..processes.watch import Watch
+from ..profile.profiler import Profiler
+from ..profile.steps import StepRange
+from ..records.clock import InFlight, steps_ahead
+from ..records.console import Screen
+from ..records.progress import Progress, StepResult
+from ..records.records import Records
+from ..sections import Fault
+from ..setup import Setup, prepare
+from ..sink import describe_lost, say
+from ..step.step import State
+from ..xla import open_devices
+from .faults import Faults
+from .folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
+from .sample import sample_text, terminal_text
+from .start import Feed, Position, Start
 
 _LAST_SAVE_SECONDS = 10
 """How long a failing process waits for a save that needs the other processes, which may be gone."""

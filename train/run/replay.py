@@ -27,17 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.document import InputError
-from train.checkpoint.saved import find_checkpoint
-from train.checkpoint.signature import read_key
-from train.config import Run
-from train.records.console import Screen
-from train.records.records import read_metrics
-from train.run.folder import Resume
-from train.run.loop import open_run
-from train.run.start import Feed, Start, restore_state
-from train.setup import Setup
-from train.sink import say
-from train.step.step import State
+
+from ..checkpoint.saved import find_checkpoint
+from ..checkpoint.signature import read_key
+from ..config import Run
+from ..records.console import Screen
+from ..records.records import read_metrics
+from ..setup import Setup
+from ..sink import say
+from ..step.step import State
+from .folder import Resume
+from .loop import open_run
+from .start import Feed, Start, restore_state
 
 _WORST = 5
 _OUTLIER = 6.0

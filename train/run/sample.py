@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgt
-from train.data.batches import Data
-from train.setup import Setup
-from train.step.step import State
+
+from ..data.batches import Data
+from ..setup import Setup
+from ..step.step import State
 
 
 def sample_text(setup: Setup, state: State, data: Data) -> str:

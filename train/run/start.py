@@ -25,15 +25,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints
-from train.checkpoint.restore import restore, restore_params
-from train.checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
-from train.checkpoint.signature import read_key
-from train.data.batches import Data
-from train.run.folder import Resume, check_origin
-from train.setup import Setup
-from train.sink import say
-from train.step.step import State, no_losses
+
+from ..checkpoint.checkpoint import Checkpoints
+from ..checkpoint.restore import restore, restore_params
+from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
+from ..checkpoint.signature import read_key
+from ..data.batches import Data
+from ..setup import Setup
+from ..sink import say
+from ..step.step import State, no_losses
+from .folder import Resume, check_origin
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""

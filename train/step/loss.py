@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from jgt import signal
 from jgt.program import scopes
-from train.models.decoder import scores
+
+from ..models.decoder import scores
 
 Arrays = dict[str, jax.Array]
 """A batch on the devices: inputs, targets and weights, [b, s] each."""

@@ -17,9 +17,10 @@ import numpy as np
 import optax
 
 from jgt.sharding.placement import path_text
-from train.models.decoder import Role
-from train.sections import OptimizerConfig
-from train.step.muon import MapMatrices, scale_by_muon
+
+from ..models.decoder import Role
+from ..sections import OptimizerConfig
+from .muon import MapMatrices, scale_by_muon
 
 _BLOCK = 4096
 """Updates whose rates the host computes at once."""

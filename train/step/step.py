@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jgt import signal
-from train.sections import SpikesConfig
-from train.step.loss import Arrays, Loss
-from train.step.update import Update, update_all
+
+from ..sections import SpikesConfig
+from .loss import Arrays, Loss
+from .update import Update, update_all
 
 
 class State(NamedTuple):
