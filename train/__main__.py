@@ -23,9 +23,11 @@ from jgt import document
 from jgt.document import InputError
 
 from .checkpoint.signature import read_key
+from .code.files import read_code
 from .command_line import (
     EndError,
     Exit,
+    add_code,
     cluster_problems,
     exit_code,
     find_cluster,
@@ -113,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="exit code if a signal stops the run before its last step (0)",
     )
+    add_code(parser)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; needs --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
@@ -172,6 +175,7 @@ def _load(arguments: argparse.Namespace) -> Run:
     return load(
         arguments.config,
         arguments.overrides,
+        code=read_code(arguments.code),
         num_processes=1 if cluster is None else cluster.num_processes,
         problems=(*flag_problems(*flags), *cluster_problems(cluster), *read_token(arguments.token_file)[1]),
     )

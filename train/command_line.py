@@ -52,6 +52,13 @@ _MAX_TOKEN = 4_096
 _JOIN_SECONDS, _LOCAL_JOIN_SECONDS = 300.0, 30.0
 
 
+def add_code(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--code`."""
+    parser.add_argument(
+        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder whose code the run's file may name; repeatable"
+    )
+
+
 def natural_number(text: str) -> int:
     """A whole number of at least 0, as an argparse type. Raises ArgumentTypeError."""
     return _number(text, 0, _MAX_NUMBER)

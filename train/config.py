@@ -27,19 +27,15 @@ from jgt.rules import Rules, expand, match_input, misfits, rules_from_node
 from jgt.rules.spec import SpecRule, misfit_problem
 from jgt.schedule.find import find_table
 
-from .data.config import DataConfig, path_problems
-from .models.config import ModelConfig
-from .sections import (
-    CheckpointConfig,
-    DebugConfig,
-    DevicesConfig,
-    OptimizerConfig,
-    RunConfig,
-    SampleConfig,
-    TrainConfig,
-    WatchdogConfig,
-    XlaConfig,
-)
+from .code.files import Code
+from .code.names import is_name, name_problem
+from .data.config import DataConfig, OwnData, path_problems
+from .models.config import ModelConfig, OwnModel
+from .sections import CheckpointConfig, DebugConfig, DevicesConfig, RunConfig, SampleConfig, TrainConfig, WatchdogConfig, XlaConfig
+from .step.config import OptimizerConfig, OwnOptimizer
+
+OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
+"""The keys that may name code of the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +43,14 @@ class Config:
     """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig | OwnModel = field(default_factory=ModelConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     xla: XlaConfig = field(default_factory=XlaConfig)
     mesh: Node | None = None
     rules: Node | None = None
     pipeline: Pipeline | None = None
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig | OwnData = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
@@ -68,7 +64,7 @@ class Run:
     """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
 
     mesh: axis names and sizes, outermost first, where one size may be -1. root: the run's document; rules_root: the document of the
-    rules, which may be another file.
+    rules, which may be another file. code: the user's own code that the config may name.
     """
 
     config: Config
@@ -78,6 +74,13 @@ class Run:
     budget: tuple[Limit, ...]
     root: Node
     rules_root: Node | None
+    code: Code = field(default_factory=Code)
+
+    def own(self, key: str) -> str | None:
+        """The name of the user's own object that a key of `OWN` names; None if the trainer's own is meant."""
+        section, _, name = key.partition(".")
+        value = getattr(getattr(self.config, section), name)
+        return value if is_name(value) else None
 
     @property
     def batch_rule(self) -> SpecRule | None:
@@ -98,11 +101,18 @@ class Run:
         """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
         # These four are not sections: they are read by other rooms, and their resolved values are on the Run.
         separate = ("mesh", "rules", "pipeline", "budget")
-        sections = {k: _lists(asdict(getattr(self.config, k))) for k in Config.__dataclass_fields__ if k not in separate}
+        sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
         budget = None if self.config.budget is None else self.config.budget.plain()
         return {**sections, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
+
+
+def _section(section: Any) -> Any:
+    """A section as the file has it: keys that the section only passes on are keys like all others."""
+    values = _lists(asdict(section))
+    arguments = values.pop(section.REST) if hasattr(section, "REST") else {}
+    return {**values, **arguments}
 
 
 def _lists(value: Any) -> Any:
@@ -112,12 +122,20 @@ def _lists(value: Any) -> Any:
     return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int | None = 1, problems: Sequence[str] = ()) -> Run:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    code: Code | None = None,
+    num_processes: int | None = 1,
+    problems: Sequence[str] = (),
+) -> Run:
     """Reads and checks a run's file with `key.sub=value` overrides. Raises InputError with every problem.
 
-    num_processes: the number of processes that share the mesh; None if a cluster decides it later. problems: messages of earlier checks,
-    which are reported together with the messages about the file. A valid file may still have a batch that the mesh does not
-    divide: `batch_problems` checks that, so that it is reported together with the parameters that the mesh does not divide.
+    code: the user's own code that the file may name. num_processes: the number of processes that share the mesh; None if a cluster decides
+    it later. problems: messages of earlier checks, which are reported together with the messages about the file. A valid file may still
+    have a batch that the mesh does not divide: `batch_problems` checks that, so that it is reported together with the parameters that the
+    mesh does not divide.
     """
     found = list(problems)
     root = Node({}, str(path))
@@ -130,7 +148,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, num_processes: int 
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(found)
-    return _check(root, Path(path).parent, found, num_processes)
+    return _check(root, Path(path).parent, found, num_processes, code or Code())
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -155,7 +173,7 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
         yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what, label='inputs')}"
 
 
-def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None) -> Run:
+def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code) -> Run:
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
     config = bound or _readable_sections(root)
@@ -180,13 +198,33 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     # The mesh is a placeholder if there is none: rules without a mesh are an error, and a run without rules is on one device.
-    run = Run(config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root)
+    run = Run(
+        config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code
+    )
+    problems += _own_problems(run)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
         # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
+
+
+def _own_problems(run: Run) -> Iterator[str]:
+    """Names of the user's own code that cannot be resolved, and sections that need each other."""
+    for key in OWN:
+        if (name := run.own(key)) and (problem := name_problem(name, key, run.code)):
+            yield run.root.find(key).problem(problem)
+    config, loss = run.config, run.config.train.loss
+    if loss is not None and run.own("train.loss") is None:
+        yield run.root.find("train.loss").problem(f"{document.shown(loss)} is not MODULE:NAME, such as my_models:loss")
+    if run.own("data.source") and loss is None:
+        yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
+    for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
+        if loss is not None and other:
+            yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
+    if isinstance(config.model, OwnModel) and config.train.remat != "none":
+        yield run.root.find("train.remat").problem("is for the trainer's own models. Use jax.checkpoint in your model, and remove the key")
 
 
 def _readable_sections(root: Node) -> Config:

@@ -35,8 +35,6 @@ Fraction = Annotated[float, Bound(low=0, high=1)]
 MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
 """Bytes of a run directory's name and path. Systems allow 255 and 4096; the difference is for the files below the directory."""
-MAX_BF16_DECAY = 0.99
-"""The slowest decay of a moment that is stored in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,56 +117,6 @@ class XlaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982), with warm-up and a learning rate schedule.
-
-    name: muon updates the matrices of the layers with Muon, and all other parameters with AdamW.
-    lr: the highest learning rate.
-    schedule: after the warm-up. cosine falls to final_lr * lr by the end of the run; wsd is constant, then falls to it linearly
-    (arXiv 2404.06395); constant stays at lr.
-    warmup: steps in which the learning rate rises linearly.
-    decay: for wsd, the share of all steps in which the learning rate falls.
-    final_lr: the learning rate at the end of the run, as a share of lr.
-    b1, b2, eps: AdamW's.
-    weight_decay: decoupled weight decay. Norms and biases have none.
-    clip: the largest global norm of the gradient. null: no clipping.
-    momentum: Muon's.
-    moments: the type in which moments are stored between updates.
-    offload: host stores moments in the host's memory between updates, none on the device.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: Positive = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup: Natural = 0
-    decay: Fraction = 0.2
-    final_lr: Fraction = 0.1
-    b1: Fraction = 0.9
-    b2: Fraction = 0.95
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
-    clip: Positive | None = 1.0
-    momentum: Fraction = 0.95
-    moments: Literal["f32", "bf16"] = "f32"
-    offload: Literal["none", "host"] = "none"
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Moments in bf16, which has 8 bits of precision, cannot follow changes of less than half a unit in the last place."""
-        # AdamW ignores `momentum`, whose default must then not be judged.
-        slow = ("momentum", "b1", "b2") if self.name == "muon" else ("b1", "b2")
-        for key in slow if self.moments == "bf16" else ():
-            value = getattr(self, key)
-            if value > MAX_BF16_DECAY:
-                yield (
-                    key,
-                    (
-                        f"{value:g} changes a moment by {1 - value:.2g} of itself in a step, but rounding to bf16 takes away up to 0.004. "
-                        f"Use at most {MAX_BF16_DECAY:g}, or optimizer.moments=f32"
-                    ),
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SpikesConfig:
     """`train.skip_spikes`: updates whose loss is far above the recent losses are skipped.
 
@@ -187,6 +135,7 @@ class TrainConfig:
     steps: updates of the whole run, including the ones before a resume.
     batch: sequences in an update, over all devices.
     accumulate: the number of equal parts of the batch, which run one after another to save memory.
+    loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
     remat: what the backward pass computes again instead of reading it from memory. attention: attention's scores; block: each
     layer, from its input; a list: each layer except the tensors of these names.
     loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
@@ -203,6 +152,7 @@ class TrainConfig:
     steps: Count = 100
     batch: BatchSize = 32
     accumulate: BatchSize = 1
+    loss: str | None = None
     remat: Literal["none", "attention", "block"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
     log_every: Count = 1

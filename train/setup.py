@@ -9,15 +9,16 @@ The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepa
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
@@ -26,13 +27,22 @@ from jgt.pipeline.layout import axes_inside
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
 
+from .code.names import load_object
 from .config import Run, batch_problems
+from .data.config import OwnData
+from .data.own import open_own
 from .models.attention import AttentionChoice, choose_attention
-from .models.decoder import Model, build
+from .models.config import ModelConfig, OwnModel
+from .models.decoder import build
 from .models.linear import compute_type
+from .models.model import Model
+from .models.own import own_model
 from .sections import SpikesConfig
-from .step.loss import Arrays, Loss, make_loss, num_chunks
-from .step.optimizer import build_optimizer
+from .step.config import OwnOptimizer
+from .step.loss import loss_of_logits, make_loss, num_chunks
+from .step.objective import Objective, ShardedLoss, own_objective, token_objective
+from .step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
+from .step.schedule import Settings, settings_of_step
 from .step.step import State, make_eval_step, make_train_step, no_losses
 from .step.update import update_all, update_in_turn
 
@@ -44,20 +54,26 @@ _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 class Setup:
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
-    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once.
+    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
+    one row of a batch, by name.
     """
 
     run: Run
     mesh: Mesh | AbstractMesh
     model: Model
-    attention: AttentionChoice
+    attention: AttentionChoice | None
     loss_chunks: int
-    optimizer: optax.GradientTransformation
-    loss: Loss
+    make_optimizer: MakeOptimizer
+    objective: Objective
     make_state: Callable[[Any], State]
     placement: Placement
     shapes: State
-    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    element: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch."""
+        return rows_of(self.element, self.run.config.train.batch)
 
     @property
     def shardings(self) -> State:
@@ -67,7 +83,8 @@ class Setup:
         memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
         moments = place.optimizer(self.shapes.opt_state, memory)
         # The window of losses is a few numbers, which every device keeps.
-        return State(whole, place.params, moments, jax.tree.map(lambda _: whole, self.shapes.losses))
+        losses, variables = (jax.tree.map(lambda _: whole, tree) for tree in (self.shapes.losses, self.shapes.variables))
+        return State(whole, place.params, moments, losses, variables)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -84,19 +101,23 @@ class Setup:
         # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
         return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
+    def settings(self, step: int) -> np.ndarray:
+        """The settings of a step, f32[3]: the third argument of the compiled step."""
+        return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
+
     def train_step(self) -> Any:
-        """The step under jax.jit: (state, batch) → (state, metrics). The state's buffers are donated."""
+        """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
 
         def pin(gradients: Any) -> Any:
             return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
 
         config, optimizer = self.run.config.train, self.run.config.optimizer
         step = make_train_step(
-            self.loss,
-            self.optimizer,
+            self.objective,
+            self.make_optimizer,
             accumulate=config.accumulate,
             pin_gradients=pin,
-            clip=optimizer.clip,
+            clips=optimizer.clip is not None,
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
         )
@@ -104,70 +125,131 @@ class Setup:
         whole = self.placement.replicated()
         return jax.jit(
             step,
-            in_shardings=(shardings, self.batch_shardings),
+            in_shardings=(shardings, self.batch_shardings, whole),
             # The new state has the layout of the old one, the only one that the compiled step takes.
-            out_shardings=(shardings, {"loss": whole, "grad_norm": whole, "applied": whole}),
+            out_shardings=(shardings, whole),
             # The new state takes the memory of the old one.
             donate_argnums=0,
         )
 
     def compile_train_step(self) -> Any:
         """The compiled step."""
-        return self.train_step().lower(self.shapes, self.batch_shapes).compile()
+        return self.train_step().lower(*self.step_shapes).compile()
 
-    def compile_eval_step(self) -> Any:
-        """The compiled evaluation: (parameters, batch) → (Σ weights · nats, Σ weights)."""
-        whole = self.placement.replicated()
+    @property
+    def step_shapes(self) -> tuple[Any, ...]:
+        """The arguments of the step, as shapes."""
+        return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
+
+    def compile_eval_step(self, batch: int) -> Any:
+        """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
+        shardings, whole = self.shardings, self.placement.replicated()
         jitted = jax.jit(
-            make_eval_step(self.loss), in_shardings=(self.placement.params, self.batch_shardings), out_shardings=(whole, whole)
+            make_eval_step(self.objective), in_shardings=(shardings.params, shardings.variables, self.batch_shardings), out_shardings=whole
         )
-        return jitted.lower(self.shapes.params, self.batch_shapes).compile()
+        return jitted.lower(self.shapes.params, self.shapes.variables, rows_of(self.element, batch)).compile()
 
 
-def prepare(run: Run, *, num_devices: int | None = None, like: Any = None, devices: Sequence[Any] | None = None) -> Setup:
+def prepare(
+    run: Run,
+    *,
+    num_devices: int | None = None,
+    like: Any = None,
+    devices: Sequence[Any] | None = None,
+    element: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+) -> Setup:
     """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
 
     like: a device such as those will be, which may be only described. devices: those of the mesh; all that JAX finds if there are none.
+    element: the arrays of one row of data of the user's own; without it the data is opened.
 
     Raises InputError with every misfit of rules, mesh and shapes.
     """
     config = run.config
+    element = element or _element(run)
     mesh, rules = _mesh_and_rules(run, num_devices, devices)
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
-    attention = _attention(run, mesh.devices.flat[0] if isinstance(mesh, Mesh) else like, shares_stage=_shares_stage(run, mesh))
-    model = build(config.model, config.train.remat, attention.kernel)
-    chunks = _loss_chunks(run, mesh)
-    # In a pipeline a device meets its own rows alone.
-    plain = make_loss(model.features, chunks=chunks, groups=_num_shards(run, mesh)[0] if run.pipeline is None else 1)
-    # The step, the evaluation and the placement share one trace of the loss.
-    loss = jgt.shard(plain, rules, mesh, pipeline=run.pipeline)
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
-    part = batch_shapes(config.train.batch // config.train.accumulate, config.model.seq)
+    part = rows_of(element, config.train.batch // config.train.accumulate)
+    attention: AttentionChoice | None = None
+    if isinstance(config.model, OwnModel):
+        model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
+    else:
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
+        attention = _attention(run, config.model, device, shares_stage=_shares_stage(run, mesh))
+        model = build(config.model, config.train.remat, attention.kernel)
+    chunks = _loss_chunks(run, mesh)
+    objective = _objective(run, model, chunks, rules, mesh)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
-    params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-    placement = jgt.place(loss, rules, mesh, params, part, pipeline=run.pipeline, problems=tuple(batch_problems(run, mesh.shape)))
+    params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    problems = tuple(batch_problems(run, mesh.shape))
+    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, problems=problems)
     _check_remat(run, placement.tensors)
-    optimizer = build_optimizer(
-        config.optimizer, config.train.steps, model.roles, dtype=compute_type(config.model), map_matrices=placement.map_matrices
-    )
-    make_state = _state_maker(init, optimizer, config.train.skip_spikes)
+    make_optimizer = _optimizer(run, model, placement)
+    make_state = _state_maker(init, make_optimizer, config.train.skip_spikes)
     return Setup(
         run=run,
         mesh=mesh,
         model=model,
         attention=attention,
         loss_chunks=chunks,
-        optimizer=optimizer,
-        loss=loss,
+        make_optimizer=make_optimizer,
+        objective=objective,
         make_state=make_state,
         placement=placement,
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
-        batch_shapes=batch_shapes(config.train.batch, config.model.seq),
+        element=element,
     )
+
+
+def _element(run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """The arrays of one row of a batch."""
+    if isinstance(run.config.data, OwnData):
+        return open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab).element
+    seq = (run.config.model.seq,)
+    kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct(seq, kind) for name, kind in kinds.items()}
+
+
+def _own_loss(run: Run) -> Callable[..., Any] | None:
+    name = run.own("train.loss")
+    return None if name is None else load_object(name, "train.loss", run.code, run.where("train.loss"))
+
+
+def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[..., Any] | None, module: Any) -> Any:
+    """The loss of a batch of zeros, or the model's result without a loss of the user's own."""
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
+    return module(zeros["inputs"]) if loss is None else loss(module, zeros)
+
+
+def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
+    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it."""
+    own = _own_loss(run)
+    # In a pipeline a device meets its own rows alone.
+    groups = _num_shards(run, mesh)[0] if run.pipeline is None else 1
+    tokens = make_loss(lambda module, x: module.features(x), chunks=chunks, groups=groups) if model.has_features else loss_of_logits
+
+    def sharded(is_training: bool) -> ShardedLoss:
+        if own is None:
+            plain = token_objective(model, tokens, is_training=is_training)
+        else:
+            plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
+        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline)
+
+    loss = sharded(True)
+    is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
+    return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None)
+
+
+def _optimizer(run: Run, model: Model, placement: Placement) -> MakeOptimizer:
+    config = run.config.optimizer
+    if isinstance(config, OwnOptimizer):
+        return own_optimizer(config, run.code, run.where)
+    return build_optimizer(config, model.roles(placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
 
 
 def _shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
@@ -175,14 +257,14 @@ def _shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
     return run.pipeline is not None and bool(axes_inside(dict(mesh.shape), run.pipeline.axis, run.batch_dims[0]))
 
 
-def _attention(run: Run, device: Any, *, shares_stage: bool) -> AttentionChoice:
+def _attention(run: Run, config: ModelConfig, device: Any, *, shares_stage: bool) -> AttentionChoice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
-    choice = choose_attention(run.config.model, device, shares_stage=shares_stage)
-    if run.config.model.attention not in ("auto", choice.kernel.name):
+    choice = choose_attention(config, device, shares_stage=shares_stage)
+    if config.attention not in ("auto", choice.kernel.name):
         where = run.where("model.attention")
         raise InputError(
             [
-                f"{where}: model.attention: {run.config.model.attention} is not available here: {choice.why}. "
+                f"{where}: model.attention: {config.attention} is not available here: {choice.why}. "
                 "Use auto, which takes it where it is available, or xla"
             ]
         )
@@ -214,18 +296,17 @@ def _check_remat(run: Run, tensors: Sequence[str]) -> None:
         raise InputError([f"{where}: train.remat: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
-def batch_shapes(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch, [batch, seq] each."""
-    kinds: Arrays | dict[str, Any] = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct((batch, seq), kind) for name, kind in kinds.items()}
+def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch of rows, [rows, ...] each."""
+    return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
-def _state_maker(
-    init: Callable[[jax.Array], Any], optimizer: optax.GradientTransformation, spikes: SpikesConfig | None
-) -> Callable[[Any], State]:
+def _state_maker(init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, spikes: SpikesConfig | None) -> Callable[[Any], State]:
     def make_state(seed: jax.Array) -> State:
-        params = init(jax.random.key(seed))
-        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), no_losses(spikes))
+        params, variables = init(jax.random.key(seed))
+        # The state does not depend on the settings.
+        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
+        return State(jnp.zeros((), jnp.int32), params, opt_state, no_losses(spikes), variables)
 
     return make_state
 

@@ -49,22 +49,18 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
 
     Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions,
     `Annotated[number, Bound]`, and Node for a part that its owner reads. A class may have a method `problems()` that yields
-    (field, message) for what only several fields together show to be wrong.
+    (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may name another class to
+    fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
     """
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping of keys to values, not {describe(node.value)}"))
         return None
-    # include_extras keeps Annotated, and with it the bounds.
-    hints = typing.get_type_hints(cls, include_extras=True)
+    if choose := getattr(cls, "variant", None):
+        cls = choose(node)
+    num_before = len(problems)
     # Fields without init are set by their owner; they are not keys of a file.
     fields = {f.name: f for f in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if f.init}
-    num_before = len(problems)
-    values: dict[str, object] = {}
-    for name, child in node.value.items():
-        if name not in fields:
-            problems.append(child.problem(f"unknown key. {nearest(name, fields)}"))
-        else:
-            values[name] = _bind_value(child, hints[name], problems)
+    values = _values(node.value, cls, list(fields), problems)
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(node.problem(f"the key {name!r} is missing"))
@@ -76,6 +72,20 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
         # The field may have its default: its key is named all the same, with the line of the section.
         problems.append(Node(None, node.find(name).where, dotted_key(node.key, name)).problem(message))
     return bound
+
+
+def _values(children: Mapping[str, Node], cls: type, fields: list[str], problems: list[str]) -> dict[str, object]:
+    """The value of each field that the mapping has a key for."""
+    rest: str | None = getattr(cls, "REST", None)
+    # include_extras keeps Annotated, and with it the bounds.
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values: dict[str, object] = {} if rest is None else {rest: {k: v.plain() for k, v in children.items() if k == rest or k not in fields}}
+    for name, child in children.items():
+        if name in fields and name != rest:
+            values[name] = _bind_value(child, hints[name], problems)
+        elif rest is None:
+            problems.append(child.problem(f"unknown key. {nearest(name, fields)}"))
+    return values
 
 
 def _bind_value(node: Node, hint: object, problems: list[str]) -> object:
@@ -117,6 +127,10 @@ def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) 
 def _bind_union(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
     if node.value is None and type(None) in arguments:
         return None
+    for option in arguments:
+        # It knows from the node which class is meant.
+        if hasattr(option, "variant"):
+            return _bind_value(node, option, problems)
     trials: list[tuple[object, list[str]]] = []
     for option in arguments:
         if option is not type(None):

@@ -132,7 +132,10 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
 
         state = match_optimizer(rules, name, use.signals, fits)
         state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
-        places.append(ParameterPlace(path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims))
+        place = ParameterPlace(
+            path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims, sliced=use.sliced
+        )
+        places.append(place)
         matches += [match, state]
         # The problems of the match itself are collected with those of all matches.
         problems += own[len(match.problems) :]

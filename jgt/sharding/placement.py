@@ -44,7 +44,8 @@ class Shaped(Protocol):
 class ParameterPlace:
     """One parameter: its path and shape, the signals that use it, and the axes of its dims and of its optimizer state's dims.
 
-    Both may differ only in which axes shard a dim; the optimizer state has the parameter's shape.
+    Both may differ only in which axes shard a dim; the optimizer state has the parameter's shape. sliced: the dims that are sliced off
+    before every use, such as the one that counts layers.
     """
 
     path: str
@@ -53,6 +54,7 @@ class ParameterPlace:
     signals: tuple[str, ...]
     dims: Dims
     optimizer_dims: Dims
+    sliced: frozenset[int] = frozenset()
 
     @property
     def spec(self) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from jgt.document import InputError
 
-from ..command_line import whole_number
+from ..code.files import read_code
+from ..command_line import add_code, whole_number
 from ..config import load
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
-        run = load(arguments.config, [*arguments.overrides, *devices])
+        run = load(arguments.config, [*arguments.overrides, *devices], code=read_code(arguments.code))
         from .report import check_placement, print_check, to_json
 
         setup = check_placement(run)
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file, such as mesh.tensor=4")
+    add_code(parser)
     parser.add_argument("--devices", type=whole_number, metavar="N", help="the number of devices to check for")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -37,6 +37,7 @@ def dry_run(run: Run) -> None:
     rows = [
         ["parameters", size_text(_bytes_per_device(setup.shapes.params, state.params))],
         ["optimizer state", size_text(_bytes_per_device(setup.shapes.opt_state, state.opt_state))],
+        *([["variables", size_text(_bytes_per_device(setup.shapes.variables, state.variables))]] if setup.shapes.variables else []),
         ["batch", size_text(_bytes_per_device(setup.batch_shapes, setup.batch_shardings))],
         # XLA's own figure: what it allocates beyond arguments and results.
         ["temporary (activations, gradients)", size_text(memory.temp_size_in_bytes)],

@@ -13,25 +13,30 @@ index to a part by weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from jgt.document import InputError
 
-from .config import DataConfig, path_problems
+from .config import DataConfig, OwnData, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
+from .own import OwnSource
 from .sources import Splits, open_splits
 from .stream import Stream, Windows, num_windows
 from .tokenizer import Tokenizer, open_tokenizer
 
 Batch = dict[str, np.ndarray]
-"""{"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]. Weight 0 marks a row of padding."""
+"""Arrays [rows, ...] by name. Of tokens {"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]; weight 0 is padding."""
+Stack = Callable[[Sequence[Any]], Batch]
+"""The batch of some samples; None stands for a row of padding."""
 
 # Threads, not processes: a row is a copy out of mapped memory and costs little Python.
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
@@ -46,10 +51,14 @@ class Data:
     `fingerprint` identifies the data, so that a resumed run can check that it sees the same. It does not change if the files move.
     """
 
-    seq: int
-    tokenizer: Tokenizer
     fingerprint: dict[str, str | int]
-    _mapped: tuple[MappedFile, ...]
+    tokenizer: Tokenizer | None = None
+    element: Mapping[str, jax.ShapeDtypeStruct] | None = None
+    """Of data of the user's own: the arrays of one row."""
+    pads: bool = True
+    """Whether a row of padding has no weight, so that the last batch of an evaluation may have some."""
+    _stack: Stack
+    _mapped: tuple[MappedFile, ...] = ()
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
     _held_out: grain.MapDataset | None
@@ -57,24 +66,27 @@ class Data:
     def train_batches(self, start_sample: int, batch: int, rows: Sequence[int], num_batches: int | None = None) -> Iterator[Batch]:
         """The given rows of global batches 0, 1, ... of a run that starts at sample `start_sample`. Endless without `num_batches`.
 
-        batch: rows of a global batch; rows: which of them to read, each from 0 to batch - 1. The arrays are [len(rows), seq].
+        batch: rows of a global batch; rows: which of them to read, each from 0 to batch - 1.
         """
         _check_rows(batch, rows)
         if num_batches is None:
             num_batches = (_MAX_SAMPLES - start_sample) // batch
-        make = partial(_rows_of_batch, self._train, self.seq, start_sample, batch, tuple(rows))
+        make = partial(_rows_of_batch, self._train, self._stack, start_sample, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
     def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """The given rows of the held-out windows, once and in order. Rows past the last window are zeros with weight 0."""
+        """The given rows of the held-out samples, once and in order.
+
+        The last batch is completed by rows of padding, or left out if the data has none.
+        """
         _check_rows(batch, rows)
         if self._held_out is None:
             return iter(())
-        # Rounded up: every held-out window is evaluated, the last batch is padded.
-        num_batches = -(-len(self._held_out) // batch)
+        # Rounded up where the last batch is padded.
+        num_batches = -(-len(self._held_out) // batch) if self.pads else len(self._held_out) // batch
         if max_batches is not None:
             num_batches = min(num_batches, max_batches)
-        make = partial(_rows_of_batch, self._held_out, self.seq, 0, batch, tuple(rows))
+        make = partial(_rows_of_batch, self._held_out, self._stack, 0, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
     def check(self) -> None:
@@ -92,21 +104,16 @@ class Data:
 
     @property
     def eval_sequences(self) -> int:
-        """The number of held-out windows."""
+        """The number of held-out samples."""
         return 0 if self._held_out is None else len(self._held_out)
 
-    @property
-    def vocab_size(self) -> int:
-        """The largest id of the tokenizer plus one; 256 for bytes."""
-        return self.tokenizer.vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-        return self.tokenizer.decode(ids)
+    def eval_batch(self, batch: int, multiple: int) -> int:
+        """The rows of a batch of an evaluation: `batch`, or without padding a smaller multiple that leaves out the fewest samples."""
+        if self.pads or self._held_out is None:
+            return batch
+        fits = range(multiple, min(batch, max(len(self._held_out), multiple)) + 1, multiple)
+        # Of equal ones the largest.
+        return min(reversed(fits), key=lambda size: len(self._held_out or ()) % size)
 
 
 def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir: Path) -> Data:
@@ -122,12 +129,24 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
     _raise_if_any(list(_size_problems(config, splits, seq)))
     held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq, vocab=vocab)) for s in splits if s.held_out is not None]
     return Data(
-        seq=seq,
         tokenizer=tokenizer,
         fingerprint=_fingerprint(config, splits),
+        _stack=partial(_stack_tokens, seq),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
         _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,
+    )
+
+
+def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
+    """Data of the user's own, in an order that depends on the seed. Raises InputError if it has no samples."""
+    return Data(
+        fingerprint=source.fingerprint,
+        element=source.element,
+        pads=False,
+        _stack=source.stack,
+        _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
+        _held_out=source.held_out,
     )
 
 
@@ -156,23 +175,31 @@ def _train_samples(config: DataConfig, splits: list[Splits], seq: int, vocab: in
     parts = []
     for index, split in enumerate(splits):
         windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq, vocab=vocab))
-        if config.shuffle:
-            # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
-            windows = windows.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))
         # Endless, so that a small part of a mixture is repeated rather than used up.
-        parts.append(windows.repeat())
+        parts.append(_endless(windows, seed, index, shuffles=config.shuffle))
     return grain.MapDataset.mix(parts, weights=[part.weight for part in config.parts()])
 
 
-def _rows_of_batch(samples: grain.MapDataset, seq: int, start: int, batch: int, rows: Sequence[int], index: int) -> Batch:
+def _endless(samples: grain.MapDataset, seed: int, index: int, *, shuffles: bool) -> grain.MapDataset:
+    if shuffles:
+        # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
+        samples = samples.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))
+    return samples.repeat()
+
+
+def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: int, rows: Sequence[int], index: int) -> Batch:
     """The rows of global batch `index`; sample `start` is the first row of batch 0."""
-    tokens = np.zeros((len(rows), seq + 1), np.int32)
-    weights = np.zeros((len(rows), seq), np.float32)
-    for position, row in enumerate(rows):
-        sample = start + index * batch + row
-        # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
-        if sample < len(samples):
-            tokens[position], weights[position] = np.asarray(samples[sample]), 1.0
+    positions = [start + index * batch + row for row in rows]
+    # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
+    return stack([samples[position] if position < len(samples) else None for position in positions])
+
+
+def _stack_tokens(seq: int, samples: Sequence[Any]) -> Batch:
+    tokens = np.zeros((len(samples), seq + 1), np.int32)
+    weights = np.zeros((len(samples), seq), np.float32)
+    for row, sample in enumerate(samples):
+        if sample is not None:
+            tokens[row], weights[row] = np.asarray(sample), 1.0
     # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
     return {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
 

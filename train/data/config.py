@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, InputError, is_file, is_folder, kind_problem
+from jgt.document import Bound, InputError, Node, is_file, is_folder, kind_problem
 
+from ..code.names import is_name
 from . import files
 
 Problem = tuple[str, str]
@@ -93,6 +94,11 @@ class DataConfig(_SourceKeys):
     shuffle: bool = True
     mixture: tuple[MixturePart, ...] = ()
 
+    @staticmethod
+    def variant(node: Node) -> type:
+        """The class of the section, by its `source`."""
+        return OwnData if is_name(node.find("source").value) else DataConfig
+
     def parts(self) -> tuple[MixturePart, ...]:
         """The parts of the mixture; a single source is a mixture of one."""
         if self.source == "mixture":
@@ -127,8 +133,24 @@ class DataConfig(_SourceKeys):
             yield "mixture", f"the weights {max(weights)} and {min(weights)} differ by more than a factor of {_MAX_WEIGHT_RATIO:.0e}"
 
 
-def path_problems(config: DataConfig) -> Iterator[Problem]:
+@dataclass(frozen=True, kw_only=True)
+class OwnData:
+    """Data of the user's own: a function that returns samples, which are dicts of arrays. See `train.data.own`.
+
+    source: MODULE:NAME of the function. shuffle: whether training reads the samples in a random order, another one in each epoch.
+    arguments: all further keys, which are passed to it.
+    """
+
+    REST: ClassVar[str] = "arguments"
+    source: str
+    shuffle: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
     """What is wrong with the files that the config names. Looks at names, kinds and permissions, and opens no file."""
+    if isinstance(config, OwnData):
+        return
     # One finder for all paths: its budget of names is for the whole config.
     finder = files.Finder()
     for index, part in enumerate(config.parts()):

@@ -9,12 +9,13 @@ shares with other kinds (positions, a tied embedding), so that no fact is writte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound
+from jgt.document import Bound, Node
 from jgt.program.kernels import ATTENTION
 
+from ..code.names import is_name
 from ..sections import Positive
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
@@ -63,6 +64,27 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """A model of the user's own: an nnx or a linen module. `vocab`, `seq` and `dtype` are passed to it if its signature has them.
+
+    kind: MODULE:NAME of its class, or of a function that makes it. arguments: all further keys, which are passed to it.
+    """
+
+    REST: ClassVar[str] = "arguments"
+    kind: str
+    vocab: Large = 256
+    seq: Large = 128
+    dtype: Literal["f32", "bf16"] = "f32"
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    fp8: ClassVar[bool] = False
+
+    def flops_per_token(self, num_parameters: int) -> float:
+        """FLOPs of the forward and the backward pass for one token, as if every parameter were multiplied once (arXiv 2001.08361)."""
+        return 6.0 * num_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
@@ -86,6 +108,11 @@ class ModelConfig:
     attention: AttentionName = "auto"
     rope_theta: Positive = 10_000.0
     norm_eps: Positive = 1e-5
+
+    @staticmethod
+    def variant(node: Node) -> type:
+        """The class of the section, by its `kind`."""
+        return OwnModel if is_name(node.find("kind").value) else ModelConfig
 
     @property
     def facts(self) -> ModelKind:

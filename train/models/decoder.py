@@ -7,18 +7,6 @@ That scan is what a pipeline cuts into stages.
 
 Signals name the regions (`embed`, `layers`, `attn`, `mlp`, `head`) and the values in them; they do nothing until rules name them.
 
-The rest of the trainer knows nothing of Flax: `build` gives it a model as functions of plain arrays. An optimizer needs one fact more of
-each parameter, its role: should Muon orthogonalise it, and should it decay? A name cannot answer: a matrix that someone calls `weight`
-instead of `kernel` would miss Muon without a word. So the answer comes from the parameter's type, and for a plain nnx.Param, which
-Flax's own layers have, from its rank within one layer:
-
-    role      Muon updates it   it decays   declared as
-    matrix    yes               yes         nnx.Param of rank 2 or more; its last two dims are the matrix, the others stack matrices
-    table     no, AdamW         yes         Table, of any rank
-    vector    no, AdamW         no          Vector, of any rank, or nnx.Param of rank 0 or 1
-
-A kernel of nnx.Linear is thus a matrix, and its bias or a norm's scale a vector. The dim that stacked layers add is not part of the rank.
-
 b batch, s seq, d embed, v vocab.
 """
 
@@ -26,8 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +25,7 @@ from jgt import signal
 from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
 from .linear import compute_type
+from .model import Model, Table, Vector, of_nnx
 
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it."""
@@ -45,46 +33,13 @@ Remat = str | tuple[str, ...]
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
 
-Role = Literal["matrix", "table", "vector"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model without its parameters, which are nested dicts of arrays.
-
-    init(key) → parameters. apply(parameters, tokens [b, s]) → logits [b, s, vocab]. features(parameters, tokens) → [b, s, embed] and
-    [vocab, embed], the factors of the logits. roles: the role of each parameter, in a tree like theirs.
-    """
-
-    init: Callable[[jax.Array], Any]
-    apply: Callable[[Any, jax.Array], jax.Array]
-    features: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
-    roles: Any
-
 
 def build(config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA) -> Model:
     """The model of a config; allocates nothing."""
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
     kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
-    abstract = nnx.eval_shape(lambda: kind(config, remat, attention, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-
-    def init(key: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.state(kind(config, remat, attention, rngs=nnx.Rngs(key))))
-
-    def with_params(params: Any) -> Decoder:
-        # A copy of the tree, because replace_by_pure_dict writes into it.
-        filled = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(filled, params)
-        return nnx.merge(graphdef, filled)
-
-    return Model(
-        init=init,
-        apply=lambda params, tokens: with_params(params)(tokens),
-        features=lambda params, tokens: with_params(params).features(tokens),
-        roles=roles(state),
-    )
+    return of_nnx(lambda rngs: kind(config, remat, attention, rngs=rngs))
 
 
 class Decoder(nnx.Module):
@@ -144,12 +99,7 @@ class Block(nnx.Module):
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
     """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from a random key of its own."""
-    layers = nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
-    for _, variable in nnx.iter_graph(layers):
-        if isinstance(variable, nnx.Param):
-            # The leading dim counts layers. It is not part of a parameter's rank within a layer, which decides its role.
-            variable.set_metadata("is_stacked", True)
-    return layers
+    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
@@ -197,24 +147,3 @@ def scores(x: jax.Array, table: jax.Array) -> jax.Array:
     """Logits [b, s, v] in f32 of every token at every position, from features [b, s, d] and a table [v, d]."""
     # Sums of products are f32 even of bf16 factors: the loss takes their exponential, which would magnify a rounding.
     return signal.tensor(jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32), "logits")
-
-
-class Table(nnx.Param):
-    """Rows that are looked up or scored, such as an embedding [vocab, embed]."""
-
-
-class Vector(nnx.Param):
-    """What is added or multiplied element by element, whatever its rank: learned positions [seq, embed] are one vector a position."""
-
-
-def roles(state: nnx.State) -> Any:
-    """The role of each parameter of a model, as nested dicts like the parameters."""
-    return nnx.to_pure_dict(state, extract_fn=_role)
-
-
-def _role(variable: Any) -> Role:
-    if isinstance(variable, Table):
-        return "table"
-    # A norm's scale in stacked layers is [layers, embed]; in a layer it is a vector.
-    rank = len(variable.get_value().shape) - bool(variable.get_metadata().get("is_stacked"))
-    return "vector" if isinstance(variable, Vector) or rank < 2 else "matrix"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traceback_util
 
-from .config import ModelConfig
+from .config import ModelConfig, OwnModel
 
 # A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
 traceback_util.register_exclusion(__file__)
@@ -30,7 +30,7 @@ def adding_init(num_layers: int) -> nnx.Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * num_layers), "fan_in", "normal")
 
 
-def compute_type(config: ModelConfig) -> jnp.dtype:
+def compute_type(config: ModelConfig | OwnModel) -> jnp.dtype:
     """The type of activations, and of matmuls unless they run in eight bits."""
     return jnp.dtype(jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
 

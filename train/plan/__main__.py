@@ -18,7 +18,8 @@ from jgt.document import InputError, collect
 from jgt.planner.budget import overruns
 from jgt.planner.chip import Target, parse_target
 
-from ..command_line import whole_number
+from ..code.files import read_code
+from ..command_line import add_code, whole_number
 from ..config import Run, load
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
     runs: list[Run] = []
     for config, more in _runs(arguments):
         with collect(problems):
-            runs.append(load(config, [*arguments.overrides, *more, *devices]))
+            runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
     if problems:
         raise InputError(problems)
     return target, runs
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jgt plan", description="Shows what XLA will do with a run's training step, also for GPUs that you do not have."
     )
+    add_code(parser)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
     parser.add_argument(

@@ -38,7 +38,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
                 [f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"]
             )
         setup = prepare(run, devices=jax.devices()[:count])
-    return plan(setup.train_step(), setup.shapes, setup.batch_shapes, target=target, rules=run.rules)
+    return plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules)
 
 
 def _num_devices(run: Run, num_devices: int | None) -> int:

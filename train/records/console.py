@@ -45,7 +45,8 @@ class Screen:
     def setup(self, setup: Setup) -> None:
         """Prints the mesh, the attention kernel, the pipeline, and each parameter with its spec and its bytes per device."""
         self.say(describe_mesh(setup))
-        self.say(describe_kernels(setup))
+        if kernels := describe_kernels(setup):
+            self.say(kernels)
         if setup.run.pipeline is not None:
             self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         rows = [
@@ -106,7 +107,7 @@ def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:
 def describe_kernels(setup: Setup) -> str:
     """A line with the attention kernel and the reason for it, and the number of chunks of the loss."""
     chunks = "" if setup.loss_chunks == 1 else f"; loss in {setup.loss_chunks} chunks of the sequence"
-    return f"Attention: {setup.attention.text}{chunks}"
+    return f"Attention: {setup.attention.text}{chunks}" if setup.attention is not None else ""
 
 
 def describe_mesh(setup: Setup) -> str:

@@ -29,7 +29,7 @@ from ..compiled.jax_cache import finish_trial
 from ..sections import TrainConfig
 from ..setup import Setup
 from ..sink import say
-from ..step.optimizer import build_schedule, rates_on_host
+from ..step.schedule import learning_rate
 from .clock import Finished, InFlight, StepClock, Stretches, steps_ahead
 from .console import Screen
 from .records import Records
@@ -96,8 +96,6 @@ class Progress:
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, functools.partial(records.event, "step"))
         self._guard = UpdateGuard(self._config.train, records, enabled=jax.process_index() == 0)
-        # The learning rate is computed here from the step's number, so that it needs no transfer from the devices.
-        self._rate = rates_on_host(build_schedule(self._config.optimizer, self._config.train.steps))
         self._dispatched = done
 
     def dispatched(self, step: StepResult) -> None:
@@ -151,9 +149,10 @@ class Progress:
 
     def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
         """The metrics of a logged step. seconds: per step, or None if not known."""
-        loss, norm = (float(done.metrics[name]) for name in ("loss", "grad_norm"))
-        # The schedule counts updates from 0, the log counts steps from 1.
-        return {"loss": loss, "grad_norm": norm, "lr": self._rate(done.step - 1), "step_time_s": seconds, **self._speed(seconds)}
+        values = {name: float(value) for name, value in done.metrics.items() if name != "applied"}
+        # Computed here from the step's number, so that it needs no transfer from the devices.
+        rate = learning_rate(self._config.optimizer, self._config.train.steps, done.step)
+        return {**values, "lr": rate, "step_time_s": seconds, **self._speed(seconds)}
 
     def _speed(self, seconds: float | None) -> dict[str, float | None]:
         if seconds is None:

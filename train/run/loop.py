@@ -30,8 +30,10 @@ from ..checkpoint.disk import DiskError
 from ..checkpoint.steps import FOLDER
 from ..command_line import Exit
 from ..config import Run
-from ..data.batches import Data, open_data
+from ..data.batches import Data, open_data, open_own_data
+from ..data.config import OwnData
 from ..data.mapped import DataChangedError
+from ..data.own import open_own
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process, true_on_all_processes
 from ..processes.watch import Watch
 from ..profile.profiler import Profiler
@@ -128,14 +130,21 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     config = run.config
     problems: list[str] = []
     setup = data = None
+    if isinstance(config.data, OwnData):
+        # First, because its samples say which arrays the program gets.
+        with collect(problems):
+            source = open_own(config.data, run.code, run.where, seq=config.model.seq, vocab=config.model.vocab)
+            data = open_own_data(source, config.data, seed=config.run.seed)
     # The data is opened even if the program is wrong, so that all problems are reported at once.
-    with collect(problems):
-        setup = prepare(run)
-    in_data: list[str] = []
-    with collect(in_data):
-        cache = config.run.path / "data"
-        data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
-    problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+    if data is not None or not problems:
+        with collect(problems):
+            setup = prepare(run, element=None if data is None else data.element)
+    if not isinstance(config.data, OwnData):
+        in_data: list[str] = []
+        with collect(in_data):
+            cache = config.run.path / "data"
+            data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
+        problems += [f"{run.where('data')}: {problem}" for problem in in_data]
     # One process suffices for this check: if it fails, the others stop in agree_on_input too.
     if data is not None and jax.process_index() == 0:
         with collect(problems):
@@ -165,7 +174,7 @@ class Loop:
         self._watch, self._faults, self._profiler = watch, faults, profiler
         self._check_lock = _nothing if lock is None else lock.check
         self._config = setup.run.config
-        self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
+        self._feed = Feed(data, setup)
         self._eval_step: Any = None
         self._saved, self._has_failed = 0, False
         """The step of the last save that was started, and whether it has failed."""
@@ -214,7 +223,7 @@ class Loop:
                 progress.wait()
                 self._profiler.start()
             with self._profiler.around(step):
-                state, metrics = train_step(state, self._faults.inject(step, batch))
+                state, metrics = train_step(state, self._faults.inject(step, batch), self._setup.settings(step))
             # The metrics are still being computed; progress reads them when the devices have the next steps to do.
             progress.dispatched(StepResult(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
             done, samples = step, samples + config.batch
@@ -288,18 +297,18 @@ class Loop:
         self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
 
     def _evaluate(self, state: State, step: int) -> None:
-        """Logs the mean loss over the held-out split, weighted by tokens, in nats per token."""
+        """Logs the mean loss over the held-out split (of the trainer's own loss in nats per token), and the mean of the loss's metrics."""
         if self._eval_step is None:
             with self._phase("compile", what="evaluation"):
-                self._eval_step = self._setup.compile_eval_step()
+                self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
             sums, in_flight = [], InFlight(steps_ahead(self._setup.mesh))
             for batch in self._feed.evaluation(self._config.train.eval_batches):
-                sums.append(self._eval_step(state.params, batch))
+                sums.append(self._eval_step(state.params, state.variables, batch))
                 in_flight.add(sums[-1])
-            nats, weights = (float(sum(jax.device_get(part))) for part in zip(*sums, strict=True))
-        row = {"eval_loss": nats / weights}
+            totals: dict[str, tuple[float, float]] = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
+        row = {f"eval_{name}": total / weight for name, (total, weight) in totals.items()}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
 

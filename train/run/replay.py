@@ -35,12 +35,15 @@ from ..records.console import Screen
 from ..records.records import read_metrics
 from ..setup import Setup
 from ..sink import say
+from ..step.objective import joined
 from ..step.step import State
 from .folder import Resume
 from .loop import open_run
 from .start import Feed, Start, restore_state
 
 _WORST = 5
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+"""By the bytes of an element, the words that a checksum adds up."""
 _OUTLIER = 6.0
 """A loss is extreme if it lies this many standard deviations above the mean of the losses it is compared with."""
 
@@ -90,7 +93,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     begin = 0 if saved is None else saved.manifest.step
     screen.say(f"Recomputing steps {begin + 1} to {step} twice, from {'the start' if saved is None else saved.folder}")
     start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda text: None)
-    train_step, feed = setup.compile_train_step(), Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq)
+    train_step, feed = setup.compile_train_step(), Feed(data, setup)
     passes: list[dict[int, ReplayedStep]] = []
     samples = 0 if saved is None else saved.manifest.samples
     before: State | None = None
@@ -101,9 +104,11 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
         for number, batch in zip(range(begin + 1, step + 1), feed.train(samples), strict=False):
             # A copy, because the step donates the buffers of its state.
             before = jax.tree.map(jnp.copy, state) if number == step else None
-            state, metrics = train_step(state, batch)
+            state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=int(_digest((state.params, state.opt_state))))
+            replayed[number] = ReplayedStep(
+                loss=loss, grad_norm=norm, digest=int(_digest((state.params, state.opt_state, state.variables)))
+            )
         passes.append(replayed)
     assert before is not None
     # Two batches: the step's own samples, and the next step's for comparison.
@@ -167,27 +172,35 @@ def _is_extreme(loss: float, earlier: Sequence[float]) -> bool:
 def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.Array]]) -> list[np.ndarray]:
     """The mean loss of each sample of each batch, [batch] in nats per token.
 
-    The loss function returns only a sum of weights times nats over all tokens. Its gradient with respect to the weights is therefore the
-    nats of each token, and no second loss function is needed.
+    The trainer's own loss returns only a sum of weights times nats over all tokens. Its gradient with respect to the weights is therefore
+    the nats of each token, and no second loss function is needed. Of any other loss each sample is evaluated alone.
     """
+    loss = setup.objective.evaluated
 
-    def rows(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    def rows(params: Any, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        if not setup.objective.is_token_loss:
+            return jax.lax.map(lambda i: alone(params, variables, batch, i), jnp.arange(setup.run.config.train.batch))
         weights = batch["weights"]
-        nats = jax.grad(lambda ones: setup.loss(params, batch | {"weights": ones}))(jnp.ones_like(weights))
+        nats = jax.grad(lambda ones: loss(params, variables, batch | {"weights": ones})[0])(jnp.ones_like(weights))
         # [b, s] → [b]
         return jnp.sum(weights * nats, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
 
+    def alone(params: Any, variables: Any, batch: dict[str, jax.Array], row: jax.Array) -> jax.Array:
+        # In every row, because the rules lay out the rows of a whole batch.
+        total, part = loss(params, variables, {name: jnp.broadcast_to(x[row], x.shape) for name, x in batch.items()})
+        return joined(total, part.weight, 1)
+
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
-    return [np.asarray(compiled(state.params, batch)) for batch in batches]
+    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
 
 
 @jax.jit
 def _digest(tree: Any) -> jax.Array:
     """A checksum of all arrays of a tree, uint32[]. Integer sums do not depend on their order, so any mesh gives the same."""
     words = [
-        jnp.sum(jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32))
-        for x in jax.tree.leaves(tree)
+        jnp.sum(jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32))
+        for x in (x.astype(jnp.uint8) if x.dtype == bool else x for x in jax.tree.leaves(tree))
     ]
     # Odd factors, so that two arrays cannot be exchanged unnoticed, and no factor maps two different sums to the same value.
     weighted = [word * jnp.uint32(2 * i + 1) for i, word in enumerate(words)]

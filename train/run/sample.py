@@ -21,24 +21,25 @@ from ..step.step import State
 
 def sample_text(setup: Setup, state: State, data: Data) -> str:
     """The prompt and what the model writes after it: `sample.tokens` tokens, or fewer if the model's sequence length ends before."""
-    config = setup.run.config
+    config, tokenizer, rows = setup.run.config, data.tokenizer, setup.run.config.train.batch
+    assert tokenizer is not None
     # The model's vocabulary may be smaller than the tokenizer's. An empty prompt becomes one token, so that there is a last logit.
-    prompt = [token for token in data.encode(config.sample.prompt) if token < config.model.vocab] or [0]
+    prompt = [token for token in tokenizer.encode(config.sample.prompt) if token < config.model.vocab] or [0]
     # Of a long prompt the end counts, and one position remains to be written.
     prompt = prompt[-max(config.model.seq - 1, 1) :]
     count = min(config.sample.tokens, config.model.seq - len(prompt))
     # The rules lay out rows over devices, so a single row may not be possible. All rows start equal, and only the first is shown.
-    per_device, _ = setup.batch_shardings["inputs"].shard_shape((config.train.batch, config.model.seq))
-    tokens = np.zeros((config.train.batch // per_device, config.model.seq), np.int32)
+    per_device, _ = setup.batch_shardings["inputs"].shard_shape((rows, config.model.seq))
+    tokens = np.zeros((rows // per_device, config.model.seq), np.int32)
     tokens[:, : len(prompt)] = prompt
     apply = jgt.shard(setup.model.apply, setup.placement.rules, setup.mesh, partial=True)
 
-    def generate(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+    def generate(params: Any, variables: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
             # [rows, vocab]: the logits after the last token so far.
-            logits = jax.lax.dynamic_index_in_dim(apply(params, tokens), position - 1, axis=1, keepdims=False)
+            logits = jax.lax.dynamic_index_in_dim(apply(params, variables, tokens), position - 1, axis=1, keepdims=False)
             # The model's vocabulary may be rounded up: tokens that the tokenizer does not know are never drawn.
-            known = jnp.arange(config.model.vocab)[None, :] < data.vocab_size
+            known = jnp.arange(config.model.vocab)[None, :] < tokenizer.vocab_size
             logits = jnp.where(known, logits, -jnp.inf)
             if config.sample.temperature == 0:
                 chosen = jnp.argmax(logits, -1)
@@ -49,8 +50,8 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
     run = jax.jit(generate, out_shardings=setup.placement.replicated())
-    ids = np.asarray(run(state.params, tokens, jax.random.key(config.run.seed)))[0, : len(prompt) + count]
-    return data.decode(ids.tolist())
+    ids = np.asarray(run(state.params, state.variables, tokens, jax.random.key(config.run.seed)))[0, : len(prompt) + count]
+    return tokenizer.decode(ids.tolist())
 
 
 def terminal_text(text: str) -> str:

@@ -13,7 +13,7 @@ processes, so a run that resumes neither repeats nor skips one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -134,44 +134,54 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
 
 
 class Feed:
-    """Reads global batches: dicts of arrays [batch, seq], laid out by `shardings`, which has one for each key of the dict."""
+    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says."""
 
-    def __init__(self, data: Data, shardings: Mapping[str, NamedSharding], batch: int, seq: int):
-        self._data = data
-        self._shardings = shardings
-        self._batch, self._shape = batch, (batch, seq)
-        self._rows = local_rows(shardings["inputs"], self._shape)
+    def __init__(self, data: Data, setup: Setup):
+        self._data, self._shardings, self._element = data, setup.batch_shardings, setup.element
+        self._batch = setup.run.config.train.batch
+        # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
+        shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())
+        self.eval_batch = data.eval_batch(self._batch, shards)
 
     def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
         """Training batches without end, after the first `samples` sequences of the training data."""
-        for local in self._data.train_batches(samples, self._batch, self._rows):
-            yield self._global(local)
+        rows = self._rows(self._batch)
+        for local in self._data.train_batches(samples, self._batch, rows):
+            yield self._global(local, self._batch, rows)
 
     def evaluation(self, max_batches: int | None) -> Iterator[dict[str, jax.Array]]:
-        """The held-out split, once, in order; at most `max_batches` batches."""
-        for local in self._data.eval_batches(self._batch, self._rows, max_batches):
-            yield self._global(local)
+        """The held-out split, once, in order; at most `max_batches` batches of `eval_batch` rows."""
+        rows = self._rows(self.eval_batch)
+        for local in self._data.eval_batches(self.eval_batch, rows, max_batches):
+            yield self._global(local, self.eval_batch, rows)
 
-    def _global(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: self._array(local[name], sharding) for name, sharding in self._shardings.items()}
+    def _rows(self, batch: int) -> list[int]:
+        needed = [local_rows(sharding, (batch, *self._element[name].shape)) for name, sharding in self._shardings.items()]
+        return sorted({row for rows in needed for row in rows})
 
-    def _array(self, local: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    def _global(self, local: Mapping[str, np.ndarray], batch: int, rows: Sequence[int]) -> dict[str, jax.Array]:
         # `local` has this process's rows one after another. They need not be neighbours in the global batch.
-        place = {row: i for i, row in enumerate(self._rows)}
+        place = {row: i for i, row in enumerate(rows)}
 
-        def part(index: Any) -> np.ndarray:
-            rows = range(*index[0].indices(self._batch))
-            # [local rows, seq] → [rows of one device, its part of the sequence]
-            return local[[place[row] for row in rows]][:, index[1]]
+        def array(name: str, sharding: NamedSharding) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                # [local rows, ...] → [rows of one device, its part of the other dims]
+                return local[name][[place[row] for row in range(*index[0].indices(batch))]][(slice(None), *index[1:])]
 
-        return jax.make_array_from_callback(self._shape, sharding, part, dtype=local.dtype)
+            return jax.make_array_from_callback((batch, *self._element[name].shape), sharding, part, dtype=local[name].dtype)
+
+        return {name: array(name, sharding) for name, sharding in self._shardings.items()}
 
 
-def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
-    """The rows of a global [batch, seq] array that this process's devices need, in order."""
+def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
+    """The rows of a global [batch, ...] array that this process's devices need, in order."""
     # From the sharding, and not from batch / processes: devices of several processes may hold the same rows.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
+
+
+def _num_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
+    return shape[0] // sharding.shard_shape(shape)[0]
 
 
 def _position(saved: SavedStep, state: State) -> Position:

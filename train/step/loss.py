@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jgt import signal
+from jgt.document import InputError
 from jgt.program import scopes
 
 from ..models.decoder import scores
+from .objective import Arrays
 
-Arrays = dict[str, jax.Array]
-"""A batch on the devices: inputs, targets and weights, [b, s] each."""
 Loss = Callable[[Any, Arrays], jax.Array]
 Features = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
@@ -34,19 +34,29 @@ LOGITS_BYTES = 1 << 30
 
 
 def make_loss(features: Features, *, chunks: int = 1, groups: int = 1) -> Loss:
-    """loss(params, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
+    """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
-    features(params, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. chunks: a divisor of s. groups: the number of
+    features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. chunks: a divisor of s. groups: the number of
     devices that split the batch. With several chunks each device adds up the table's gradient from its own rows, and they are summed
     over devices once, after the last chunk.
     """
 
-    def loss(params: Any, batch: Arrays) -> jax.Array:
-        x, table = features(params, batch["inputs"])
+    def loss(model: Any, batch: Arrays) -> jax.Array:
+        x, table = features(model, batch["inputs"])
         with signal.context("head"):
             return _loss(chunks, groups, x, table, batch["targets"], batch["weights"])
 
     return loss
+
+
+def loss_of_logits(model: Any, batch: Arrays) -> jax.Array:
+    """As the loss of `make_loss`, of a model that is a function from tokens [b, s] to logits [b, s, v]."""
+    logits, tokens = model(batch["inputs"]), list(batch["inputs"].shape)
+    shape = list(getattr(logits, "shape", ()))
+    if shape[:-1] != tokens:
+        raise InputError([f"model: returned {shape or type(logits).__name__} for tokens {tokens}. Return logits [b, s, vocab]"])
+    with signal.context("loss"):
+        return jnp.sum(batch["weights"] * cross_entropy(logits.astype(jnp.float32), batch["targets"]))
 
 
 def num_chunks(rows: int, seq: int, vocab: int, num_devices: int, *, local_seq: int) -> int:

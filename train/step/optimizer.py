@@ -1,56 +1,74 @@
 """The optimizer of a config, built from optax: AdamW for all parameters, or Muon for matrices and AdamW for the rest.
 
 Which parameters decay and which are Muon's follows from their roles (`train/models/decoder.py`), never from their names. A moment may be
-kept in bf16 between updates; the update itself is computed in f32. The learning rate is a function of the number of updates, so a resumed
-run continues its schedule from the optimizer's own count.
+kept in bf16 between updates; the update itself is computed in f32. Learning rate and weight decay are arguments of the compiled step
+(`train/step/schedule.py`), so an optimizer is a function of them, which the step calls while it is traced.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from jgt.document import InputError
 from jgt.sharding.placement import path_text
 
-from ..models.decoder import Role
-from ..sections import OptimizerConfig
+from ..code.files import Code
+from ..code.names import call_with, load_object
+from ..models.model import Role
+from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
+from .schedule import Settings
 
-_BLOCK = 4096
-"""Updates whose rates the host computes at once."""
+MakeOptimizer = Callable[[Settings], optax.GradientTransformation]
+"""From the settings of a step, whose numbers may be traced, to the optimizer. Its state does not depend on them."""
 
 
 def build_optimizer(
-    config: OptimizerConfig, num_steps: int, roles: Any, *, dtype: Any = jnp.float32, map_matrices: MapMatrices = jax.tree.map
-) -> optax.GradientTransformation:
-    """The optimizer; its schedule counts updates.
+    config: OptimizerConfig, roles: Any, *, dtype: Any = jnp.float32, map_matrices: MapMatrices = jax.tree.map
+) -> MakeOptimizer:
+    """The optimizer of a config.
 
     roles: the Role of each parameter, in a tree like theirs. dtype: of Muon's matmuls. map_matrices(fn, tree): maps a function over the
     matrices of a tree, wherever their shards are. Clipping is not part of it: the step clips, since it has the norm already.
     """
-    rate = build_schedule(config, num_steps)
-
-    def schedule(count: Any) -> Any:
-        # Without the barrier XLA would fuse the schedule into the update of each parameter, and compute it once for each.
-        return jax.lax.optimization_barrier(rate(count))
-
     decays = by_role(roles, {"matrix": True, "table": True}, default=False)
-    optimizer = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decays)
-    if config.name == "muon":
-        # Each of the two keeps a state for its own parameters only.
-        muon = optax.chain(
-            scale_by_muon(config.momentum, dtype, map_matrices),
-            optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(schedule),
-        )
-        optimizer = optax.partition({"muon": muon, "adamw": optimizer}, by_role(roles, {"matrix": "muon"}, default="adamw"))
-    return optimizer if config.moments == "f32" else with_moments_in(optimizer, jnp.bfloat16)
+
+    def make(settings: Settings) -> optax.GradientTransformation:
+        optimizer = optax.adamw(settings.lr, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=settings.weight_decay, mask=decays)
+        if config.name == "muon":
+            # Each of the two keeps a state for its own parameters only.
+            muon = optax.chain(
+                scale_by_muon(config.momentum, dtype, map_matrices),
+                optax.add_decayed_weights(settings.weight_decay),
+                optax.scale_by_learning_rate(settings.lr),
+            )
+            optimizer = optax.partition({"muon": muon, "adamw": optimizer}, by_role(roles, {"matrix": "muon"}, default="adamw"))
+        return optimizer if config.moments == "f32" else with_moments_in(optimizer, jnp.bfloat16)
+
+    return make
+
+
+def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str]) -> MakeOptimizer:
+    """An optimizer of the user's own. where(key): file and line of a key of the config. Raises InputError, also when it is called."""
+    function = load_object(config.name, "optimizer.name", code, where("optimizer.name"))
+
+    def place(key: str) -> str:
+        return f"{where(f'optimizer.{key}')}: optimizer.{key}"
+
+    def make(settings: Settings) -> optax.GradientTransformation:
+        offered = {"learning_rate": settings.lr, "weight_decay": settings.weight_decay}
+        optimizer = call_with(function, config.arguments, offered, lambda key: place(key or "name"))
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            kind = type(optimizer).__name__
+            raise InputError([f"{place('name')}: {config.name} returned a value of type {kind}, not an optax transformation"])
+        return optax.with_extra_args_support(optimizer)
+
+    return make
 
 
 def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable[[Any], Any]:
@@ -82,38 +100,3 @@ def _cast(state: Any, params: Any, dtype: Any) -> Any:
     # By shape, since a state does not say which of its arrays are moments. Counts are integers, so a scalar parameter is safe, too.
     shapes = {x.shape for x in jax.tree.leaves(params)}
     return jax.tree.map(lambda x: x.astype(dtype) if x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-
-
-def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate of each update: warm-up, then cosine, wsd (arXiv 2404.06395) or constant."""
-    after_warmup = max(num_steps - config.warmup, 1)
-    final = config.lr * config.final_lr
-    if config.schedule == "cosine":
-        main = optax.cosine_decay_schedule(config.lr, after_warmup, alpha=config.final_lr)
-    elif config.schedule == "wsd":
-        # At least one update, and none of the warm-up.
-        falling = min(max(round(config.decay * num_steps), 1), after_warmup)
-        main = optax.join_schedules(
-            [optax.constant_schedule(config.lr), optax.linear_schedule(config.lr, final, falling)], [after_warmup - falling]
-        )
-    else:
-        main = optax.constant_schedule(config.lr)
-    # The first update already moves: warm-up starts at lr / (warmup + 1), not at 0.
-    warm = optax.linear_schedule(config.lr / (config.warmup + 1), config.lr, config.warmup)
-    return optax.join_schedules([warm, main], [config.warmup]) if config.warmup else main
-
-
-def rates_on_host(schedule: optax.Schedule) -> Callable[[int], float]:
-    """The schedule as a function of plain numbers, for the log.
-
-    It computes thousands of rates at once. A rate at a time would queue on the device behind the steps in flight, and the log would wait.
-    """
-
-    # One block suffices, because steps are logged in order.
-    @functools.lru_cache(maxsize=1)
-    def block(number: int) -> np.ndarray:
-        updates = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
-        # Under jit this is one program; without it, each operation of the schedule would compile as one of its own.
-        return np.asarray(jax.jit(jax.vmap(lambda update: jnp.asarray(schedule(update), jnp.float32)))(updates))
-
-    return lambda update: float(block(update // _BLOCK)[update % _BLOCK])

@@ -18,48 +18,59 @@ import optax
 from jgt import signal
 
 from ..sections import SpikesConfig
-from .loss import Arrays, Loss
+from .objective import Arrays, Objective, Part, ShardedLoss, joined, weighed
+from .optimizer import MakeOptimizer
+from .schedule import Settings
 from .update import Update, update_all
 
 
 class State(NamedTuple):
     """What a checkpoint stores: the number of steps so far, parameters, optimizer state. Also a tree of their shapes or shardings.
 
-    losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise ().
+    losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise (). variables:
+    everything else that the model keeps from step to step, such as running statistics and random keys.
     """
 
     step: Any
     params: Any
     opt_state: Any
     losses: Any = ()
+    variables: Any = ()
 
 
-StepFn = Callable[[State, Arrays], tuple[State, dict[str, jax.Array]]]
+StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
 def make_train_step(
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
+    objective: Objective,
+    make_optimizer: MakeOptimizer,
     *,
     accumulate: int,
     pin_gradients: Callable[[Any], Any],
-    clip: float | None = None,
+    clips: bool = False,
     spikes: SpikesConfig | None = None,
     update: Update = update_all,
 ) -> StepFn:
-    """step(state, batch of arrays [b, s]) → new state and {loss, grad_norm, applied}.
+    """step(state, batch of arrays [b, ...], settings f32[3]) → new state and {loss, grad_norm, applied, and the loss's own metrics}.
 
-    loss: a function that sums weights · nats; the step's loss is their mean. accumulate: the number of parts that the batch runs in; loss
-    and gradient are the whole batch's. pin_gradients: gives a tree of gradients its shardings. clip: the largest global norm of the
-    gradient that the optimizer gets; grad_norm is the norm before. applied is false if the loss or the gradient is not finite or the loss
-    is a spike: parameters and optimizer state then stay the same, while state.step counts the step.
+    accumulate: the number of parts that the batch runs in; loss and gradient are the whole batch's. pin_gradients: gives a tree of
+    gradients its shardings. clips: whether the gradient that the optimizer gets has at most the norm of the settings; grad_norm is the norm
+    before. applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
+    then stay the same, while state.step counts the step.
     """
 
-    def train_step(state: State, batch: Arrays) -> tuple[State, dict[str, jax.Array]]:
-        # At least 1, because a batch of padding alone would divide 0 by 0.
-        batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        value, gradients = _value_and_gradients(loss, state.params, batch, accumulate, pin_gradients)
+    def train_step(state: State, batch: Arrays, numbers: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        # Without the barrier XLA would slice the vector once for each parameter's update.
+        settings = Settings(*jax.lax.optimization_barrier(tuple(numbers)))
+        if objective.is_token_loss:
+            # At least 1, because a batch of padding alone would divide 0 by 0.
+            batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
+        (total, part), gradients = _value_and_gradients(objective.loss, state, batch, accumulate, pin_gradients)
         with signal.context("optimizer"):
+            value = total
+            if not objective.is_token_loss:
+                value = joined(total, part.weight, accumulate)
+                gradients = jax.tree.map(lambda g: joined(g, part.weight, accumulate).astype(g.dtype), gradients)
             norm = optax.tree.norm(gradients)
             # A single element that is not finite makes the norm so.
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
@@ -69,12 +80,15 @@ def make_train_step(
                 applied &= ~_is_spike(value, losses, spikes.deviations)
                 # A ring buffer. A loss that is not finite does not enter it: NaN means a step still to come.
                 losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
-            if clip is not None:
+            if clips:
                 # As optax.clip_by_global_norm, which would compute the norm again.
-                factor = jnp.where(norm < clip, 1.0, clip / norm)
+                factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
                 gradients = jax.tree.map(lambda g: g * factor, gradients)
-            params, opt_state = update(optimizer, gradients, state.params, state.opt_state, applied)
-        return State(state.step + 1, params, opt_state, losses), {"loss": value, "grad_norm": norm, "applied": applied}
+            params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, applied)
+            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), part.variables, state.variables)
+            metrics = {name: joined(*pair, accumulate) for name, pair in part.metrics.items()}
+        after = State(state.step + 1, params, opt_state, losses, variables)
+        return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
 
@@ -93,28 +107,43 @@ def _is_spike(loss: jax.Array, before: jax.Array, deviations: float) -> jax.Arra
     return known & (loss > jnp.nanmean(before) + deviations * jnp.nanstd(before, ddof=1))
 
 
-def make_eval_step(loss: Loss) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
-    """step(params, batch) → (Σ weights · nats, Σ weights). The mean over several batches is the quotient of both sums."""
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[str, tuple[jax.Array, jax.Array]]]:
+    """step(params, variables, batch) → by name, a sum and its weight: the loss and its metrics.
 
-    def eval_step(params: Any, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        return loss(params, batch), jnp.sum(batch["weights"])
+    The mean over several batches is the quotient of the sums of both.
+    """
+
+    def eval_step(params: Any, variables: Any, batch: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]:
+        total, part = objective.evaluated(params, variables, batch)
+        if objective.is_token_loss:
+            return {"loss": (total, jnp.sum(batch["weights"]))}
+        rows = len(next(iter(batch.values())))
+        return {name: weighed(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
 
     return eval_step
 
 
-def _value_and_gradients(loss: Loss, params: Any, batch: Arrays, parts: int, pin: Callable[[Any], Any]) -> tuple[jax.Array, Any]:
+def _value_and_gradients(
+    loss: ShardedLoss, state: State, batch: Arrays, parts: int, pin: Callable[[Any], Any]
+) -> tuple[tuple[jax.Array, Part], Any]:
+    """The loss, the rest of its results and the gradient: added up over the parts of the batch."""
+    differentiated = jax.value_and_grad(loss, has_aux=True)
     if parts == 1:
-        return jax.value_and_grad(loss)(params, batch)
+        return differentiated(state.params, state.variables, batch)
 
-    def add(total: tuple[jax.Array, Any], part: Arrays) -> tuple[tuple[jax.Array, Any], None]:
-        value, gradients = jax.value_and_grad(loss)(params, part)
-        return (total[0] + value, jax.tree.map(jnp.add, total[1], gradients)), None
+    def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[tuple[Any, Any], None]:
+        sums, variables = carry
+        (value, part), gradients = differentiated(state.params, variables, rows)
+        return (jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables), None
 
+    # [b, ...] → [parts, b / parts, ...]
+    split = jax.tree.map(lambda x: _split(x, parts), batch)
+    value, part = jax.eval_shape(loss, state.params, state.variables, jax.tree.map(lambda x: x[0], split))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (value, part.weight, part.metrics))
     # Pinned, or the scan would carry whole gradients on every device.
-    zero = (jnp.zeros((), jnp.float32), pin(jax.tree.map(jnp.zeros_like, params)))
-    # [b, s] → [parts, b / parts, s]
-    total, _ = jax.lax.scan(add, zero, jax.tree.map(lambda x: _split(x, parts), batch))
-    return total
+    gradients = pin(jax.tree.map(jnp.zeros_like, state.params))
+    ((value, weight, metrics, gradients), variables), _ = jax.lax.scan(add, ((*zero, gradients), state.variables), split)
+    return (value, Part(weight, metrics, variables)), gradients
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:

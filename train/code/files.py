@@ -1,0 +1,143 @@
+"""The files of a user's own code, as `--code PATH` gives them: which modules they are, and whether they have changed. Imports no JAX.
+
+A config may come from anywhere, so it must not decide what is run: only a person at a command line does, by naming files. A YAML file
+then picks among what these files define. Everything here works on the text of the files, without importing them. So a wrong name is
+answered at once, and a name that is not defined there, such as a function that a file has only imported, is never called.
+
+The files are part of a run's identity, as its data is: the run directory keeps a copy of them, and a start with other files is refused
+unless it is allowed. The identity covers all Python files below a path, because a file may import its neighbours.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, is_file, is_folder
+
+FOLDER = "code"
+"""The folder of the run directory that keeps the copy."""
+_MAX_FILES, _MAX_BYTES = 2_000, 20_000_000
+_SKIPPED = ("__pycache__", "node_modules", "site-packages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Modules that a run may import, and objects that were given from Python.
+
+    files: by its path inside the code, such as `models/ssm.py`, where each file is. objects: by the key of the config that they serve.
+    """
+
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @cached_property
+    def modules(self) -> Mapping[str, Path]:
+        """Each module by its full name."""
+        return {_module_name(inside): path for inside, path in self.files.items()}
+
+    @cached_property
+    def checksum(self) -> str:
+        """The SHA-256 of all names and contents; empty without files."""
+        digest = hashlib.sha256()
+        for inside, path in sorted(self.files.items()):
+            digest.update(f"{inside}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+        return digest.hexdigest() if self.files else ""
+
+    def defined(self, module: str) -> list[str]:
+        """The classes, functions and values that a module defines at its top, or names in `__all__`. Raises InputError for other text."""
+        path = self.modules[module]
+        try:
+            tree = ast.parse(path.read_bytes(), filename=str(path))
+        except (SyntaxError, ValueError) as error:
+            line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            raise InputError([f"{path}{line}: is not Python: {getattr(error, 'msg', error)}"]) from None
+        return sorted({name for statement in tree.body for name in _names(statement) if not name.startswith("_")})
+
+    def copy(self, folder: Path) -> None:
+        """Writes all files below a folder, which it creates. Files of an earlier copy are removed."""
+        for old in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else ():
+            old.rmdir() if old.is_dir() and not old.is_symlink() else old.unlink()
+        for inside, path in self.files.items():
+            target = folder / inside
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+
+
+def read_code(paths: Sequence[str | Path]) -> Code:
+    """The Python files at and below these paths. A folder contributes its modules; one with an `__init__.py` is a package itself.
+
+    Raises InputError with every path that is not a Python file or a folder of some, and for two files of one name.
+    """
+    problems: list[str] = []
+    files: dict[str, Path] = {}
+    for path in map(Path, paths):
+        found, problem = _found(path)
+        problems += [] if problem is None else [f"command line: --code: {path}: {problem}"]
+        for inside, file in found.items():
+            other = files.setdefault(inside, file)
+            if other.resolve() != file.resolve():
+                problems.append(f"command line: --code: {file} and {other} are both the module {_module_name(inside)}. Rename one of them")
+    if not problems and (size := sum(file.stat().st_size for file in files.values())) > _MAX_BYTES:
+        problems.append(f"command line: --code: has {size:,} bytes of Python; at most {_MAX_BYTES:,} are allowed. Name fewer files")
+    if problems:
+        raise InputError(problems)
+    # A module of Python's own would be hidden from everything else in the process.
+    return Code(files={inside: file for inside, file in files.items() if _module_name(inside).split(".")[0] not in sys.stdlib_module_names})
+
+
+def _found(path: Path) -> tuple[dict[str, Path], str | None]:
+    """The Python files at a path, by their paths inside the code, and what is wrong with it."""
+    if not is_folder(path):
+        if is_file(path) and path.suffix == ".py":
+            return {path.name: path}, None
+        return {}, "is not a Python file or a folder" if os.path.lexists(path) else "no such file or folder"
+    prefix = path.resolve().name if is_file(path / "__init__.py") else ""
+    found = {str(Path(prefix) / file.relative_to(path)): file for file in itertools.islice(_python_files(path), _MAX_FILES + 1)}
+    if len(found) > _MAX_FILES:
+        return {}, f"has more than {_MAX_FILES:,} Python files. Name a smaller folder, or single files"
+    return found, None if found else "has no Python files"
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for current, folders, names in os.walk(folder):
+        here = Path(current)
+        # Virtual environments and run directories contain Python files that nobody means.
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not (here / name / "pyvenv.cfg").exists()
+            and not (here / name / "config.yaml").exists()
+        )
+        yield from (here / name for name in sorted(names) if name.endswith(".py"))
+
+
+def _module_name(inside: str) -> str:
+    parts = Path(inside).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _names(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement at the top of a module defines. Imports define none: whatever they bring was made elsewhere."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.If | ast.Try):
+        for inner in [*statement.body, *statement.orelse]:
+            yield from _names(inner)
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from names
+        if names == ["__all__"] and isinstance(statement.value, ast.List | ast.Tuple):
+            yield from (e.value for e in statement.value.elts if isinstance(e, ast.Constant) and isinstance(e.value, str))

@@ -1,0 +1,170 @@
+"""Objects of a user's own code by name: `kind: my_models:Mamba` is the class `Mamba` of the module `my_models`.
+
+A name is resolved in two steps. `name_problem` asks only the text of the files, before JAX is imported: is the module among those of
+`--code`, and does it define the name? Or does an installed package offer exactly this name as an entry point of the group `jgt.code`?
+Nothing else can be named, so a config that comes from elsewhere runs nothing of its own choice. `load_object` then imports the module.
+
+An object is called with the other keys of its section. Values of the run, such as `vocab` or `seq`, are passed where the signature has
+them (`call_with`). Keys that the signature does not have are reported like misspelt keys of any other section.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, nearest
+
+from .files import Code
+
+GROUP = "jgt.code"
+"""The group of entry points by which an installed package offers models, losses, optimizers and data."""
+PYTHON = "python"
+"""The module of names that were given as objects: `python:Mamba`."""
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def is_name(text: object) -> bool:
+    """Whether a value of the config is meant to name an object: MODULE:NAME."""
+    return isinstance(text, str) and ":" in text
+
+
+def name_problem(name: str, key: str, code: Code) -> str | None:
+    """Why an object cannot be named so, or None. key: of the config, such as `model.kind`."""
+    if not _NAME.fullmatch(name):
+        return f"{name!r} is not MODULE:NAME, such as my_models:Mamba"
+    module, _, attribute = name.partition(":")
+    if module == PYTHON and key in code.objects:
+        return None
+    if module not in code.modules:
+        if name in _offered():
+            return None
+        if not code.modules:
+            return f"{name!r} is code of your own, which a config alone does not run. Add --code PATH with the file or folder of {module}"
+        return f"--code has no module {module!r}. {nearest(module, code.modules)}"
+    try:
+        defined = code.defined(module)
+    except InputError as error:
+        return "; ".join(error.problems)
+    return None if attribute in defined else f"{code.modules[module]} does not define {attribute!r}. {nearest(attribute, defined)}"
+
+
+def load_object(name: str, key: str, code: Code, where: str) -> Any:
+    """The object of this name. where: file and line of the key, for messages. Raises InputError if its module cannot be imported."""
+    if key in code.objects:
+        return code.objects[key]
+    if problem := name_problem(name, key, code):
+        raise InputError([f"{where}: {key}: {problem}"])
+    module, _, attribute = name.partition(":")
+    if module in code.modules:
+        _Finder.use(code)
+        loaded = sys.modules.get(module)
+        if loaded is not None and not _is_from(loaded, code.modules[module].resolve()):
+            raise InputError([f"{where}: {key}: {module} is the name of a package that is already in use. Rename {code.modules[module]}"])
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError([f"{where}: {key}: importing {module} failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
+
+
+def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]) -> Any:
+    """function(**given), with the values of the run that its signature has too.
+
+    given: the keys of the config. offered: values of the run, and where(key) a key's file, line and full name, for messages. Raises
+    InputError with all keys that the function does not take or lacks, and if it fails.
+    """
+    # Of a class its __init__: the metaclass of nnx modules takes anything.
+    is_class = isinstance(function, type)
+    found = list(inspect.signature(function.__init__ if is_class else function).parameters.values())[is_class:]
+    parameters = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in found)
+    # A linen module's own fields are not for a config.
+    own = [name for name in parameters if name not in offered and name not in ("parent", "name")]
+    title = getattr(function, "__name__", "the function")
+    problems = [
+        f"{where(key)}: {title} has no argument {key!r}. {nearest(key, own)}" for key in given if key not in parameters and not takes_all
+    ]
+    problems += [
+        f"{where('')}: {title} needs the argument {name!r}. Add it as a key here"
+        for name, p in parameters.items()
+        if p.default is p.empty and name not in given and name not in offered
+    ]
+    if problems:
+        raise InputError(problems)
+    arguments = {**{key: value for key, value in offered.items() if key in parameters}, **{k: _hashable(v) for k, v in given.items()}}
+    try:
+        return function(**arguments)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError([f"{where('')}: {title} failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
+
+
+def own_line(error: BaseException) -> str:
+    """The file and line of the user's own code in which an error was raised, for a message; empty if it was raised elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) in _Finder.paths()]
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+
+
+def _hashable(value: Any) -> Any:
+    # Modules of linen are compared and hashed by their arguments.
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _offered() -> set[str]:
+    return {entry.value for entry in entry_points(group=GROUP)}
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of the code in use. There is one for the process, which is asked before Python's own finders."""
+
+    current: _Finder | None = None
+
+    def __init__(self, code: Code):
+        self._paths = {name: path.resolve() for name, path in code.modules.items()}
+
+    @classmethod
+    def use(cls, code: Code) -> None:
+        """Lets import statements find this code. Modules of other code that have the same names are forgotten."""
+        finder = cls(code)
+        if cls.current is not None and cls.current._paths == finder._paths:
+            return
+        if cls.current is not None:
+            sys.meta_path.remove(cls.current)
+            for name, path in cls.current._paths.items():
+                if name in sys.modules and _is_from(sys.modules[name], path):
+                    del sys.modules[name]
+        sys.meta_path.insert(0, finder)
+        cls.current = finder
+        importlib.invalidate_caches()
+
+    @classmethod
+    def paths(cls) -> set[Path]:
+        """The files of the code in use."""
+        return set() if cls.current is None else set(cls.current._paths.values())
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's spec, if the code has it."""
+        file = self._paths.get(fullname)
+        if file is None:
+            return None
+        inside = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=inside)
+
+
+def _is_from(module: Any, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path

@@ -1,0 +1,95 @@
+"""The `optimizer:` section. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from jgt.document import Node
+
+from ..code.names import is_name
+from ..sections import Fraction, Natural, NotNegative, Positive
+
+MAX_BF16_DECAY = 0.99
+"""The slowest decay of a moment that is stored in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RateKeys:
+    """The keys that every optimizer has: the learning rate and its schedule, weight decay, clipping.
+
+    lr: the highest learning rate.
+    schedule: after the warm-up. cosine falls to final_lr * lr by the end of the run; wsd is constant, then falls to it linearly
+    (arXiv 2404.06395); constant stays at lr.
+    warmup: steps in which the learning rate rises linearly.
+    decay: for wsd, the share of all steps in which the learning rate falls.
+    final_lr: the learning rate at the end of the run, as a share of lr.
+    weight_decay: decoupled weight decay. Norms and biases have none.
+    clip: the largest global norm of the gradient. null: no clipping.
+    """
+
+    lr: Positive = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: Natural = 0
+    decay: Fraction = 0.2
+    final_lr: Fraction = 0.1
+    weight_decay: NotNegative = 0.1
+    clip: Positive | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(_RateKeys):
+    """An optimizer of the user's own: a function that returns an optax transformation.
+
+    Its arguments `learning_rate` and `weight_decay`, if it has them, are arguments of the compiled step.
+
+    name: MODULE:NAME of the function. arguments: all further keys.
+    """
+
+    REST: ClassVar[str] = "arguments"
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    moments: ClassVar[str] = "f32"
+    offload: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_RateKeys):
+    """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982), with warm-up and a learning rate schedule.
+
+    name: muon updates the matrices of the layers with Muon, and all other parameters with AdamW. MODULE:NAME is one of the user's own.
+    b1, b2, eps: AdamW's.
+    momentum: Muon's.
+    moments: the type in which moments are stored between updates.
+    offload: host stores moments in the host's memory between updates, none on the device.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: Positive = 1e-8
+    momentum: Fraction = 0.95
+    moments: Literal["f32", "bf16"] = "f32"
+    offload: Literal["none", "host"] = "none"
+
+    @staticmethod
+    def variant(node: Node) -> type:
+        """The class of the section, by its `name`."""
+        return OwnOptimizer if is_name(node.find("name").value) else OptimizerConfig
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Moments in bf16, which has 8 bits of precision, cannot follow changes of less than half a unit in the last place."""
+        # AdamW ignores `momentum`, whose default must then not be judged.
+        slow = ("momentum", "b1", "b2") if self.name == "muon" else ("b1", "b2")
+        for key in slow if self.moments == "bf16" else ():
+            value = getattr(self, key)
+            if value > MAX_BF16_DECAY:
+                yield (
+                    key,
+                    (
+                        f"{value:g} changes a moment by {1 - value:.2g} of itself in a step, but rounding to bf16 takes away up to 0.004. "
+                        f"Use at most {MAX_BF16_DECAY:g}, or optimizer.moments=f32"
+                    ),
+                )

@@ -1,0 +1,111 @@
+"""The function that a run minimises: a model and a loss as one function of arrays, which jgt then shards.
+
+A loss sees a module and a batch: `loss(model, batch)`. The trainer's own is the cross entropy of the next token; one of the user's may
+be anything. It returns one of
+
+    loss                    a scalar, the mean over its batch
+    (sum, weight)           two scalars; the run's loss is the sum of all sums divided by the sum of all weights
+    (either, metrics)       with a dict of metrics, each of them in one of these two forms
+
+Which form it is decides how parts of a batch are joined: the parts of an accumulated step, and the batches of an evaluation. A mean
+counts by its rows, a sum by its weight, so both come out as they would over the whole batch at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgt.document import InputError
+
+from ..code.names import own_line
+from ..models.model import Model
+
+Arrays = dict[str, jax.Array]
+"""A batch on the devices: arrays [b, ...] by name."""
+
+
+class Part(NamedTuple):
+    """The results of a part of a batch beside its loss.
+
+    weight: of a loss that is a sum; None for a mean. metrics: by name, a value and its weight, in the same way. variables: the model's,
+    afterwards.
+    """
+
+    weight: Any
+    metrics: dict[str, tuple[Any, Any]]
+    variables: Any
+
+
+ShardedLoss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
+"""loss(params, variables, batch) → the loss, a mean or a sum, and the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
+
+    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`.
+    """
+
+    loss: ShardedLoss
+    evaluated: ShardedLoss
+    is_token_loss: bool
+
+
+def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], *, is_training: bool) -> ShardedLoss:
+    """The function of arrays of the trainer's own loss: Σ weights · nats."""
+
+    def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+        value, variables = model.run(lambda module: loss(module, batch), params, variables, is_training)
+        return value, Part(None, {}, variables)
+
+    return total
+
+
+def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_training: bool) -> ShardedLoss:
+    """The function of arrays of a loss of the user's own. where: the place of its key. Tracing it raises InputError for another result.
+
+    A loss that has the argument `train` learns by it whether the model is being trained.
+    """
+    told = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
+
+    def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+        try:
+            result, variables = model.run(lambda module: loss(module, batch, **told), params, variables, is_training)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError([f"{where}: train.loss failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
+        value, metrics = result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
+        total, weight = _value_and_weight(value, f"{where}: train.loss")
+        named = {str(name): _value_and_weight(x, f"{where}: train.loss: metric {name}") for name, x in metrics.items()}
+        return total, Part(weight, named, variables)
+
+    return total
+
+
+def joined(value: Any, weight: Any, parts: int) -> Any:
+    """The mean over a whole batch, from values and weights that were added up over its equal parts."""
+    return value / parts if weight is None else value / jnp.where(weight == 0, 1, weight)
+
+
+def weighed(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
+    """A value as a sum with a weight, by which batches of an evaluation can be added."""
+    return (value * rows, jnp.float32(rows)) if weight is None else (value, weight)
+
+
+def _value_and_weight(value: Any, where: str) -> tuple[jax.Array, jax.Array | None]:
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    numbers = [jnp.asarray(x) for x in (value if is_pair else [value]) if hasattr(x, "dtype") or isinstance(x, int | float)]
+    if len(numbers) != 1 + is_pair or any(x.shape or not jnp.issubdtype(x.dtype, jnp.number) for x in numbers):
+        shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in numbers) or type(value).__name__
+        raise InputError([f"{where}: returned {shown}. Return a scalar, the mean over the batch, or a pair of scalars (sum, weight)"])
+    value, weight = numbers if is_pair else (*numbers, None)
+    # The weight says how much a part counts, and is not to be learned.
+    return value.astype(jnp.float32), None if weight is None else jax.lax.stop_gradient(weight.astype(jnp.float32))
