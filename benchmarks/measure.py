@@ -28,6 +28,7 @@ from train.models.linear import compute_type
 from train.processes.processes import start_jax
 from train.run.start import Feed
 from train.setup import prepare
+from train.step.schedule import Settings
 from train.step.step import State
 
 _TRACES = 7
@@ -56,22 +57,26 @@ class Programs:
 
     def _by_hand(self) -> Any:
         setup, shardings, whole = self.setup, self.setup.shardings, self.setup.placement.replicated()
-        step = make_step(setup.mesh, setup.optimizer, self.run.config.optimizer.clip, self._sizes)  # pyright: ignore[reportArgumentType]
 
-        def stepped(state: State, batch: Any) -> Any:
+        def stepped(state: State, batch: Any, numbers: Any) -> Any:
+            optimizer = setup.make_optimizer(Settings(*numbers))
+            step = make_step(setup.mesh, optimizer, self.run.config.optimizer.clip, self._sizes)  # pyright: ignore[reportArgumentType]
             params, opt_state, loss, grad_norm = step(state.params, state.opt_state, batch)
-            return State(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": grad_norm}
+            return State(state.step + 1, params, opt_state, state.losses, state.variables), {"loss": loss, "grad_norm": grad_norm}
 
         return jax.jit(
             stepped,
-            in_shardings=(shardings, setup.batch_shardings),
+            in_shardings=(shardings, setup.batch_shardings, whole),
             out_shardings=(shardings, {"loss": whole, "grad_norm": whole}),
             donate_argnums=0,
         )
 
     def losses(self) -> dict[str, Callable[[], Any]]:
         """Functions that build each loss from scratch."""
-        return {"jgt": lambda: self.setup.loss, "by_hand": lambda: make_loss(self.setup.mesh, self._sizes)}  # pyright: ignore[reportArgumentType]
+        return {
+            "jgt": lambda: lambda params, batch: self.setup.objective.loss(params, self.setup.shapes.variables, batch)[0],
+            "by_hand": lambda: make_loss(self.setup.mesh, self._sizes),  # pyright: ignore[reportArgumentType]
+        }
 
 
 class Bench(Programs):
@@ -79,24 +84,24 @@ class Bench(Programs):
 
     def __init__(self, config: str, overrides: Sequence[str] = ()):
         super().__init__(config, overrides)
-        model, batch = self.run.config.model, self.run.config.train.batch
+        model = self.run.config.model
         data = open_data(self.run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
-        self.batches = Feed(data, self.setup.batch_shardings, batch, model.seq).train(0)
+        self.batches = Feed(data, self.setup).train(0)
 
     def ready(self, name: str) -> tuple[Any, Any]:
         """A compiled step, `jgt` or `by_hand`, and its initial state."""
-        return self.steps()[name].lower(self.setup.shapes, self.setup.batch_shapes).compile(), self.setup.init()
+        return self.steps()[name].lower(*self.setup.step_shapes).compile(), self.setup.init()
 
 
 class Stepper:
     """A compiled step with its state. Each call runs the next step and waits for its results."""
 
-    def __init__(self, step: Any, state: Any, batches: Any):
-        self._step, self._state, self._batches = step, state, batches
+    def __init__(self, step: Any, state: Any, batches: Any, settings: Any):
+        self._step, self._state, self._batches, self._settings = step, state, batches, settings
         self.loss = float("nan")
 
     def __call__(self) -> None:
-        self._state, metrics = self._step(self._state, next(self._batches))
+        self._state, metrics = self._step(self._state, next(self._batches), self._settings)
         jax.block_until_ready((self._state, metrics))
         self.loss = float(metrics["loss"])
 
@@ -109,7 +114,7 @@ def collectives(text: str) -> Counter[tuple[str, int]]:
 def launched(config: str, overrides: Sequence[str], which: str) -> dict[str, Any]:
     """Runs one step. The caller measures the whole process."""
     bench = Bench(config, overrides)
-    stepper = Stepper(*bench.ready(which), bench.batches)
+    stepper = Stepper(*bench.ready(which), bench.batches, bench.setup.settings(1))
     stepper()
     return {"loss": stepper.loss}
 
@@ -118,7 +123,7 @@ def paired(config: str, overrides: Sequence[str], num_steps: int) -> dict[str, A
     """Measures both programs in one process; their steps take turns."""
     benches = {name: Bench(config, overrides) for name in ("jgt", "by_hand")}
     compiled = {name: bench.ready(name) for name, bench in benches.items()}
-    steppers = {name: Stepper(*compiled[name], bench.batches) for name, bench in benches.items()}
+    steppers = {name: Stepper(*compiled[name], bench.batches, bench.setup.settings(1)) for name, bench in benches.items()}
     samples = interleave(steppers, num_steps, warmup=2)
     found = {name: collectives(step.as_text()) for name, (step, _) in compiled.items()}
     temp = {name: step.memory_analysis().temp_size_in_bytes for name, (step, _) in compiled.items()}
@@ -138,8 +143,7 @@ def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any
     where = parse_target(target)
     with described():
         programs = Programs(config, [*overrides, f"devices.virtual_cpu={where.num_devices}"], devices_of(where))
-    arguments = (programs.setup.shapes, programs.setup.batch_shapes)
-    memory = {name: compile_function(step, arguments, where).memory for name, step in programs.steps().items()}
+    memory = {name: compile_function(step, programs.setup.step_shapes, where).memory for name, step in programs.steps().items()}
     kinds = {"temp_bytes": "temp_size_in_bytes", "peak_bytes": "peak_memory_in_bytes"}
     found: dict[str, Any] = {kind: {name: getattr(stats, key) for name, stats in memory.items()} for kind, key in kinds.items()}
     for figures_of in found.values():

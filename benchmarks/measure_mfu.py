@@ -88,7 +88,7 @@ def planned(run: Run, target: Target) -> dict[str, Any]:
     """The same for a described GPU, without having one."""
     with described():
         setup = prepare(run, devices=devices_of(target))
-    stats = compile_function(setup.train_step(), (setup.shapes, setup.batch_shapes), target).memory
+    stats = compile_function(setup.train_step(), setup.step_shapes, target).memory
     return {
         "parameters": setup.num_parameters,
         "peak_bytes": stats.peak_memory_in_bytes,
@@ -102,14 +102,14 @@ def step(setup: Setup) -> dict[str, Any]:
     config, device = setup.run.config, jax.devices()[0]
     model, batch = config.model, config.train.batch
     data = open_data(config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
-    batches = Feed(data, setup.batch_shardings, batch, model.seq).train(0)
+    batches = Feed(data, setup).train(0)
     compiled, state = setup.compile_train_step(), setup.init()
 
     def some() -> float:
         nonlocal state
         metrics: Any = None
         for _ in range(_STEPS):
-            state, metrics = compiled(state, next(batches))
+            state, metrics = compiled(state, next(batches), setup.settings(1))
         return float(jax.block_until_ready((state, metrics))[1]["loss"])
 
     samples = interleave({"steps": some}, rounds=_ROUNDS)["steps"]

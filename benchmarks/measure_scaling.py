@@ -71,7 +71,7 @@ def stepper(size: int, batch: int) -> Stepper:
     setup = prepare(run, devices=jax.devices()[:size])
     model = run.config.model
     data = open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data"))
-    return Stepper(setup.compile_train_step(), setup.init(), Feed(data, setup.batch_shardings, batch, model.seq).train(0))
+    return Stepper(setup.compile_train_step(), setup.init(), Feed(data, setup).train(0), setup.settings(1))
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ def quickstart_step(folder: Path) -> dict[str, float]:
     """Seconds of a quickstart step on one device."""
     run = load("configs/quickstart.yaml", ["rules=null", "mesh=null", f"run.dir={folder / 'run'}", "devices.virtual_cpu=null"])
     setup, data = open_run(run)
-    batches = Feed(data, setup.batch_shardings, run.config.train.batch, run.config.model.seq).train(0)
-    samples = interleave({"step": Stepper(setup.compile_train_step(), setup.init(), batches)}, rounds=5)
+    batches = Feed(data, setup).train(0)
+    samples = interleave({"step": Stepper(setup.compile_train_step(), setup.init(), batches, setup.settings(1))}, rounds=5)
     return spread(sample.s for sample in samples["step"])
 
 

@@ -245,11 +245,16 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None)
 
 
+def roles_of(model: Model, placement: Placement) -> Any:
+    """The role of each parameter, as a tree like theirs."""
+    return jax.tree.unflatten(placement.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in placement.parameters])
+
+
 def _optimizer(run: Run, model: Model, placement: Placement) -> MakeOptimizer:
     config = run.config.optimizer
     if isinstance(config, OwnOptimizer):
         return own_optimizer(config, run.code, run.where)
-    return build_optimizer(config, model.roles(placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
+    return build_optimizer(config, roles_of(model, placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
 
 
 def _shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:

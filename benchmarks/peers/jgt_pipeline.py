@@ -68,8 +68,10 @@ class Program:
         else:
             pipeline = jgt.Pipeline(signal="layers", schedule=schedule, microbatches=SIZES["microbatches"])
         rules, mesh = jgt.load_rules(ROOT / "configs/rules/pipeline.yaml"), jgt.make_mesh(axes)
-        loss = jgt.shard(make_loss(model.features), rules, mesh, pipeline=pipeline)
-        place = jgt.place(loss, rules, mesh, jax.eval_shape(model.init, jax.random.key(0)), data, pipeline=pipeline)
+        of_module = make_loss(lambda module, tokens: module.features(tokens))
+        plain = lambda params, batch: model.run(lambda module: of_module(module, batch), params, {}, True)[0]  # noqa: E731
+        loss = jgt.shard(plain, rules, mesh, pipeline=pipeline)
+        place = jgt.place(loss, rules, mesh, jax.eval_shape(model.init, jax.random.key(0))[0], data, pipeline=pipeline)
         self._params = jax.tree_util.tree_map_with_path(lambda path, to: jax.device_put(weights[_name(path)], to), place.params)
         self._data = jax.device_put(data, place.inputs(data))
         self._step = jax.jit(jax.value_and_grad(loss), out_shardings=(place.replicated(), place.gradients))

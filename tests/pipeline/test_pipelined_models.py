@@ -177,8 +177,9 @@ def test_linen_scanned_and_recomputed():
 @pytest.mark.parametrize(("kind", "chunks"), [pytest.param(*of, marks=pytest.mark.slow) for of in (("llama", 2), ("llama", 1), ("gpt", 1))])
 def test_models_and_rules_that_ship(kind, chunks):
     model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
-    params = model.init(jax.random.key(0))
-    loss = make_loss(model.features, chunks=chunks)
+    params, variables = model.init(jax.random.key(0))
+    of_module = make_loss(lambda module, tokens: module.features(tokens), chunks=chunks)
+    loss = lambda params, batch: model.run(lambda module: of_module(module, batch), params, variables, True)[0]  # noqa: E731
     batch = {name: np.random.default_rng(0).integers(0, 32, (16, 8), np.int32) for name in ("inputs", "targets")}
     batch |= {"weights": np.random.default_rng(1).uniform(0, 1 / 128, (16, 8)).astype(np.float32)}
     rules = jgt.load_rules(ROOT / "configs" / "rules" / "pipeline.yaml")

@@ -61,7 +61,7 @@ def test_attention_of_cudnn_counts_as_xlas_but_for_what_a_causal_mask_leaves_out
 )
 def test_a_training_step_has_the_closed_forms_flops(config, kind, remat):
     step, setup, run = step_of(config, f"model.kind={kind}", "model.ffn=256", f"train.remat={remat}")
-    executed, useful = counted(step, setup.shapes, setup.batch_shapes)
+    executed, useful = counted(step, *setup.step_shapes)
     closed = closed_form(run.model, run.train.batch, recomputed=remat == "block")
     assert useful == pytest.approx(closed, rel=0.01)
     # 8 microbatches over 2 stages take 9 ticks, and the head works in 8 of them.
@@ -71,7 +71,7 @@ def test_a_training_step_has_the_closed_forms_flops(config, kind, remat):
 def test_phases_are_told_apart():
     step, setup, _ = step_of("quickstart", "train.remat=block")
     by_phase = {}
-    for row in flops(jax.make_jaxpr(step)(setup.shapes, setup.batch_shapes)):
+    for row in flops(jax.make_jaxpr(step)(*setup.step_shapes)):
         by_phase[row.phase] = by_phase.get(row.phase, 0) + row.executed
     assert by_phase["backward"] == 2 * by_phase["forward"]
     assert 0 < by_phase["recompute"] < by_phase["forward"]
@@ -110,7 +110,7 @@ def test_state_bytes_are_those_of_the_layout(rules):
     mesh = {"fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}", "zero1": "{data: 8}"}[rules]
     run = load("configs/quickstart.yaml", [*SMALL, "model.embed=256", "model.ffn=1024", f"mesh={mesh}", f"rules=rules/{rules}.yaml"])
     setup = prepare(run)
-    plan = jgt.plan(setup.train_step(), setup.shapes, setup.batch_shapes)
+    plan = jgt.plan(setup.train_step(), *setup.step_shapes)
     groups, whole = plan.memory.groups, 4 * setup.num_parameters
     shares = {"fsdp_tensor": (4, 4), "zero1": (1, 8)}[rules]
     assert groups["parameters"] == pytest.approx(whole / shares[0], rel=0.005)

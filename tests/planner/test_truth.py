@@ -124,7 +124,7 @@ def group_size(line):
 def test_a_training_step_counted_again(root, config, target):
     where = None if target is None else parse_target(target)
     setup = prepare(load(root / f"configs/{config}.yaml"), devices=None if where is None else devices_of(where))
-    compiled = compile_function(setup.train_step(), (setup.shapes, setup.batch_shapes), where)
+    compiled = compile_function(setup.train_step(), setup.step_shapes, where)
     total = sent(compiled.text)
     assert len(total) > 1
     found = read_plan(compiled).collectives

@@ -157,6 +157,6 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
 
     monkeypatch.setattr(setup, "make_loss", make)
     made = setup.prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
-    made.train_step().lower(made.shapes, made.batch_shapes)
-    jax.eval_shape(made.loss, made.shapes.params, made.batch_shapes)
+    made.train_step().lower(*made.step_shapes)
+    jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)
     assert len(counted) == calls

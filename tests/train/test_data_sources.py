@@ -82,9 +82,9 @@ def test_text_files_follow_each_other_in_order(opened, tmp_path):
     (folder / "c.txt").write_bytes(b"gh")
     data = opened(source="text", path=str(folder))
     assert bytes(tokens_of(data, 2)) == b"abcdef\xffgh"
-    assert data.decode([97, 300, 98]) == "a\ufffdb"
-    assert data.decode(data.encode("naïve")) == "naïve"
-    assert data.vocab_size == 256
+    assert data.tokenizer.decode([97, 300, 98]) == "a\ufffdb"
+    assert data.tokenizer.decode(data.tokenizer.encode("naïve")) == "naïve"
+    assert data.tokenizer.vocab_size == 256
 
 
 def test_a_large_text_file_is_mapped(opened, tmp_path, monkeypatch):
@@ -277,9 +277,9 @@ def test_tokenizer_json(opened, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "one two three one"}, {"text": "two two four"})
     data = opened(source="jsonl", path=path, tokenizer=tokenizer, vocab=8)
     assert tokens_of(data, 2) == [1, 2, 3, 1, 7, 2, 2, 0, 7]
-    assert data.vocab_size == 8
-    assert data.encode("three two one") == [3, 2, 1]
-    assert data.decode([3, 7, 1]) == "three <|endoftext|> one"
+    assert data.tokenizer.vocab_size == 8
+    assert data.tokenizer.encode("three two one") == [3, 2, 1]
+    assert data.tokenizer.decode([3, 7, 1]) == "three <|endoftext|> one"
     with pytest.raises(InputError, match=r"a\.jsonl \(encoded in .*token 4 is 7, but the vocabulary has 7 ids"):
         opened(source="jsonl", path=path, tokenizer=tokenizer, vocab=7)
 

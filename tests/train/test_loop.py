@@ -132,7 +132,7 @@ def test_an_evaluation_is_the_mean_over_all_held_out_tokens(straight, tiny, tmp_
     nats = []
     for start in range(0, len(held_out) - 32, 32):  # 31 windows: the second batch of 16 lacks a row
         window = np.frombuffer(held_out[start : start + 33], np.uint8).astype(np.int32)
-        logits = np.asarray(apply(params, window[None, :-1])[0], np.float64)
+        logits = np.asarray(apply(params, {}, window[None, :-1])[0], np.float64)
         for position, target in enumerate(window[1:]):
             nats.append(np.log(np.exp(logits[position]).sum()) - logits[position, target])
     assert len(nats) == 31 * 32

@@ -5,20 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import step_of
 
 from train.records.progress import SkippedError
 from train.run.loop import train
 from train.run.start import Feed
-from train.step.step import State, make_train_step
+from train.step.step import State
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_update_that_is_not_finite_changes_nothing(value):
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     optimizer = optax.adamw(0.1)
-    step = jax.jit(
-        make_train_step(lambda p, b: jnp.sum(b["weights"] * (p["w"] @ b["x"]) ** 2), optimizer, accumulate=1, pin_gradients=lambda g: g)
-    )
+    step = jax.jit(step_of(lambda p, b: jnp.sum(b["weights"] * (p["w"] @ b["x"]) ** 2), optimizer))
     state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     batch = {"weights": jnp.ones(2), "x": jnp.array([1.0, 2.0, 3.0])}
     moved, metrics = step(state, batch)

@@ -7,17 +7,27 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from steps import roles_of
 
 from train.models.config import ModelConfig
-from train.models.decoder import Table, Vector, build, roles, stacked
-from train.sections import OptimizerConfig
+from train.models.decoder import build, stacked
+from train.models.model import Table, Vector, of_nnx
+from train.step.config import OptimizerConfig
 from train.step.muon import orthogonalize
-from train.step.optimizer import build_optimizer, build_schedule
+from train.step.optimizer import build_optimizer
+from train.step.schedule import Settings, learning_rate
+
+TOKENS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
 
 def rates(num_steps, **keys):
-    schedule = build_schedule(OptimizerConfig(**{"lr": 1.0, **keys}), num_steps)
-    return [float(schedule(step)) for step in range(num_steps + 1)]
+    config = OptimizerConfig(**{"lr": 1.0, **keys})
+    return [learning_rate(config, num_steps, step + 1) for step in range(num_steps + 1)]
+
+
+def built(config, roles):
+    """The optimizer at its highest learning rate."""
+    return build_optimizer(config, roles)(Settings(lr=config.lr, weight_decay=config.weight_decay, clip=0.0))
 
 
 def test_warmup_starts_above_zero_and_ends_at_lr():
@@ -47,7 +57,7 @@ def test_warmup_may_be_longer_than_the_run(schedule, num_steps):
 
 def test_adamw():
     config = OptimizerConfig(lr=0.1, schedule="constant", b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
-    optimizer = build_optimizer(config, 10, {"kernel": "matrix", "bias": "vector"})
+    optimizer = built(config, {"kernel": "matrix", "bias": "vector"})
     params = {"kernel": np.array([1.0, -2.0]), "bias": np.array([0.5])}
     gradients = [{"kernel": np.array([3.0, 4.0]), "bias": np.array([12.0])}, {"kernel": np.array([0.1, 0.2]), "bias": np.array([0.3])}]
     ours = jax.tree.map(jnp.float32, params)
@@ -66,8 +76,8 @@ def test_adamw():
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_matrices_decay_and_nothing_else(kind):
     model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
-    params = jax.jit(model.init)(jax.random.key(0))
-    optimizer = build_optimizer(OptimizerConfig(lr=1.0, schedule="constant", weight_decay=1.0), 10, model.roles)
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    optimizer = built(OptimizerConfig(lr=1.0, schedule="constant", weight_decay=1.0), roles_of(model, TOKENS))
     # With gradients of zero, an update is the decay alone. Ones, so that nothing that decays is zero already.
     ones, zeros = jax.tree.map(jnp.ones_like, params), jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(ones), ones)
@@ -88,10 +98,23 @@ class Odd(nnx.Module):
         self.kernel = Vector(jnp.ones((4, 3)))
         self.words = Table(jnp.ones((4, 3)))
 
+    def __call__(self, x):
+        return x + sum(p[...].sum() for p in (self.weight, self.experts, self.gain, self.temperature, self.kernel, self.words))
 
-@pytest.mark.parametrize("make", [Odd, lambda rngs: stacked(Odd, 5, rngs)], ids=["alone", "stacked"])
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = stacked(Odd, 5, rngs)
+
+    def __call__(self, x):
+        graph, layers = nnx.split(self.layers)
+        return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)[0]
+
+
+@pytest.mark.parametrize("make", [Odd, Stacked])
 def test_roles_are_those_of_types_and_ranks_whatever_the_names(make):
-    assert roles(nnx.state(make(nnx.Rngs(0)))) == {
+    found = roles_of(of_nnx(make), jax.ShapeDtypeStruct((), jnp.float32))
+    assert found.get("layers", found) == {
         "weight": "matrix",
         "experts": "matrix",
         "gain": "vector",
@@ -102,8 +125,8 @@ def test_roles_are_those_of_types_and_ranks_whatever_the_names(make):
 
 
 def test_a_late_warmup_leaves_less_to_fall_through():
-    schedule = build_schedule(OptimizerConfig(lr=1.0, schedule="wsd", warmup=8, decay=0.5, final_lr=0.1), 10)
-    assert float(schedule(10)) == pytest.approx(0.1)
+    config = OptimizerConfig(lr=1.0, schedule="wsd", warmup=8, decay=0.5, final_lr=0.1)
+    assert learning_rate(config, 10, 11) == pytest.approx(0.1)
 
 
 def tree(seed, dtype=jnp.float32):
@@ -122,7 +145,7 @@ ROLES = {
 
 def test_muon_is_that_of_optax_for_matrices_and_adamw_for_the_rest():
     keys = {"lr": 0.1, "schedule": "constant", "weight_decay": 0.3}
-    ours, adamw = (build_optimizer(OptimizerConfig(name=name, **keys), 10, ROLES) for name in ("muon", "adamw"))
+    ours, adamw = (built(OptimizerConfig(name=name, **keys), ROLES) for name in ("muon", "adamw"))
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     theirs = optax.contrib.muon(
         0.1, weight_decay=0.3, consistent_rms=0.2, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: numbers, p)
@@ -158,8 +181,8 @@ def test_a_matrix_of_zeros_stays_zero():
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_muon_takes_the_matrices_of_the_layers(kind):
     model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    state = jax.eval_shape(build_optimizer(OptimizerConfig(name="muon"), 10, model.roles).init, shapes)
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    state = jax.eval_shape(built(OptimizerConfig(name="muon"), roles_of(model, TOKENS)).init, shapes)
     assert state.inner_states.keys() == {"muon", "adamw"}
     moments = jax.tree.leaves_with_path(state.inner_states["muon"].inner_state[0].mu)
     assert all(path[0].key == "layers" and path[-1].key == "kernel" for path, _ in moments)
@@ -175,16 +198,21 @@ def test_moments_in_bf16_lead_where_those_in_f32_lead(name):
         return sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
 
     def train(moments):
-        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.05, warmup=10, weight_decay=0.0, moments=moments), 300, matrices)
+        config = OptimizerConfig(name=name, lr=0.05, warmup=10, weight_decay=0.0, moments=moments)
+        make = build_optimizer(config, matrices)
+        rates = jnp.float32([learning_rate(config, 300, step + 1) for step in range(300)])
 
-        def step(carry, key):
-            params, state = carry
+        def step(carry, inputs):
+            (params, state), (key, rate) = carry, inputs
+            optimizer = make(Settings(lr=rate, weight_decay=0.0, clip=0.0))
             # Noise, so that moments move up and down in every step.
             gradients = jax.tree.map(lambda g: g + 0.5 * jax.random.normal(key, g.shape), jax.grad(distance)(params))
             updates, state = optimizer.update(gradients, state, params)
             return (optax.apply_updates(params, updates), state), distance(params)
 
-        (_, state), distances = jax.lax.scan(step, (params, optimizer.init(params)), jax.random.split(jax.random.key(1), 300))
+        (_, state), distances = jax.lax.scan(
+            step, (params, built(config, matrices).init(params)), (jax.random.split(jax.random.key(1), 300), rates)
+        )
         return distances, state
 
     (exact, _), (rounded, state) = jax.jit(lambda: (train("f32"), train("bf16")))()

@@ -92,7 +92,7 @@ def opened(run):
     """A run's setup and its data, without a run directory."""
     setup, config = prepare(run), run.config
     data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
-    return setup, Feed(data, setup.batch_shardings, config.train.batch, config.model.seq)
+    return setup, Feed(data, setup)
 
 
 def first_steps(run, number=4):
@@ -100,8 +100,8 @@ def first_steps(run, number=4):
     setup, feed = opened(run)
     state, step = setup.init(), setup.compile_train_step()
     found = []
-    for batch in islice(feed.train(0), number):
-        state, metrics = step(state, batch)
+    for number, batch in enumerate(islice(feed.train(0), number), 1):
+        state, metrics = step(state, batch, setup.settings(number))
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return np.array(found).T
 
@@ -136,8 +136,10 @@ def start(small):
     def _start(*overrides):
         if overrides not in known:
             setup, feed = opened(small(*overrides))
-            params, evaluate = setup.init().params, setup.compile_eval_step()
-            sums = np.sum([jax.device_get(evaluate(params, batch)) for batch in feed.evaluation(None)], axis=0, dtype=np.float64)
+            params, evaluate = setup.init().params, setup.compile_eval_step(feed.eval_batch)
+            sums = np.sum(
+                [jax.device_get(evaluate(params, {}, batch)["loss"]) for batch in feed.evaluation(None)], axis=0, dtype=np.float64
+            )
             known[overrides] = jax.device_get(params), sums[0] / sums[1]
         return known[overrides]
 

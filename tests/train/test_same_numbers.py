@@ -58,12 +58,12 @@ def _curve(run, steps):
     setup = prepare(run)
     config = run.config
     data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
-    feed = Feed(data, setup.batch_shardings, config.train.batch, config.model.seq)
+    feed = Feed(data, setup)
     state = setup.init()
     params, gradients, losses = jax.device_get(state.params), None, []
     step = setup.compile_train_step()
-    for batch in islice(feed.train(0), steps):
-        state, metrics = step(state, batch)
+    for number, batch in enumerate(islice(feed.train(0), steps), 1):
+        state, metrics = step(state, batch, setup.settings(number))
         losses.append(float(metrics["loss"]))
         if gradients is None:
             moment = jax.device_get(optax.tree.get(state.opt_state, "mu"))

@@ -29,12 +29,12 @@ def sample(tiny):
 
 def test_without_temperature_the_likeliest_token_follows(sample):
     text, setup, state, data = sample(SAMPLE)
-    tokens = data.encode("1 4 9 ")
+    tokens = data.tokenizer.encode("1 4 9 ")
     apply = jax.jit(setup.model.apply)
     for _ in range(9):
         padded = np.array([tokens + [0] * (32 - len(tokens))])
-        tokens.append(int(np.argmax(apply(state.params, padded)[0, len(tokens) - 1])))
-    assert text == data.decode(tokens)
+        tokens.append(int(np.argmax(apply(state.params, state.variables, padded)[0, len(tokens) - 1])))
+    assert text == data.tokenizer.decode(tokens)
 
 
 def test_a_mesh_changes_nothing(sample):
@@ -52,7 +52,7 @@ def test_temperature_draws_by_the_seed(sample):
 def test_a_sequence_ends_the_text_and_the_end_of_a_long_prompt_counts(sample):
     text, _, _, data = sample("sample={tokens: 9, prompt: " + "a" * 20 + "b" * 30 + ", temperature: 0}")
     assert text.startswith("a" + "b" * 30)
-    assert len(data.encode(text)) >= 32
+    assert len(data.tokenizer.encode(text)) >= 32
     assert len(text) == 32
 
 

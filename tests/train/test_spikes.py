@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import step_of
 
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
@@ -13,7 +14,7 @@ from train.run.loop import train
 from train.run.start import Feed, restore_state
 from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
-from train.step.step import State, make_train_step, no_losses
+from train.step.step import State, no_losses
 
 WINDOW = 8
 OVERRIDES = ("train.steps=9", "checkpoint.every=3", "train.skip_spikes={window: 4, deviations: 2}", "model.layers=1", "optimizer.lr=0.01")
@@ -33,11 +34,7 @@ of_norm.defjvp(lambda primals, tangents: (0.0 * primals[0], primals[1] * tangent
 def run():
     """Trains on given losses and gradient norms. Returns which of the updates were applied, and the states after them."""
     spikes, optimizer = SpikesConfig(window=WINDOW, deviations=6), optax.adamw(0.1)
-    step = jax.jit(
-        make_train_step(
-            lambda p, b: b["loss"] + of_norm(p["w"], b["norm"]), optimizer, accumulate=1, pin_gradients=lambda g: g, spikes=spikes
-        )
-    )
+    step = jax.jit(step_of(lambda p, b: b["loss"] + of_norm(p["w"], b["norm"]), optimizer, spikes=spikes))
 
     def _run(*losses, norms=None):
         params = {"w": jnp.float32(1.0)}

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import objective_of, step_of
 
-from train.step.step import State, make_eval_step, make_train_step
+from train.step.step import State, make_eval_step
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(5, 3)).astype(np.float32)}
@@ -28,7 +29,7 @@ def mean_loss(params):
 def step(batch=BATCH, accumulate=1, clip=None):
     """One step of gradient descent with rate 1, which subtracts the gradient from the parameters."""
     optimizer = optax.sgd(1.0)
-    train_step = jax.jit(make_train_step(loss, optimizer, accumulate=accumulate, pin_gradients=lambda tree: tree, clip=clip))
+    train_step = jax.jit(step_of(loss, optimizer, clip, accumulate=accumulate))
     state, metrics = train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch)
     return state, metrics, PARAMS["w"] - state.params["w"]
 
@@ -61,7 +62,7 @@ def test_parts_take_every_so_many_th_row():
 
     optimizer = optax.sgd(1.0)
     batch = BATCH | {"inputs": np.broadcast_to(np.arange(8.0, dtype=np.float32)[:, None, None], (8, 4, 5))}
-    train_step = make_train_step(spy, optimizer, accumulate=4, pin_gradients=lambda tree: tree)
+    train_step = step_of(spy, optimizer, accumulate=4)
     jax.block_until_ready(train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch))
     jax.effects_barrier()
     assert sorted(seen) == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -74,6 +75,6 @@ def test_a_batch_of_padding_moves_nothing():
 
 
 def test_the_evaluation_step_gives_sums():
-    nats, weights = make_eval_step(loss)(PARAMS, BATCH)
+    nats, weights = make_eval_step(objective_of(loss))(PARAMS, (), BATCH)["loss"]
     np.testing.assert_allclose(nats / weights, mean_loss(PARAMS), rtol=1e-6)
     assert weights == BATCH["weights"].sum()

@@ -21,8 +21,8 @@ def stepped(run, steps=2):
     state, step, losses = setup.init(), setup.compile_train_step(), []
     tokens = np.random.default_rng(0).integers(0, 256, (16, 33), np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((16, 32), np.float32)}
-    for _ in range(steps):
-        state, metrics = step(state, jax.device_put(batch, setup.batch_shardings))
+    for number in range(1, steps + 1):
+        state, metrics = step(state, jax.device_put(batch, setup.batch_shardings), setup.settings(number))
         losses.append(float(metrics["loss"]))
     return state, losses
 

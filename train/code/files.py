@@ -23,7 +23,7 @@ from typing import Any
 
 from jgt.document import InputError, is_file, is_folder
 
-FOLDER = "code"
+COPY = "code"
 """The folder of the run directory that keeps the copy."""
 _MAX_FILES, _MAX_BYTES = 2_000, 20_000_000
 _SKIPPED = ("__pycache__", "node_modules", "site-packages")

@@ -30,8 +30,6 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.errors import InvalidRngError
 
-from jgt.sharding.placement import Placement
-
 Role = Literal["matrix", "table", "vector"]
 Use = Callable[[Any], Any]
 """What is done with a module, such as a call on a batch: from the module, which has its arrays, to trees of arrays."""
@@ -64,11 +62,9 @@ class Model:
         """The module called on tokens, as in an evaluation."""
         return self.run(lambda module: module(tokens), params, variables, False)[0]
 
-    def roles(self, placement: Placement) -> Any:
-        """The role of each parameter, as a tree like theirs."""
-        ranks = {place.path: len(place.shape) - len(place.sliced) for place in placement.parameters}
-        found = [self.declared.get(path, "vector" if rank < 2 else "matrix") for path, rank in ranks.items()]
-        return jax.tree.unflatten(placement.tree, found)
+    def role(self, path: str, rank: int) -> Role:
+        """The role of a parameter. rank: the number of its dims within one layer."""
+        return self.declared.get(path, "vector" if rank < 2 else "matrix")
 
 
 def of_flax(make: Callable[[nnx.Rngs], Any], call: Callable[[Any], Any]) -> Model:
