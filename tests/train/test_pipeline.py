@@ -100,8 +100,8 @@ def first_steps(run, number=4):
     setup, feed = opened(run)
     state, step = setup.init(), setup.compile_train_step()
     found = []
-    for number, batch in enumerate(islice(feed.train(0), number), 1):
-        state, metrics = step(state, batch, setup.settings(number))
+    for count, batch in enumerate(islice(feed.train(0), number), 1):
+        state, metrics = step(state, batch, setup.settings(count))
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return np.array(found).T
 
