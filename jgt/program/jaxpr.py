@@ -115,6 +115,14 @@ def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], o
     return inner if body(like) is like else jex.ClosedJaxpr(inner, [])
 
 
+def with_results(program: Program, which: Sequence[int]) -> Program:
+    """The same program with only these of its outputs, by number."""
+    inner = body(program)
+    info = inner.debug_info.with_unknown_names()
+    changed = inner.replace(outvars=[inner.outvars[n] for n in which], debug_info=info)
+    return changed if inner is program else program.replace(jaxpr=changed)
+
+
 def new_var_like(var: Var) -> Var:
     """A new variable with the aval of another one."""
     return type(var)(var.aval)

@@ -21,8 +21,7 @@ from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims
 from jgt.rules import Rules, SpecRule
 from jgt.rules.spec import min_rank
-from jgt.sharding.arguments import Named
-from jgt.sharding.placement import Shaped, is_key, match_argument, path_text
+from jgt.sharding.inputs import Input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +66,17 @@ class _Found:
     rule: SpecRule | None
     dims: Dims
     is_key: bool
+    is_state: bool
 
     @property
     def is_shared(self) -> bool:
-        """Whether its rule is [], which says that all rows of the batch share it."""
-        return self.rule is not None and min_rank(self.rule.spec) == 0
+        """Whether all rows of the batch share it: state, or an input whose rule is []."""
+        return self.is_state or (self.rule is not None and min_rank(self.rule.spec) == 0)
 
     @property
     def is_split(self) -> bool:
         """Whether a rule splits its first dim."""
-        return not self.is_key and bool(self.dims) and bool(self.dims[0])
+        return not self.is_key and not self.is_state and bool(self.dims) and bool(self.dims[0])
 
     def as_input(self, num_rows: int) -> InputKind:
         """Its kind, given the rows of the batch."""
@@ -87,12 +87,12 @@ class _Found:
         return "whole" if is_whole else "rows"
 
 
-def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, int], is_drawn_from: Callable[[int], bool]) -> Microbatches:
+def find_microbatches(inputs: Sequence[Input], rules: Rules, mesh: Mapping[str, int], is_drawn_from: Callable[[int], bool]) -> Microbatches:
     """What each input is, by the rules and the mesh sizes.
 
     is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like one (uint32[2]).
     """
-    found = [_find(path_text(path[2:] or path[1:]), x, rules, lambda i=i: is_drawn_from(i)) for i, (path, x) in enumerate(named)]
+    found = [_find(one, rules, lambda i=i: is_drawn_from(i)) for i, one in enumerate(inputs)]
     split = [one for one in found if one.is_split]
     free = [one for one in found if one.shape and not one.is_key and not one.is_shared]
     batch = next(iter([*split, *free]), None)
@@ -111,11 +111,11 @@ def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, i
     )
 
 
-def _find(name: str, x: Shaped, rules: Rules, is_drawn_from: Callable[[], bool]) -> _Found:
+def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool]) -> _Found:
     # Two numbers in uint32 may be a key or may be data; only the program knows whether random bits are drawn from them.
-    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (is_key(x) and is_drawn_from())
-    match, dims = match_argument(rules, name, x)
-    return _Found(name=name, shape=x.shape, rule=match.rule, dims=dims, is_key=key)
+    key = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key) or (one.is_key and is_drawn_from())
+    match, dims = one.match(rules)
+    return _Found(name=one.name, shape=one.x.shape, rule=match.rule, dims=dims, is_key=key, is_state=one.is_state)
 
 
 def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
 
 def _dim_problems(found: Sequence[_Found], batch_axes: Sequence[str]) -> Iterator[str]:
     for one in found:
-        for dim, axes in enumerate(one.dims[1:], start=1):
+        for dim, axes in enumerate(() if one.is_state else one.dims[1:], start=1):
             for axis in axes:
                 if axis in batch_axes and one.rule is not None:
                     yield (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgt.sharding.placement import path_text
+from jgt.sharding.paths import path_text
 
 from ..models.decoder import Role
 from ..sections import OptimizerConfig
