@@ -139,6 +139,19 @@ def inline_equation(equation: Equation, call: Equation, rename: Mapping[Var, Ato
     return equation.replace(invars=invars, outvars=list(outvars), source_info=info.replace(name_stack=stack))
 
 
+def inlined(program: Program, call: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
+    """The equations of a program, to be placed beside `call`: they read these operands and make these results."""
+    inner = body(program)
+    rename: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
+    made = {var: result for var, result in zip(inner.outvars, results, strict=True) if is_var(var)}
+    eqns: list[Equation] = []
+    for equation in inner.eqns:
+        outvars = [var if is_dropped(var) else made.get(var, new_var_like(var)) for var in equation.outvars]
+        eqns.append(inline_equation(equation, call, rename, outvars))
+        rename.update(zip(equation.outvars, outvars, strict=True))
+    return eqns
+
+
 # Programs inside equations
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import InputKind
@@ -28,12 +29,13 @@ from jgt.sharding.inputs import Input
 class Microbatches:
     """The inputs of a call, in order: their names, kinds and dims.
 
-    axes: the mesh axes of size above 1 that split the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no
-    input has a batch.
+    keys: the numbers of those that are random keys, also of those with a key for each row. axes: the mesh axes of size above 1 that split
+    the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no input has a batch.
     """
 
     names: tuple[str, ...]
     inputs: tuple[InputKind, ...]
+    keys: tuple[int, ...]
     dims: tuple[Dims, ...]
     axes: tuple[str, ...]
     num_rows: int
@@ -59,14 +61,16 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """An input with the rule that places it."""
+    """An input with the rule that places it. rank_of_many: the rank from which keys of its type are several."""
 
     name: str
     shape: tuple[int, ...]
     rule: SpecRule | None
     dims: Dims
     is_key: bool
+    rank_of_many: int
     is_state: bool
+    is_scanned: Callable[[], bool]
 
     @property
     def is_shared(self) -> bool:
@@ -80,19 +84,29 @@ class _Found:
 
     def as_input(self, num_rows: int) -> InputKind:
         """Its kind, given the rows of the batch."""
-        if self.is_key:
-            return "key"
         # An input without a rule is cut too if it has as many rows as the batch: weights or a mask of the same rows.
-        is_whole = not self.shape or self.shape[0] != num_rows or self.is_shared
-        return "whole" if is_whole else "rows"
+        has_rows = bool(self.shape) and self.shape[0] == num_rows and not self.is_shared
+        if not self.is_key:
+            return "rows" if has_rows else "whole"
+        # As many keys as rows are a key for each row, unless a scan goes over them: then there is one for each layer.
+        is_one = len(self.shape) < self.rank_of_many
+        return "rows" if has_rows and not is_one and not self.is_scanned() else "key"
 
 
-def find_microbatches(inputs: Sequence[Input], rules: Rules, mesh: Mapping[str, int], is_drawn_from: Callable[[int], bool]) -> Microbatches:
+def find_microbatches(
+    inputs: Sequence[Input],
+    rules: Rules,
+    mesh: Mapping[str, int],
+    *,
+    is_drawn_from: Callable[[int], bool],
+    is_scanned: Callable[[int], bool],
+) -> Microbatches:
     """What each input is, by the rules and the mesh sizes.
 
-    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like one (uint32[2]).
+    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like keys (uint32[..., 2]).
+    is_scanned: whether a scan of the program goes over input number i. It is asked about keys.
     """
-    found = [_find(one, rules, lambda i=i: is_drawn_from(i)) for i, one in enumerate(inputs)]
+    found = [_find(one, rules, lambda i=i: is_drawn_from(i), lambda i=i: is_scanned(i)) for i, one in enumerate(inputs)]
     split = [one for one in found if one.is_split]
     free = [one for one in found if one.shape and not one.is_key and not one.is_shared]
     batch = next(iter([*split, *free]), None)
@@ -103,6 +117,7 @@ def find_microbatches(inputs: Sequence[Input], rules: Rules, mesh: Mapping[str, 
     return Microbatches(
         names=tuple(one.name for one in found),
         inputs=tuple(one.as_input(num_rows) for one in found),
+        keys=tuple(i for i, one in enumerate(found) if one.is_key),
         dims=tuple(one.dims for one in found),
         axes=axes,
         num_rows=num_rows,
@@ -111,11 +126,21 @@ def find_microbatches(inputs: Sequence[Input], rules: Rules, mesh: Mapping[str, 
     )
 
 
-def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool]) -> _Found:
-    # Two numbers in uint32 may be a key or may be data; only the program knows whether random bits are drawn from them.
-    key = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key) or (one.is_key and is_drawn_from())
+def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanned: Callable[[], bool]) -> _Found:
+    is_typed = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key)
+    # Numbers in uint32 may be keys or may be data; only the program knows whether random bits are drawn from them.
+    is_bits = not is_typed and one.x.dtype == np.uint32 and one.x.shape[-1:] == (2,)
     match, dims = one.match(rules)
-    return _Found(name=one.name, shape=one.x.shape, rule=match.rule, dims=dims, is_key=key, is_state=one.is_state)
+    return _Found(
+        name=one.name,
+        shape=one.x.shape,
+        rule=match.rule,
+        dims=dims,
+        is_key=is_typed or (is_bits and is_drawn_from()),
+        rank_of_many=1 if is_typed else 2,
+        is_state=one.is_state,
+        is_scanned=is_scanned,
+    )
 
 
 def _row_problems(split: Sequence[_Found]) -> Iterator[str]:

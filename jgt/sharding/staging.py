@@ -25,7 +25,7 @@ from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole import SplitError
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
-from jgt.program.dataflow import is_random_key
+from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.rules import Rules
@@ -61,7 +61,13 @@ def stage(
     if jx.mesh_around() is not None or jx.vmapped_axes():
         raise ValueError("a pipelined function cannot be called inside shard_map or a vmap over a mesh axis. Put these inside the function")
     num_params, sizes, program = len(parameters), dict(mesh.shape), traced.program
-    found = find_microbatches(arguments.inputs, rules, sizes, lambda index: is_random_key(program, num_params + index))
+    found = find_microbatches(
+        arguments.inputs,
+        rules,
+        sizes,
+        is_drawn_from=lambda index: is_random_key(program, num_params + index),
+        is_scanned=lambda index: is_scanned(program, num_params + index),
+    )
     problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
     # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
@@ -141,7 +147,7 @@ def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Ta
 def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
     batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
-    keys = [num_params + index for index, kind in enumerate(found.inputs) if kind == "key"]
+    keys = [num_params + index for index in found.keys]
 
     def trace(num_rows: int) -> Program:
         try:
