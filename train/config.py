@@ -85,7 +85,7 @@ class Run:
     @property
     def batch_rule(self) -> SpecRule | None:
         """The rule that lays out the arrays of a batch, [batch, seq]; None if they are not sharded."""
-        return None if self.rules is None else match_input(self.rules, "inputs", 2).rule
+        return None if self.rules is None else match_input(self.rules, "batch/inputs", 2).rule
 
     @property
     def batch_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -83,8 +83,8 @@ class Setup:
         memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
         moments = place.optimizer(self.shapes.opt_state, memory)
         # The window of losses is a few numbers, which every device keeps.
-        losses, variables = (jax.tree.map(lambda _: whole, tree) for tree in (self.shapes.losses, self.shapes.variables))
-        return State(whole, place.params, moments, losses, variables)
+        losses = jax.tree.map(lambda _: whole, self.shapes.losses)
+        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"))
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -187,7 +187,7 @@ def prepare(
     # Even the key is only a shape: nothing is computed where the devices may be absent.
     params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     problems = tuple(batch_problems(run, mesh.shape))
-    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, problems=problems)
+    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
     make_optimizer = _optimizer(run, model, placement)
     make_state = _state_maker(init, make_optimizer, config.train.skip_spikes)
@@ -238,7 +238,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
             plain = token_objective(model, tokens, is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline)
+        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables")
 
     loss = sharded(True)
     is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)

@@ -53,6 +53,14 @@ def raw_shape(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, like) if _is_key(like) else like
 
 
+def folded(key: jax.Array, number: Integers) -> jax.Array:
+    """A random key folded with a number; of an array of keys, each one. Keys are typed, or their bits [..., 2]."""
+    fold = jax.random.fold_in
+    for _ in range(key.ndim - (0 if _is_key(key) else 1)):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, number)
+
+
 def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

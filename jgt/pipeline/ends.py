@@ -18,7 +18,7 @@ from typing import Literal
 
 import jax
 
-from jgt.pipeline.arrays import Arrays, Floats, Integers, call, raw, raw_shape, row, vjp, whole_like, wide_zeros, zeros
+from jgt.pipeline.arrays import Arrays, Floats, Integers, call, folded, raw, raw_shape, row, vjp, whole_like, wide_zeros, zeros
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Place, Program, Var
@@ -30,7 +30,7 @@ Rewrite = Callable[[Program, Place], Program]
 InputKind = Literal["rows", "key", "whole"]
 """An argument of the loss that is not a parameter.
 
-rows: split into microbatches along its first dim. key: a random key, from which each part of the batch derives its own.
+rows: split into microbatches along its first dim. key: a random key, or several, from which each part of the batch derives its own.
 whole: the same for all microbatches.
 """
 
@@ -57,7 +57,7 @@ class Batch:
                 return row(x, microbatch)
             # Each part of the batch has a number, and so a key, of its own. The data shard counts too, or all shards
             # would draw the same numbers.
-            return jax.random.fold_in(x, microbatch * self.num_shards + self.shard) if kind == "key" else x
+            return folded(x, microbatch * self.num_shards + self.shard) if kind == "key" else x
 
         values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]
         return dict(zip([*split.inputs, *split.statistics], [*values, *self.statistics], strict=True))

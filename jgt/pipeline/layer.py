@@ -78,7 +78,7 @@ class Body:
             results: Arrays = jx.evaluate(self.program, [*consts, *moving[:num_carry], *scanned])
         stacked = dict(zip(split.scan.outvars, results, strict=True))
         # y is [layers, ...] for all layers of the model and travels on. Each layer writes its own row.
-        new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, stacked[var], layer, 0) for y, var in zip(ys, split.ys, strict=True)]
+        new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, raw(stacked[var]), layer, 0) for y, var in zip(ys, split.ys, strict=True)]
         after = [*map(raw, results[:num_carry]), *travel[num_carry:num_moving], *new_ys]
         return [jnp.where(inputs.index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self.is_padded else after
 

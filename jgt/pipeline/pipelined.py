@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jgt.document import InputError
 from jgt.pipeline.arrays import Arrays, Floats, call, float_variables, vjp
 from jgt.pipeline.executor import Executor
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
-from jgt.program.dataflow import result_depends_on
+from jgt.program.dataflow import nonlinear_source, result_depends_on
 from jgt.program.jaxpr import Atom, Place
 from jgt.program.parts import Part
 
@@ -127,11 +128,13 @@ class Pipelined:
         # Linear in the totals means that the derivative by them does not depend on them: the traced gradient shows it.
         gradient = cast("Callable[[Arrays, Arrays], Arrays]", jax.grad(loss))
         if result_depends_on(gradient, floats, others):
-            raise ValueError(
-                "the loss is not linear in what it sums up over the batch, "
+            where = nonlinear_source(self.executor.split.after, self.executor.split.after_totals)
+            problem = (
+                f"{where}{': ' if where else ''}the loss is not linear in what it sums up over the batch, "
                 "so the backward pass of the first microbatch would need the loss of the last. "
                 "Return a sum or a (weighted) mean over the batch, and take functions of it outside"
             )
+            raise InputError([self.executor.pipeline.problem("signal", problem)])
         # The executor ignores the seeds of counts. They only keep the list in the order of the totals.
         return which.merge(gradient(floats, others), [jnp.zeros((), jnp.float32)] * len(others))
 

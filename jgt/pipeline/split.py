@@ -20,11 +20,12 @@ embedding, layers and head run inside, tick by tick. Equation by equation the tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import Pipeline
+from jgt.pipeline.peel import peeled
 from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
@@ -97,8 +98,10 @@ def split_loss(
 
     keys: the indices of arguments that are random keys, from which each part of the batch derives its own. Raises SplitError.
     """
-    flat, full, twin = (flatten(program, dissolves(pipeline.signal)) for program in (micro, whole, larger))
-    layers = layer_scan(flat, pipeline.signal)
+    # An argument has rows if another batch size gives it another shape.
+    pairs = enumerate(zip(jx.body(whole).invars, jx.body(larger).invars, strict=True))
+    sources = {n for n, (a, b) in pairs if n < num_params or jx.shape_of(a) != jx.shape_of(b)}
+    (flat, layers), (full, _), (twin, _) = (_flattened(program, pipeline.signal, sources) for program in (micro, whole, larger))
     try:
         growth = growth_of(full, twin, ratio=ratio, num_params=num_params, trusted=pipeline.per_microbatch)
     except AlignmentError as error:
@@ -108,6 +111,12 @@ def split_loss(
     align = _alignment(full, flat, growth)
     whole_layers = next(i for i, j in align.items() if j == layers)
     return _Splitter(flat, Whole(full, growth, whole_layers, num_params), align, layers, num_params).split(keys)
+
+
+def _flattened(program: Program, signal: str, sources: Collection[int]) -> tuple[Flat, int]:
+    """The flat program, and the index of its layer scan, which has only results that its layers are needed for."""
+    flat = flatten(program, dissolves(signal))
+    return peeled(flat, layer_scan(flat, signal), sources)
 
 
 def _alignment(full: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:

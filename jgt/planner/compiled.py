@@ -35,7 +35,7 @@ from jgt.planner.described import HOST, described, devices_of, keep_on_host
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
-from jgt.sharding.placement import path_text
+from jgt.sharding.paths import path_text
 
 
 @contextlib.contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import dependency_bits, flatten
+from jgt.program.parts import Flat, Part, dependency_bits, flatten
 
 
 def unchanged_arguments(program: Program) -> list[int | None]:
@@ -44,6 +45,35 @@ def result_depends_on(fn: Callable[[Any, Any], Any], args: Any, others: Any) -> 
     return any(jx.is_var(a) and reached.get(a) for a in flat.outvars)
 
 
+def nonlinear_source(part: Part, variables: Collection[Var]) -> str:
+    """The user's file:line of the first step from these inputs of a part to its first output that is not linear in them; or empty."""
+    flat = flatten(part.program)
+    given = {var: 1 for own, var in zip(part.inputs, flat.invars, strict=False) if own in variables}
+    reached = dependency_bits(flat, given)
+    needed: set[Var] = {a for a in flat.outvars[:1] if jx.is_var(a)}
+    for equation in reversed(flat.eqns):
+        if any(v in needed for v in equation.outvars):
+            needed.update(a for a in equation.invars if jx.is_var(a))
+    for equation in flat.eqns:
+        operands = list(dict.fromkeys(a for a in equation.invars if jx.is_var(a)))
+        by = [a for a in operands if reached.get(a) and jx.is_real(a)]
+        if by and any(v in needed for v in equation.outvars) and not _is_linear(flat, equation, by, [a for a in operands if a not in by]):
+            return jx.source_of(equation)
+    return ""
+
+
+def _is_linear(flat: Flat, equation: Equation, by: Sequence[Var], others: Sequence[Var]) -> bool:
+    """Whether the derivative of an equation's results by some of its operands does not depend on these."""
+    results = [v for v in equation.outvars if not jx.is_dropped(v) and jx.is_real(v)]
+    program = jx.program_of(flat.program, [*by, *others], [equation], results)
+
+    def tangents(primals: Sequence[jax.Array], fixed: Sequence[jax.Array]) -> Any:
+        ones = [jnp.ones_like(x) for x in primals]
+        return jax.jvp(lambda *xs: jx.evaluate(program, [*xs, *fixed]), tuple(primals), tuple(ones))[1]
+
+    return not result_depends_on(tangents, [jx.struct_of(a) for a in by], [jx.struct_of(a) for a in others])
+
+
 def is_random_key(program: Program, index: int) -> bool:
     """Whether a program draws random numbers from its argument `index`: whether it turns the argument's bits into a key."""
     reached = {jx.body(program).invars[index]}
@@ -58,6 +88,23 @@ def is_random_key(program: Program, index: int) -> bool:
             if any(o in reached and is_random_key(inner, i) for i, o in operands if o is not None and jx.is_var(o)):
                 return True
         # Splitting or reshaping the bits of a key, say: whatever is made of them may become a key later.
+        reached.update(equation.outvars)
+    return False
+
+
+def is_scanned(program: Program, index: int) -> bool:
+    """Whether a scan goes over a program's argument `index`, or over something made of it."""
+    reached = {jx.body(program).invars[index]}
+    for equation in jx.body(program).eqns:
+        if not any(jx.is_var(a) and a in reached for a in equation.invars):
+            continue
+        for inner in jx.subprograms(equation):
+            for i, (o, var) in enumerate(zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)):
+                if o is None or not jx.is_var(o) or o not in reached:
+                    continue
+                # A scan takes the first dim off what it goes over.
+                if len(jx.shape_of(o)) > len(jx.shape_of(var)) or is_scanned(inner, i):
+                    return True
         reached.update(equation.outvars)
     return False
 

@@ -115,6 +115,14 @@ def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], o
     return inner if body(like) is like else jex.ClosedJaxpr(inner, [])
 
 
+def with_results(program: Program, which: Sequence[int]) -> Program:
+    """The same program with only these of its outputs, by number."""
+    inner = body(program)
+    info = inner.debug_info.with_unknown_names()
+    changed = inner.replace(outvars=[inner.outvars[n] for n in which], debug_info=info)
+    return changed if inner is program else program.replace(jaxpr=changed)
+
+
 def new_var_like(var: Var) -> Var:
     """A new variable with the aval of another one."""
     return type(var)(var.aval)
@@ -129,6 +137,19 @@ def inline_equation(equation: Equation, call: Equation, rename: Mapping[Var, Ato
     invars = [rename.get(a, a) if is_var(a) else a for a in equation.invars]
     stack = call.source_info.name_stack + equation.source_info.name_stack
     return equation.replace(invars=invars, outvars=list(outvars), source_info=info.replace(name_stack=stack))
+
+
+def inlined(program: Program, call: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
+    """The equations of a program, to be placed beside `call`: they read these operands and make these results."""
+    inner = body(program)
+    rename: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
+    made = {var: result for var, result in zip(inner.outvars, results, strict=True) if is_var(var)}
+    eqns: list[Equation] = []
+    for equation in inner.eqns:
+        outvars = [var if is_dropped(var) else made.get(var, new_var_like(var)) for var in equation.outvars]
+        eqns.append(inline_equation(equation, call, rename, outvars))
+        rename.update(zip(equation.outvars, outvars, strict=True))
+    return eqns
 
 
 # Programs inside equations

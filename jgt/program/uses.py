@@ -9,6 +9,7 @@ use. `layers/attn/q` of shape [layers, embed, heads] is thus used under `layers/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -34,12 +35,20 @@ class Use:
 
 @dataclass(frozen=True)
 class _Trail:
-    """A parameter in another form: for each dim of the variable the parameter's dim (None: unknown), and the dims sliced off."""
+    """A parameter in another form: for each dim of the variable the parameter's dim (None: unknown), and the dims sliced off.
+
+    A dim that a reshape divides (layers taken two at a time) is the dim of several variables' dims, and gone when all of them are.
+    """
 
     index: int
     shape: tuple[int, ...]
     dims: tuple[int | None, ...]
     sliced: frozenset[int] = frozenset()
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The dims that were sliced off and of which nothing is left."""
+        return self.sliced.difference(self.dims)
 
     def without(self, positions: Iterable[int], *, at_least: int = 1) -> _Trail:
         """The trail after these dims of the variable were sliced off; a parameter's dim smaller than `at_least` does not count."""
@@ -90,7 +99,7 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
             continue
         meets, ends = _meets(equation, trails)
         for trail in followed:
-            consumers[trail.index].add(_Consumer(place.path, meets, trail.sliced, jx.line_of(equation)))
+            consumers[trail.index].add(_Consumer(place.path, meets, trail.gone, jx.line_of(equation)))
         if not ends:
             for out in equation.outvars:
                 trails.setdefault(out, set()).update(_through(equation, trail, len(jx.shape_of(out))) for trail in followed)
@@ -131,8 +140,30 @@ def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
     # unstack has `axis` and nothing else.
     if equation.params.keys() == {"axis"} and rank == len(trail.dims) - 1:
         return trail.without([equation.params["axis"]])
-    # A change of rank that is none of these, such as a reshape, leaves no known correspondence. Dims sliced off later do not count.
+    if "new_sizes" in equation.params and not squeezed:
+        return replace(trail, dims=_reshaped(trail.dims, jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])))
+    # A change of rank that is none of these leaves no known correspondence. Dims sliced off later do not count.
     return trail if rank == len(trail.dims) else replace(trail, dims=(None,) * rank)
+
+
+def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The dims after a reshape: those of one dim that it divides, and None for a dim that it makes of several."""
+    result: list[int | None] = []
+    position = 0
+    while len(result) < len(new):
+        # The shortest runs of dims with the same number of entries on both sides belong together.
+        start, first = position, len(result)
+        position, end = position + 1, first + 1
+        while (sizes := (math.prod(old[start:position]), math.prod(new[first:end])))[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                position += 1
+            else:
+                end += 1
+            if position > len(old) or end > len(new):
+                return (None,) * len(new)
+        found = {d for d, size in zip(dims[start:position], old[start:position], strict=True) if size != 1}
+        result += [found.copy().pop() if len(found) == 1 else None] * (end - first)
+    return tuple(result)
 
 
 def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> None:

@@ -56,11 +56,19 @@ def match_optimizer(rules: Rules, path: str, signals: Sequence[str], fits: Calla
     return _match_parameter(rules, "optimizer", path, signals, lambda found: _first(one for one in found if fits(one[1])))
 
 
-def match_input(rules: Rules, path: str, rank: int) -> Match[SpecRule]:
-    """The rule of an argument that is not a parameter. A spec with more dims than the argument does not match it."""
-    found = _slots(rules.inputs, "inputs")
+def match_input(rules: Rules, path: str, rank: int, *other_paths: str, is_state: bool = False) -> Match[SpecRule]:
+    """The rule of an argument that is not a parameter, by any of its paths. A spec with more dims than the argument does not match it.
+
+    is_state: only patterns that name something match. A pattern of wildcards alone is meant for the batch, and state has no rows.
+    """
+    paths = (path, *other_paths)
+    found = (one for one in _slots(rules.inputs, "inputs") if not is_state or _names_something(one[1].pattern))
     # No upper limit: one rule may serve inputs of several ranks, and their further dims stay whole.
-    return _first(one for one in found if matches_end(one[1].pattern, path) and rank >= min_rank(one[1].spec))
+    return _first(one for one in found if rank >= min_rank(one[1].spec) and any(matches_end(one[1].pattern, p) for p in paths))
+
+
+def _names_something(pattern: str) -> bool:
+    return any(level not in ("*", "**") for level in pattern.split("/"))
 
 
 def match_tensor(rules: Rules, name: str, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:

@@ -12,6 +12,7 @@ the training step and a plan of it are made from the same program.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ import numpy as np
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
-from jgt.sharding.placement import KeyPath, Shaped, named_leaves, path_text
+from jgt.sharding.inputs import Input, Signature
+from jgt.sharding.paths import KeyPath, Named, named_leaves, path_text
+from jgt.sharding.variables import Variables, is_parameter
 
 # A scalar of numpy is an array of rank 0. A number of Python is a constant of the program.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -28,54 +31,111 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 
 
-Named = tuple[KeyPath, Shaped]
-"""An array of a call with its key path, which begins with its place among the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The program of a call.
+
+    program: from the arrays to the leaves of the result, then the new values of the arrays that the function changes in place.
+    out_tree: the tree of the result. changed: the numbers of those arrays.
+    """
+
+    program: jx.Program
+    out_tree: Any
+    changed: tuple[int, ...] = ()
 
 
 class Arguments:
     """A function and the arguments of one call. The first positional argument contains the parameters.
 
-    named: the arrays with their key paths, in order.
+    parameters: the arrays of the first argument that are parameters, with their key paths. inputs: all other arrays: state inside the first
+    argument, and the arrays of the others. Together, in this order, they are the arguments of the traced program.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], signature: Signature | None = None):
         self._fn = fn
-        self._leaves, self._tree = named_leaves((tuple(args), dict(kwargs)))
-        self._is_array = [isinstance(x, _ARRAYS) for _, x in self._leaves]
-        self.named: list[Named] = [(path, x) for is_array, (path, x) in zip(self._is_array, self._leaves, strict=True) if is_array]
+        tree = (tuple(args), dict(kwargs))
+        self._leaves, self._tree = named_leaves(tree)
+        self._variables = Variables(tree)
+        self.signature = Signature() if signature is None else signature
+        is_array = [isinstance(x, _ARRAYS) for _, x in self._leaves]
+        first = [n for n, (path, _) in enumerate(self._leaves) if is_array[n] and _is_first(path) and not self._is_state(n)]
+        others = [n for n in range(len(self._leaves)) if is_array[n] and n not in set(first)]
+        # The number of the leaf for each argument of the traced program.
+        self._order = [*first, *others]
+        self.parameters: list[Named] = [self._leaves[n] for n in first]
+        self.inputs: list[Input] = [self.signature.input(*self._leaves[n], is_state=self._is_state(n)) for n in others]
+
+    def _is_state(self, leaf: int) -> bool:
+        variable = self._variables.owner(leaf)
+        return variable is not None and not (is_parameter(variable) and _is_first(self._leaves[leaf][0]))
 
     @property
     def arrays(self) -> list[Any]:
         """The arguments that the traced program takes."""
-        return [x for _, x in self.named]
+        return [self._leaves[n][1] for n in self._order]
 
     def key(self) -> Hashable | None:
         """Equal for calls that are traced to the same program. None if this cannot be known.
 
         That is so for arguments that might change without notice: any object that is neither an array nor a plain value or function.
         """
-        constants: list[object] = [x for is_array, (_, x) in zip(self._is_array, self._leaves, strict=True) if not is_array]
+        arrays = set(self._order)
+        constants: list[object] = [x for n, (_, x) in enumerate(self._leaves) if n not in arrays]
         if not all(isinstance(x, _IMMUTABLE) or callable(x) for x in constants):
             return None
         # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
         types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
         # 1, 1.0 and True are equal, but not the same program.
-        return self._tree, tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
+        return self._tree, self._variables.sharing(), tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
 
-    def trace(self) -> tuple[jx.Program, Any]:
-        """The program of this call, and the tree of its outputs. Raises ValueError if the function changes its arguments in place."""
-        return jx.trace(self._flat, *self._traced_arrays())
+    def trace(self) -> Traced:
+        """The program of this call. Raises ValueError if the function changes anything in place that is not a variable of nnx."""
+        candidates: list[int] = []
 
-    def trace_rows(self, is_batched: Sequence[bool], num_rows: int) -> jx.Program:
-        """The program with another batch size: this many rows in every array whose first dim is the batch."""
+        def run(*arrays: Any) -> Any:
+            result, before, after = self._run(arrays)
+            candidates[:] = self._changed(before, after)
+            return result, [after[n] for n in candidates]
+
+        program, tree = jx.trace(run, *self._traced_arrays())
+        num_results = tree.num_leaves - len(candidates)
+        # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
+        origins = unchanged_arguments(program)[num_results:]
+        number = {leaf: number for number, leaf in enumerate(self._order)}
+        changed = [n for n, leaf in enumerate(candidates) if origins[n] != number[leaf]]
+        fixed = [path_text(self._leaves[candidates[n]][0][2:]) for n in changed if self._variables.owner(candidates[n]) is None]
+        if fixed:
+            raise ValueError(_lost(fixed))
+        kept = [*range(num_results), *(num_results + n for n in changed)]
+        if len(kept) < tree.num_leaves:
+            program = jx.with_results(program, kept)
+        return Traced(program=program, out_tree=tree.children()[0], changed=tuple(number[candidates[n]] for n in changed))
+
+    def trace_rows(self, is_batched: Sequence[bool], num_rows: int, changed: Sequence[int]) -> jx.Program:
+        """The program with another batch size: this many rows in every array whose first dim is the batch.
+
+        changed: as `trace` found it.
+        """
         shapes = [
             jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), _traced_dtype(x)) if batched else _without_sharding(x)
             for batched, x in zip(is_batched, self.arrays, strict=True)
         ]
-        return jx.trace(self._flat, *shapes)[0]
 
-    def parameter_tree(self) -> Any:
-        """The tree of the first positional argument. Raises ValueError if it is missing or contains anything but arrays."""
+        def run(*arrays: Any) -> Any:
+            result, _, after = self._run(arrays)
+            return result, [after[self._order[number]] for number in changed]
+
+        return jx.trace(run, *shapes)[0]
+
+    def store(self, changed: Sequence[int], values: Sequence[Any]) -> None:
+        """Stores the new values of arrays, by number, in the variables of the caller that they belong to."""
+        self._variables.store({self._order[number]: value for number, value in zip(changed, values, strict=True)})
+
+    def parameter_tree(self) -> tuple[Any, list[int | None]]:
+        """The tree of the first positional argument, and for each of its leaves the number of the array; None for other values.
+
+        Raises ValueError if the argument is missing or contains anything but arrays.
+        """
         # The tree is (args, kwargs).
         positional = self._tree.children()[0].children()
         if not positional:
@@ -88,51 +148,47 @@ class Arguments:
                     f"the first argument must hold the parameters and nothing else, a tree of arrays, but "
                     f"{path_text(path[2:]) or 'it'} is {type(x).__name__}. Pass {x!r} in another argument"
                 )
-        return positional[0]
+        number = {leaf: number for number, leaf in enumerate(self._order)}
+        return positional[0], [number.get(leaf) for leaf in range(positional[0].num_leaves)]
 
     def _traced_arrays(self) -> list[Any]:
         # A sharding names a mesh, which would tie the trace to it. Inside a shard_map the type says over which axes a value varies.
         return self.arrays if jx.mesh_around() is not None else [_without_sharding(x) for x in self.arrays]
 
-    def _flat(self, *arrays: Any) -> Any:
-        result, before, after = self._run(arrays)
-        # Compared by identity: a function that writes into its arguments leaves other objects there, even if the values
-        # are equal.
-        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-            self._refuse_changes()
-        return result
-
     def _run(self, arrays: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The function's result, and the leaves of its arguments before and after."""
-        values = iter(arrays)
-        before = [next(values) if is_array else x for is_array, (_, x) in zip(self._is_array, self._leaves, strict=True)]
-        args, kwargs = jax.tree.unflatten(self._tree, before)
+        leaves = [x for _, x in self._leaves]
+        for number, x in zip(self._order, arrays, strict=True):
+            leaves[number] = x
+        args, kwargs = both = self._variables.rebuilt(self._tree, leaves)
+        before = jax.tree.leaves(both)
         result = self._fn(*args, **kwargs)
         return result, before, jax.tree.leaves((args, kwargs))
 
-    def _refuse_changes(self) -> None:
-        # The function gets a copy of the arguments, so a Flax nnx module that updates itself would lose the update.
-        changed: list[str] = []
+    def _changed(self, before: Sequence[Any], after: Sequence[Any]) -> list[int]:
+        """The leaves that the function replaced by others. Raises ValueError for changes that are no values of arrays."""
+        if len(before) != len(after):
+            raise ValueError(_lost(["the arguments' structure"]))
+        # Compared by identity: a function that writes into its arguments leaves other objects there, even if the values are equal.
+        found = [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a is not b and not self._variables.is_repeated(n)]
+        arrays = set(self._order)
+        constants = [path_text(self._leaves[n][0][2:]) for n in found if n not in arrays]
+        if constants:
+            raise ValueError(_lost(constants))
+        return found
 
-        def arrays_after(*arrays: Any) -> list[Any]:
-            _, before, after = self._run(arrays)
-            if len(before) != len(after):
-                changed.append("the arguments' structure")
-                return list(arrays)
-            leaves = zip(self._is_array, self._leaves, before, after, strict=True)
-            changed.extend(path_text(path[2:]) for is_array, (path, _), a, b in leaves if not is_array and a is not b)
-            return [b for is_array, b in zip(self._is_array, after, strict=True) if is_array]
 
-        # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
-        origins = unchanged_arguments(jx.trace(arrays_after, *self.arrays)[0])
-        changed += [
-            path_text(path[2:]) for index, ((path, _), origin) in enumerate(zip(self.named, origins, strict=True)) if index != origin
-        ]
-        if changed:
-            raise ValueError(
-                f"the function changes its arguments in place ({', '.join(changed)}), which would be lost. "
-                "Return such state from the function: split it off the module (nnx.split) and merge inside, or sow nothing"
-            )
+def _is_first(path: KeyPath) -> bool:
+    """Whether a leaf is in the first positional argument."""
+    return path[0].idx == 0 and getattr(path[1], "idx", None) == 0
+
+
+def _lost(names: Sequence[str]) -> str:
+    # The function gets a copy of the arguments, so that what it writes into a dict, say, would be lost.
+    return (
+        f"the function changes its arguments in place ({', '.join(names)}), which would be lost. "
+        "Return the new values; only the values of nnx variables are stored in the caller's arguments"
+    )
 
 
 def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:

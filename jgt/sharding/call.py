@@ -18,33 +18,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims
+from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules import Match, Rules, Seen, SpecRule, expand, fits_rank, match_optimizer, match_param, misfit_problems, misfits, unreached
-from jgt.sharding.arguments import Arguments, Named
-from jgt.sharding.placement import ParameterPlace, Placement, Surroundings, match_argument, path_text
+from jgt.sharding.arguments import Arguments, Traced
+from jgt.sharding.inputs import Input
+from jgt.sharding.paths import Named, path_text
+from jgt.sharding.placement import ParameterPlace, Placement, Surroundings
 from jgt.sharding.rewrite import rewrite
 from jgt.sharding.staging import StagedCall, stage
+
+Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """What a call of these shapes needs.
 
-    run: from the argument arrays, in order, to the leaves of the result. out_tree: the tree of the result.
+    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`.
+    out_tree: the tree of the result.
     is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
     around it.
     """
 
     placement: Placement
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    run: Run
     out_tree: Any
+    changed: tuple[int, ...]
     is_reusable: bool
 
 
@@ -61,12 +67,13 @@ def plan_call(
     Raises InputError with every misfit, and with every rule that matches nothing (not with `partial`). Raises
     ValueError for arguments that a sharded function cannot take.
     """
-    tree = arguments.parameter_tree()
-    program, out_tree = arguments.trace()
+    tree, numbers = arguments.parameter_tree()
+    traced = arguments.trace()
+    program = traced.program
     site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
-    num_params = tree.num_leaves
-    params = _place_parameters(arguments.named[:num_params], program, rules, site)
-    inputs = _place_inputs(arguments.named[num_params:], num_params, rules, site)
+    num_params = len(arguments.parameters)
+    params = _place_parameters(arguments.parameters, program, rules, site)
+    inputs = _place_inputs(arguments.inputs, num_params, rules, site)
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
     whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=pipeline is None)
     matches = (*params.matches, *inputs.matches, *whole.matches)
@@ -84,32 +91,63 @@ def plan_call(
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return jx.evaluate(whole.program, arrays)
 
+    first_argument = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
+
     staged = StagedCall(parameters=params.places, run=evaluate)
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
-        staged = stage(arguments, program, pipeline, rules, mesh, params.places)
+        staged = stage(arguments, traced, pipeline, rules, mesh, params.places)
         found += staged.problems
     if found:
         raise InputError(found)
     # Last, because it raises an error of its own instead of adding to `found`.
-    check_aliases(arguments.named, staged.parameters, rules)
+    check_aliases(arguments.parameters, staged.parameters, rules)
     return PlannedCall(
-        placement=Placement(rules=rules, mesh=mesh, parameters=staged.parameters, tree=tree, tensors=tuple(whole.tensors)),
-        run=staged.run,
-        out_tree=out_tree,
+        placement=Placement(
+            rules=rules,
+            mesh=mesh,
+            parameters=staged.parameters,
+            tree=tree,
+            others={leaf: None if number is None else inputs.dims[number - num_params] for leaf, number in first_argument.items()},
+            signature=arguments.signature,
+            tensors=tuple(whole.tensors),
+        ),
+        run=_with_state_pinned(staged.run, traced, {n: dims for n, (dims, _) in inputs.pins.items()}, site),
+        out_tree=traced.out_tree,
+        changed=traced.changed,
         is_reusable=not jx.closes_over_tracers(program),
     )
+
+
+def _with_state_pinned(run: Run, traced: Traced, pins: Mapping[int, Dims], site: Surroundings) -> Run:
+    """The run whose new values of state have the layout of the old ones, so that the next step is the same program."""
+    if site.mesh.size == 1 or not any(number in pins for number in traced.changed):
+        return run
+    mesh = site.mesh if site.around is None else site.around
+
+    def pinned(number: int, x: jax.Array) -> jax.Array:
+        if number not in pins or x.ndim != len(pins[number]):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(site.free_dims(pins[number]))))
+
+    def run_and_pin(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        results, num_results = run(arrays), traced.out_tree.num_leaves
+        new = [pinned(number, x) for number, x in zip(traced.changed, results[num_results:], strict=True)]
+        return [*results[:num_results], *new]
+
+    return run_and_pin
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
     """Arguments placed by the rules, with the answers of the rules and what is wrong with them.
 
-    places: one for each parameter, in order. pins: by argument number, the dims of the value and of its gradient, for arguments without
-    problems.
+    places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
+    for arguments without problems.
     """
 
     places: tuple[ParameterPlace, ...] = ()
+    dims: tuple[Dims, ...] = ()
     pins: Mapping[int, tuple[Dims, Dims]]
     matches: tuple[Match[SpecRule], ...]
     problems: tuple[str, ...]
@@ -146,28 +184,31 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
     return _Placed(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
-def _place_inputs(inputs: Sequence[Named], first: int, rules: Rules, site: Surroundings) -> _Placed:
+def _place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> _Placed:
     """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
     pins: dict[int, tuple[Dims, Dims]] = {}
     matches: list[Match[SpecRule]] = []
+    all_dims: list[Dims] = []
     problems: dict[str, None] = {}
     reported: set[tuple[SpecRule, tuple[int, ...]]] = set()
-    for index, (path, x) in enumerate(inputs, start=first):
-        # An input that is an array itself has no path below its argument. Its name is its position or its keyword.
-        name = path_text(path[2:] or path[1:])
-        match, dims = match_argument(rules, name, x)
+    for index, one in enumerate(inputs, start=first):
+        match, dims = one.match(rules)
         matches.append(match)
+        all_dims.append(dims)
         if match.rule is None:
+            # What nobody names is left to the partitioner, except state: it is the same on all devices, in every step.
+            if one.is_state and not one.is_key:
+                pins[index] = (((),) * len(one.x.shape),) * 2
             continue
         dims = site.free_dims(dims)
-        found = list(misfit_problems(match.rule, dims, x.shape, site.sizes, f"input {name}", label="inputs"))
+        found = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
         # Inputs often come in dozens of one shape: the first one is enough.
-        if (match.rule, x.shape) not in reported:
+        if (match.rule, one.x.shape) not in reported:
             problems |= dict.fromkeys(found)
-        reported.add((match.rule, x.shape))
+        reported.add((match.rule, one.x.shape))
         if not found:
             pins[index] = (dims, dims)
-    return _Placed(pins=pins, matches=tuple(matches), problems=tuple(problems))
+    return _Placed(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
 def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:

@@ -15,26 +15,27 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims
 from jgt.rules import Rules, SpecRule
 from jgt.rules.spec import min_rank
-from jgt.sharding.arguments import Named
-from jgt.sharding.placement import Shaped, is_key, match_argument, path_text
+from jgt.sharding.inputs import Input
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
     """The inputs of a call, in order: their names, kinds and dims.
 
-    axes: the mesh axes of size above 1 that split the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no
-    input has a batch.
+    keys: the numbers of those that are random keys, also of those with a key for each row. axes: the mesh axes of size above 1 that split
+    the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no input has a batch.
     """
 
     names: tuple[str, ...]
     inputs: tuple[InputKind, ...]
+    keys: tuple[int, ...]
     dims: tuple[Dims, ...]
     axes: tuple[str, ...]
     num_rows: int
@@ -60,39 +61,52 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """An input with the rule that places it."""
+    """An input with the rule that places it. rank_of_many: the rank from which keys of its type are several."""
 
     name: str
     shape: tuple[int, ...]
     rule: SpecRule | None
     dims: Dims
     is_key: bool
+    rank_of_many: int
+    is_state: bool
+    is_scanned: Callable[[], bool]
 
     @property
     def is_shared(self) -> bool:
-        """Whether its rule is [], which says that all rows of the batch share it."""
-        return self.rule is not None and min_rank(self.rule.spec) == 0
+        """Whether all rows of the batch share it: state, or an input whose rule is []."""
+        return self.is_state or (self.rule is not None and min_rank(self.rule.spec) == 0)
 
     @property
     def is_split(self) -> bool:
         """Whether a rule splits its first dim."""
-        return not self.is_key and bool(self.dims) and bool(self.dims[0])
+        return not self.is_key and not self.is_state and bool(self.dims) and bool(self.dims[0])
 
     def as_input(self, num_rows: int) -> InputKind:
         """Its kind, given the rows of the batch."""
-        if self.is_key:
-            return "key"
         # An input without a rule is cut too if it has as many rows as the batch: weights or a mask of the same rows.
-        is_whole = not self.shape or self.shape[0] != num_rows or self.is_shared
-        return "whole" if is_whole else "rows"
+        has_rows = bool(self.shape) and self.shape[0] == num_rows and not self.is_shared
+        if not self.is_key:
+            return "rows" if has_rows else "whole"
+        # As many keys as rows are a key for each row, unless a scan goes over them: then there is one for each layer.
+        is_one = len(self.shape) < self.rank_of_many
+        return "rows" if has_rows and not is_one and not self.is_scanned() else "key"
 
 
-def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, int], is_drawn_from: Callable[[int], bool]) -> Microbatches:
+def find_microbatches(
+    inputs: Sequence[Input],
+    rules: Rules,
+    mesh: Mapping[str, int],
+    *,
+    is_drawn_from: Callable[[int], bool],
+    is_scanned: Callable[[int], bool],
+) -> Microbatches:
     """What each input is, by the rules and the mesh sizes.
 
-    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like one (uint32[2]).
+    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like keys (uint32[..., 2]).
+    is_scanned: whether a scan of the program goes over input number i. It is asked about keys.
     """
-    found = [_find(path_text(path[2:] or path[1:]), x, rules, lambda i=i: is_drawn_from(i)) for i, (path, x) in enumerate(named)]
+    found = [_find(one, rules, lambda i=i: is_drawn_from(i), lambda i=i: is_scanned(i)) for i, one in enumerate(inputs)]
     split = [one for one in found if one.is_split]
     free = [one for one in found if one.shape and not one.is_key and not one.is_shared]
     batch = next(iter([*split, *free]), None)
@@ -103,6 +117,7 @@ def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, i
     return Microbatches(
         names=tuple(one.name for one in found),
         inputs=tuple(one.as_input(num_rows) for one in found),
+        keys=tuple(i for i, one in enumerate(found) if one.is_key),
         dims=tuple(one.dims for one in found),
         axes=axes,
         num_rows=num_rows,
@@ -111,11 +126,21 @@ def find_microbatches(named: Sequence[Named], rules: Rules, mesh: Mapping[str, i
     )
 
 
-def _find(name: str, x: Shaped, rules: Rules, is_drawn_from: Callable[[], bool]) -> _Found:
-    # Two numbers in uint32 may be a key or may be data; only the program knows whether random bits are drawn from them.
-    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (is_key(x) and is_drawn_from())
-    match, dims = match_argument(rules, name, x)
-    return _Found(name=name, shape=x.shape, rule=match.rule, dims=dims, is_key=key)
+def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanned: Callable[[], bool]) -> _Found:
+    is_typed = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key)
+    # Numbers in uint32 may be keys or may be data; only the program knows whether random bits are drawn from them.
+    is_bits = not is_typed and one.x.dtype == np.uint32 and one.x.shape[-1:] == (2,)
+    match, dims = one.match(rules)
+    return _Found(
+        name=one.name,
+        shape=one.x.shape,
+        rule=match.rule,
+        dims=dims,
+        is_key=is_typed or (is_bits and is_drawn_from()),
+        rank_of_many=1 if is_typed else 2,
+        is_state=one.is_state,
+        is_scanned=is_scanned,
+    )
 
 
 def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
@@ -129,7 +154,7 @@ def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
 
 def _dim_problems(found: Sequence[_Found], batch_axes: Sequence[str]) -> Iterator[str]:
     for one in found:
-        for dim, axes in enumerate(one.dims[1:], start=1):
+        for dim, axes in enumerate(() if one.is_state else one.dims[1:], start=1):
             for axis in axes:
                 if axis in batch_axes and one.rule is not None:
                     yield (

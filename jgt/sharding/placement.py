@@ -8,36 +8,20 @@ ZeRO-1 they are reduce-scattered and not all-reduced, and each leaf of an optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec, show_dims
-from jgt.rules import Match, Rules, SpecRule, expand, match_input
+from jgt.rules import Rules, SpecRule
+from jgt.sharding.inputs import Signature
 from jgt.sharding.matrices import on_whole_matrices
-
-KeyPath = tuple[Any, ...]
-"""The keys that lead to a leaf, as jax.tree_util has them."""
-
-
-class Shaped(Protocol):
-    """An array, a tracer or a ShapeDtypeStruct."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dim."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """A numpy dtype, or that of random keys."""
-        ...
+from jgt.sharding.paths import KeyPath, named_leaves, path_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +56,27 @@ class ParameterPlace:
 class Placement:
     """Shardings for everything around one function.
 
-    tree: the tree of the parameters. tensors: the names of the tensors in the program.
+    tree: the tree of the first argument. others: by number, the dims of its leaves that are no parameters: state, or None for a leaf that
+    is not an array. signature: the names of the function's arguments. tensors: the names of the tensors in the program.
     """
 
     rules: Rules
     mesh: Mesh | AbstractMesh
     parameters: tuple[ParameterPlace, ...]
     tree: Any
+    others: Mapping[int, Dims | None] = field(default_factory=dict[int, Dims | None])
+    signature: Signature = field(default_factory=Signature)
     tensors: tuple[str, ...] = ()
 
     @property
     def params(self) -> Any:
-        """The parameters' NamedShardings, as a tree like the parameters."""
-        return jax.tree.unflatten(self.tree, [self._sharding(p.dims) for p in self.parameters])
+        """The NamedShardings of the first argument, as a tree like it: parameters, and state of an nnx module. None: not an array."""
+        return self._like_first(p.dims for p in self.parameters)
 
     @property
     def gradients(self) -> Any:
         """The gradients' NamedShardings, which are those of the optimizer state."""
-        return jax.tree.unflatten(self.tree, [self._sharding(p.optimizer_dims) for p in self.parameters])
+        return self._like_first(p.optimizer_dims for p in self.parameters)
 
     def optimizer(self, state: Any, memory_kind: str | None = None) -> Any:
         """NamedShardings for an optimizer state (arrays or ShapeDtypeStructs).
@@ -127,11 +114,20 @@ class Placement:
 
         return jax.tree.map_with_path(one, tree)
 
-    def inputs(self, batch: Any) -> Any:
-        """NamedShardings for the arguments that are not parameters."""
-        leaves, tree = named_leaves(batch)
-        dims = [match_argument(self.rules, path_text(path), x)[1] for path, x in leaves]
-        return jax.tree.unflatten(tree, [self._sharding(d) for d in dims])
+    def inputs(self, tree: Any, argument: str | int | None = None) -> Any:
+        """NamedShardings for an argument that is not the parameters, given by its name or position.
+
+        Without either, it is the first argument that contains neither parameters nor state.
+        """
+        leaves, structure = named_leaves(tree)
+        to = self.signature.path_to(argument)
+        dims = [self.signature.input((*to, *path), x).match(self.rules)[1] for path, x in leaves]
+        return jax.tree.unflatten(structure, [self._sharding(d) for d in dims])
+
+    def _like_first(self, dims: Iterable[Dims]) -> Any:
+        of_parameters = iter(dims)
+        leaves = [self.others[n] if n in self.others else next(of_parameters) for n in range(self.tree.num_leaves)]
+        return jax.tree.unflatten(self.tree, [None if d is None else self._sharding(d) for d in leaves])
 
     def _sharding(self, dims: Dims) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(dims))
@@ -189,29 +185,3 @@ class Surroundings:
                 f"{rule.where}: {rule.pattern}: the {what} lies in the pipeline of {signal!r}, which has the axis {axis} for itself. "
                 f"Take {axis} out of this spec; the pipeline splits the layers over it"
             )
-
-
-def match_argument(rules: Rules, path: str, x: Shaped) -> tuple[Match[SpecRule], Dims]:
-    """The match and dims of an argument that is not a parameter. Random keys (uint32[2] too) are never sharded."""
-    # A spec such as [batch, ...] would otherwise split the two words of a key.
-    match = Match[SpecRule]() if is_key(x) else match_input(rules, path, len(x.shape))
-    return match, () if match.rule is None else expand(match.rule.spec, len(x.shape))
-
-
-def is_key(x: Shaped) -> bool:
-    """Whether an argument is a random key, of JAX's own type or as bits (uint32[2])."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == np.uint32 and x.shape == (2,))
-
-
-def named_leaves(tree: object) -> tuple[list[tuple[KeyPath, Any]], Any]:
-    """The leaves of a tree with their key paths, and the structure of the tree."""
-    return cast("tuple[list[tuple[KeyPath, Any]], Any]", jax.tree.flatten_with_path(tree))
-
-
-def path_text(path: KeyPath) -> str:
-    """A key path of jax.tree_util as names joined by slashes, without the `value` that ends the path of a Flax variable."""
-    # A key of a dict has `key`, one of an attribute has `name`, and one of a list has `idx`.
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    if len(names) > 1 and names[-1] in ("value", "raw_value"):
-        names.pop()
-    return "/".join(names)

@@ -12,7 +12,7 @@ that asks for the placement, compiles its step and makes a plan of it calls the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
@@ -23,6 +23,7 @@ from jgt.pipeline.config import Pipeline
 from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall, check_aliases, plan_call
+from jgt.sharding.inputs import Signature, StateArguments
 from jgt.sharding.placement import Placement
 
 _P = ParamSpec("_P")
@@ -37,27 +38,37 @@ class Sharded(Generic[_P, _R]):
     """
 
     def __init__(
-        self, fn: Callable[_P, _R], rules: Rules, mesh: Mesh | AbstractMesh, *, partial: bool = False, pipeline: Pipeline | None = None
+        self,
+        fn: Callable[_P, _R],
+        rules: Rules,
+        mesh: Mesh | AbstractMesh,
+        *,
+        partial: bool = False,
+        pipeline: Pipeline | None = None,
+        state: StateArguments = None,
     ):
         _check_arguments(rules, mesh)
         # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
         self._partial, self._pipeline = partial, pipeline
+        self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
-        arguments = Arguments(self._fn, args, kwargs)
+        arguments = self._arguments(args, kwargs)
         planned = self._plan(arguments)
-        return jax.tree.unflatten(planned.out_tree, planned.run(arguments.arrays))
+        results, num_results = planned.run(arguments.arrays), planned.out_tree.num_leaves
+        arguments.store(planned.changed, results[num_results:])
+        return jax.tree.unflatten(planned.out_tree, results[:num_results])
 
     def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
         """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
 
         Nothing is computed and no device is touched. Raises InputError as a call does.
         """
-        return self._plan(Arguments(self._fn, args, kwargs)).placement
+        return self._plan(self._arguments(args, kwargs)).placement
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
         """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.
@@ -67,7 +78,7 @@ class Sharded(Generic[_P, _R]):
         """
         batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
         # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
-        arguments = Arguments(self._fn, (jax.eval_shape(init_fn, *args), *batches), {})
+        arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
         placement = self._plan(arguments).placement
         if optimizer is None:
             return cast("Callable[..., Any]", jax.jit(init_fn, out_shardings=placement.params))(*args)
@@ -79,19 +90,25 @@ class Sharded(Generic[_P, _R]):
         both = (placement.params, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
         return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
 
-    def under(self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None) -> Sharded[_P, _R]:
-        """The same function under these rules; this very object, with its traces, if they are its own."""
+    def under(
+        self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None, state: StateArguments
+    ) -> Sharded[_P, _R]:
+        """The same function under these rules; this very object, with its traces, if they are its own. state: None for its own."""
+        signature = self._signature if state is None else Signature.of(self._fn, state)
         # By value: rules that were loaded twice are still its own.
-        if (self._rules, self._mesh, self._partial, self._pipeline) == (rules, mesh, partial, pipeline):
+        if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
             return self
-        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline)
+        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state)
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        return Arguments(self._fn, args, kwargs, self._signature)
 
     def _plan(self, arguments: Arguments) -> PlannedCall:
         key = arguments.key()
         planned = None if key is None else self._planned.get(key)
         if planned is not None:
             # The key does not say whether two parameters are one array.
-            check_aliases(arguments.named, planned.placement.parameters, self._rules)
+            check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
         planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline)
         if key is not None and planned.is_reusable:
@@ -101,18 +118,36 @@ class Sharded(Generic[_P, _R]):
 
 @overload
 def shard(
-    fn: Callable[_P, _R], rules: Rules, mesh: Mesh | AbstractMesh, *, partial: bool = False, pipeline: Pipeline | None = None
+    fn: Callable[_P, _R],
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    *,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+    state: StateArguments = None,
 ) -> Sharded[_P, _R]: ...
 
 
 @overload
 def shard(
-    fn: Callable[_P, _R], rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False, pipeline: Pipeline | None = None
+    fn: Callable[_P, _R],
+    rules: Rules | None,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+    state: StateArguments = None,
 ) -> Callable[_P, _R]: ...
 
 
 def shard(
-    fn: Callable[_P, _R], rules: Rules | None, mesh: Mesh | AbstractMesh | None, *, partial: bool = False, pipeline: Pipeline | None = None
+    fn: Callable[_P, _R],
+    rules: Rules | None,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    partial: bool = False,
+    pipeline: Pipeline | None = None,
+    state: StateArguments = None,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
@@ -123,12 +158,16 @@ def shard(
     Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
     nothing is one, unless `partial` says that `fn` is only a part of the program that the rules describe (inference without a loss).
 
+    `state` names arguments of `fn` (or gives their positions) that are neither parameters nor batch, such as running statistics. They are
+    replicated unless a rule under `inputs:` names them. Variables of nnx that are not `nnx.Param` are state wherever they are; if `fn`
+    changes them in place, their new values are stored in the caller's variables.
+
     With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
     the batch, and only the first one has a gradient, with respect to the parameters.
     """
     if rules is None or mesh is None:
         return fn
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline)
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state)
 
 
 def place(
@@ -138,6 +177,7 @@ def place(
     *args: Any,
     partial: bool = False,
     pipeline: Pipeline | None = None,
+    state: StateArguments = None,
     problems: Sequence[str] = (),
     **kwargs: Any,
 ) -> Placement:
@@ -147,7 +187,7 @@ def place(
     rule that matches nothing (not with `partial`), and `problems`, which were found before.
     """
     try:
-        placement = _sharded(fn, rules, mesh, partial, pipeline).placement(*args, **kwargs)
+        placement = _sharded(fn, rules, mesh, partial, pipeline, state).placement(*args, **kwargs)
     except InputError as error:
         raise InputError([*problems, *error.problems]) from None
     if problems:
@@ -165,20 +205,26 @@ def init(
     optimizer: Any = None,
     partial: bool = False,
     pipeline: Pipeline | None = None,
+    state: StateArguments = None,
 ) -> Any:
     """Parameters from `init_fn(*args)`, made where `loss(params, batch)` uses them: `shard(loss, ...).init(...)`.
 
     `loss` may be sharded already; then the trace is shared. Raises InputError.
     """
-    return _sharded(loss, rules, mesh, partial, pipeline).init(init_fn, *args, batch=batch, optimizer=optimizer)
+    return _sharded(loss, rules, mesh, partial, pipeline, state).init(init_fn, *args, batch=batch, optimizer=optimizer)
 
 
 def _sharded(
-    fn: Callable[..., Any], rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None
+    fn: Callable[..., Any],
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    partial: bool,
+    pipeline: Pipeline | None,
+    state: StateArguments,
 ) -> Sharded[..., Any]:
     if isinstance(fn, Sharded):
-        return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline)
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline)
+        return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline, state)
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state)
 
 
 def _check_arguments(rules: object, mesh: Mesh | AbstractMesh) -> None:

@@ -25,13 +25,13 @@ from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole import SplitError
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
-from jgt.program.dataflow import is_random_key
+from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
-from jgt.sharding.arguments import Arguments
+from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.microbatches import Microbatches, find_microbatches
 from jgt.sharding.placement import ParameterPlace
 from jgt.sharding.rewrite import rewrite_part
@@ -51,24 +51,30 @@ class StagedCall:
 
 def stage(
     arguments: Arguments,
-    program: Program,
+    traced: Traced,
     pipeline: Pipeline,
     rules: Rules,
     mesh: Mesh | AbstractMesh,
     parameters: tuple[ParameterPlace, ...],
 ) -> StagedCall:
-    """Puts a call whose trace is `program` into its pipeline. Raises ValueError inside a shard_map or a vmap over a mesh axis."""
+    """Puts a call with this trace into its pipeline. Raises ValueError inside a shard_map or a vmap over a mesh axis."""
     if jx.mesh_around() is not None or jx.vmapped_axes():
         raise ValueError("a pipelined function cannot be called inside shard_map or a vmap over a mesh axis. Put these inside the function")
-    num_params, sizes = len(parameters), dict(mesh.shape)
-    found = find_microbatches(arguments.named[num_params:], rules, sizes, lambda index: is_random_key(program, num_params + index))
+    num_params, sizes, program = len(parameters), dict(mesh.shape), traced.program
+    found = find_microbatches(
+        arguments.inputs,
+        rules,
+        sizes,
+        is_drawn_from=lambda index: is_random_key(program, num_params + index),
+        is_scanned=lambda index: is_scanned(program, num_params + index),
+    )
     problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
     # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
     if problems or table is None:
         return _unstaged(parameters, problems)
     try:
-        parts = _split_call(arguments, program, pipeline, found, num_params)
+        parts = _split_call(arguments, traced, pipeline, found, num_params)
     except SplitError as error:
         return _unstaged(parameters, [pipeline.problem("signal", str(error))])
     # Only the split program shows how many layers there are.
@@ -138,14 +144,14 @@ def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Ta
     return None
 
 
-def _split_call(arguments: Arguments, program: Program, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
+def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
     batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
-    keys = [num_params + index for index, kind in enumerate(found.inputs) if kind == "key"]
+    keys = [num_params + index for index in found.keys]
 
     def trace(num_rows: int) -> Program:
         try:
-            return arguments.trace_rows(batched, num_rows)
+            return arguments.trace_rows(batched, num_rows, traced.changed)
         # Any exception: here the user's function runs at a batch size that its author may not have thought of.
         except Exception as error:
             names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind == "rows")
@@ -155,6 +161,7 @@ def _split_call(arguments: Arguments, program: Program, pipeline: Pipeline, foun
             ) from error
 
     rows = found.num_rows // (pipeline.microbatches * found.num_shards)
+    program = traced.program
     micro = program if rows == found.num_rows else trace(rows)
     # The microbatch's own trace is the second batch size if it can be. That saves one call of the user's function.
     # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.

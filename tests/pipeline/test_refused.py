@@ -1,5 +1,6 @@
 """Pipelines that cannot work are refused, with a message that says what to do instead."""
 
+import inspect
 import re
 
 import jax
@@ -149,13 +150,39 @@ def test_a_row_for_each_sequence():
         ask(rows_only)
 
 
-def test_a_gradient_needs_a_loss_that_is_linear_in_its_sums():
-    def log_of_mean(params, batch):
-        return jnp.log(decoder_loss(params, batch))
+def ratio_of_sums(params, batch):
+    losses = nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+    return jnp.sum(losses * batch["weights"]) / jnp.sum(losses)
 
-    ask(log_of_mean)  # Forward, it may be any function of sums.
-    with pytest.raises(ValueError, match="the loss is not linear in what it sums up over the batch"):
-        ask(log_of_mean, derivative=jax.grad)
+
+def perplexity(loss, params, batch):
+    return jnp.exp(loss)
+
+
+def clipped(loss, params, batch):
+    return jnp.clip(2 * loss, 0.0, 1e3)
+
+
+def logarithm(loss, params, batch):
+    return jnp.log(loss)
+
+
+@pytest.mark.parametrize("function", [perplexity, clipped, logarithm, None], ids=lambda fn: "ratio of sums" if fn is None else fn.__name__)
+def test_a_gradient_needs_a_loss_that_is_linear_in_its_sums(function):
+    def loss(params, batch):
+        value = decoder_loss(params, batch)
+        return function(value, params, batch)
+
+    if function is None:
+        loss = ratio_of_sums
+    ask(loss)  # Forward, it may be any function of sums.
+    with pytest.raises(jgt.InputError, match="the loss is not linear in what it sums up over the batch") as caught:
+        ask(loss, derivative=jax.grad)
+    (problem,) = caught.value.problems
+    source = ratio_of_sums if function is None else function
+    first, length = source.__code__.co_firstlineno, len(inspect.getsource(source).splitlines())
+    line = re.match(r"pipeline: signal: .*test_refused\.py:(\d+)", problem)
+    assert line and first < int(line[1]) < first + length, problem
 
 
 def test_a_gradient_is_that_of_the_first_result():

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt.document import InputError
-from jgt.sharding.placement import path_text
+from jgt.sharding.paths import path_text
 
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from . import manifest

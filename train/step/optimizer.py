@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jgt.document import InputError
-from jgt.sharding.placement import path_text
+from jgt.sharding.paths import path_text
 
 from ..code.files import Code
 from ..code.names import call_with, load_object

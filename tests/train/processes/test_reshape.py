@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from runs import Processes, flags, free_port
 
-from jgt.sharding.placement import path_text
+from jgt.sharding.paths import path_text
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load

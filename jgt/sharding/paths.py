@@ -1,0 +1,42 @@
+"""Paths of arrays in trees: the leaves of a tree with their keys, and keys as the text that rules match."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import jax
+
+KeyPath = tuple[Any, ...]
+"""The keys that lead to a leaf, as jax.tree_util has them."""
+
+
+class Shaped(Protocol):
+    """An array, a tracer or a ShapeDtypeStruct."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dim."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """A numpy dtype, or that of random keys."""
+        ...
+
+
+Named = tuple[KeyPath, Shaped]
+"""An array of a call with its key path, which begins with its place among the arguments."""
+
+
+def named_leaves(tree: object) -> tuple[list[tuple[KeyPath, Any]], Any]:
+    """The leaves of a tree with their key paths, and the structure of the tree."""
+    return cast("tuple[list[tuple[KeyPath, Any]], Any]", jax.tree.flatten_with_path(tree))
+
+
+def path_text(path: KeyPath) -> str:
+    """A key path of jax.tree_util as names joined by slashes, without the `value` that ends the path of a Flax variable."""
+    # A key of a dict has `key`, one of an attribute has `name`, and one of a list has `idx`.
+    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    if len(names) > 1 and names[-1] in ("value", "raw_value"):
+        names.pop()
+    return "/".join(names)
