@@ -1,0 +1,129 @@
+"""Code of the user's own: which names a config may use, how objects are called, and what is reported."""
+
+import sys
+
+import pytest
+
+from jgt.document import InputError
+from train.code.files import read_code
+from train.code.names import call_with, load_object, name_problem
+from train.config import load
+
+MODELS = """
+import dangerous
+from os import system
+
+class Mamba:
+    def __init__(self, width, depth=2, *, vocab):
+        self.made = width, depth, vocab
+
+def broken():
+    raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def code(tmp_path):
+    (tmp_path / "my_models.py").write_text(MODELS)
+    (tmp_path / "dangerous.py").write_text("import pathlib, sys\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    (tmp_path / "parts" / "deep").mkdir(parents=True)
+    (tmp_path / "parts" / "deep" / "more.py").write_text("def make(): return 1\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError\n")
+    yield read_code([tmp_path])
+    for name in ("my_models", "dangerous", "parts.deep.more", "parts.deep", "parts"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("my_models:Mamba", None),
+        ("parts.deep.more:make", None),
+        ("my_models:Manba", "Did you mean 'Mamba'?"),
+        ("my_model:Mamba", "Did you mean 'my_models'?"),
+        # Imported there, and defined elsewhere.
+        ("my_models:system", "does not define 'system'"),
+        ("my_models:dangerous", "does not define 'dangerous'"),
+        ("os:system", "--code has no module 'os'"),
+        ("json:loads", "--code has no module 'json'"),
+        ("../my_models:Mamba", "is not MODULE:NAME"),
+        ("my_models:Mamba.__init__", "is not MODULE:NAME"),
+        ("my_models:", "is not MODULE:NAME"),
+        ("python:Mamba", "--code has no module 'python'"),
+    ],
+)
+def test_only_names_that_the_code_defines_are_taken_and_nothing_runs(code, tmp_path, name, expected):
+    problem = name_problem(name, "model.kind", code)
+    assert problem is None if expected is None else expected in problem
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{dir: {tmp_path / 'run'}}}\nmodel:\n  kind: '{name}'\n")
+    if expected is not None:
+        with pytest.raises(InputError) as caught:
+            load(file, code=code)
+        (line,) = caught.value.problems
+        assert line.startswith(f"{file}:3: model.kind: ") and expected in line
+    assert not (tmp_path / "dangerous.ran").exists()
+
+
+def test_a_config_alone_runs_nothing(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {kind: 'os:system'}\n")
+    with pytest.raises(InputError, match=r"a config alone does not run\. Add --code PATH"):
+        load(file)
+
+
+def test_modules_of_the_code_import_each_other(code, tmp_path):
+    made = call_with(load_object("my_models:Mamba", "model.kind", code, "x"), {"width": 3}, {"vocab": 7, "seq": 9}, str)
+    assert made.made == (3, 2, 7)
+    assert (tmp_path / "dangerous.ran").exists()
+    # Python's own module is not hidden.
+    import json
+
+    assert json.loads("1") == 1
+
+
+def test_what_a_signature_does_not_take_and_lacks_is_reported(code):
+    target = load_object("my_models:Mamba", "model.kind", code, "x")
+    with pytest.raises(InputError) as caught:
+        call_with(target, {"widht": 3}, {}, lambda key: f"run.yaml:3: model.{key or 'kind'}")
+    assert set(caught.value.problems) == {
+        "run.yaml:3: model.kind: Mamba needs the argument 'vocab'. Add it as a key here",
+        "run.yaml:3: model.kind: Mamba needs the argument 'width'. Add it as a key here",
+        "run.yaml:3: model.widht: Mamba has no argument 'widht'. Did you mean 'width'?",
+    }
+
+
+def test_an_error_in_the_code_is_one_line_with_its_place(code, tmp_path):
+    with pytest.raises(InputError) as caught:
+        call_with(load_object("my_models:broken", "model.kind", code, "x"), {}, {}, lambda key: "run.yaml:3: model.kind")
+    line = MODELS.splitlines().index('    raise ValueError("no")') + 1
+    assert caught.value.problems == (f"run.yaml:3: model.kind: broken failed: {tmp_path / 'my_models.py'}:{line}: ValueError: no",)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["nothing"], "no such file or folder"),
+        (["text.txt"], "is not a Python file or a folder"),
+        (["empty"], "has no Python files"),
+        (["a/same.py", "b/same.py"], "are both the module same. Rename one of them"),
+    ],
+)
+def test_paths_that_are_no_code(tmp_path, paths, expected):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").touch()
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"NAME = '{folder}'\n")
+    with pytest.raises(InputError, match=expected):
+        read_code([tmp_path / path for path in paths])
+
+
+def test_a_copy_has_the_checksum_of_the_code_and_a_change_another(code, tmp_path):
+    target = tmp_path / "other" / "code"
+    code.copy(target)
+    assert read_code([target]).checksum == code.checksum
+    (target / "my_models.py").write_text(MODELS + "\n")
+    assert read_code([target]).checksum != code.checksum
+    code.copy(target)
+    assert read_code([target]).checksum == code.checksum
