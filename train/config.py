@@ -123,14 +123,14 @@ def _lists(value: Any) -> Any:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
     code: Code | None = None,
     num_processes: int | None = 1,
     problems: Sequence[str] = (),
 ) -> Run:
-    """Reads and checks a run's file with `key.sub=value` overrides. Raises InputError with every problem.
+    """Reads and checks a run's file, or its contents as a mapping, with `key.sub=value` overrides. Raises InputError with every problem.
 
     code: the user's own code that the file may name. num_processes: the number of processes that share the mesh; None if a cluster decides
     it later. problems: messages of earlier checks, which are reported together with the messages about the file. A valid file may still
@@ -138,9 +138,10 @@ def load(
     mesh does not divide.
     """
     found = list(problems)
-    root = Node({}, str(path))
+    name = "config" if isinstance(path, Mapping) else str(path)
+    root = Node({}, name)
     with collect(found):
-        root = document.read(path)
+        root = document.from_python(path, name) if isinstance(path, Mapping) else document.read(path)
     is_readable = len(found) == len(problems)
     for assignment in overrides:
         with collect(found):
@@ -148,7 +149,7 @@ def load(
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(found)
-    return _check(root, Path(path).parent, found, num_processes, code or Code())
+    return _check(root, Path(name).parent, found, num_processes, code or Code())
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:

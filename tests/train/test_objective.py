@@ -66,7 +66,7 @@ def test_a_loss_is_the_whole_batchs_in_parts_too(loss, weights, accumulate):
     value, slope = jax.value_and_grad(expected)(w)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(gradient["w"], slope, rtol=1e-4, atol=1e-5)
-    assert float(metrics.get("share", 3)) == 3 and metrics.get("largest", 2 * value) == pytest.approx(2 * value, rel=1e-5)
+    assert float(metrics.get("share", 3)) == 3 and float(metrics.get("largest", 2 * value)) == pytest.approx(2 * float(value), rel=1e-5)
     sums = make_eval_step(objective)({"w": w}, state.variables, BATCH)
     np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], value, rtol=1e-5)
 

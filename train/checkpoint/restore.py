@@ -47,12 +47,12 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
     checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
     all processes.
     """
-    return shapes._replace(**_restore_parts(saved, arrays_of(shapes), arrays_of(shardings), cast=cast))
+    return shapes._replace(**restore_parts(saved, arrays_of(shapes), arrays_of(shardings), cast=cast))
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
     """The parameters alone, as in `restore`."""
-    return _restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
+    return restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
 
 
 def arrays_of(state: State) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
+    """Some parts of a state, by the names of their fields. Raises as `restore` does."""
     # The first level of an array's path is the field of State that contains it.
     arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
     check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)

@@ -1,0 +1,185 @@
+"""Runs from Python: `run` trains as the command does, and `load` gives a trained model. For notebooks, sweeps and scripts.
+
+    result = jgt.run("run.yaml", ["optimizer.lr=3e-4"], model=Mamba, loss=loss)
+    model = jgt.load(result.folder, code="my_models.py").model
+
+Parts of a run may be given as objects instead of names: the config then says `python:Mamba` in their place. Everything else is what the
+command does: the same checks, the same run directory, the same bits. Wrong input raises InputError, and a run that cannot continue raises
+the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run` returns then too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jgt.document import InputError
+
+from .. import config as configs
+from ..checkpoint.restore import restore_parts
+from ..checkpoint.saved import find_checkpoint
+from ..checkpoint.signature import read_key
+from ..code.files import COPY, Code, read_code
+from ..code.names import PYTHON
+from ..compiled.jax_cache import programs_on_trial
+from ..config import Run
+from ..processes.processes import start_jax
+from ..records.records import read_metrics
+from ..setup import Setup, prepare
+from ..step.step import State
+from ..xla import configure_xla, open_devices
+from .folder import check_folder, read_resume
+from .loop import train
+
+_FOREVER = 1_000_000.0
+"""Seconds. A notebook may be suspended, and its process is not the run's to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl. step: updates so far."""
+
+    folder: Path
+    step: int
+    state: State
+    setup: Setup
+    metrics: list[dict[str, Any]]
+
+    @property
+    def model(self) -> Any:
+        """The trained module, as it is evaluated."""
+        return _module(self.setup, self.state.params, self.state.variables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model from a checkpoint. params and variables: its arrays, as `train.models.model` explains them. step: of the checkpoint."""
+
+    setup: Setup
+    params: Any
+    variables: Any
+    step: int
+
+    @property
+    def model(self) -> Any:
+        """The module with these arrays: an nnx.Module, or a bound module of linen."""
+        return _module(self.setup, self.params, self.variables)
+
+
+def run(
+    config: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    model: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    data: Any = None,
+    code: str | Path | Sequence[str | Path] = (),
+    resume: str = "auto",
+    allow_change: Sequence[str] = (),
+) -> Trained:
+    """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
+
+    config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
+    one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
+    pair of training and held-out samples. code, resume, allow_change: as the options of the command.
+    """
+    objects = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data}
+    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
+    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in objects.items()]
+    checked = configs.load(config, [*overrides, *names], code=replace(_code(code), objects=objects))
+    watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
+    checked = replace(checked, config=replace(checked.config, watchdog=watched))
+    given = read_resume(resume, allow_change, checked.config.run.path)
+    check_folder(checked, given)
+    read_key(checked.config.checkpoint.key)
+    found: list[tuple[Setup, Any]] = []
+    with programs_on_trial():
+        _start_jax(checked)
+        train(checked, given, on_end=lambda setup, position: found.append((setup, position)))
+    setup, position = found[0]
+    folder = checked.config.run.path
+    rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
+    return Trained(folder=folder, step=position.step, state=position.state, setup=setup, metrics=rows)
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: Any = None,
+    loss: Callable[..., Any] | None = None,
+    data: Any = None,
+    code: str | Path | Sequence[str | Path] = (),
+    sharded: bool = False,
+) -> Loaded:
+    """The model of a run directory's newest checkpoint, or of one of its checkpoints.
+
+    overrides: to the run's config, such as another mesh. model, loss, data, code: the run's own parts, if it has some, as in `run`. sharded:
+    whether the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also if there is no
+    checkpoint.
+    """
+    path = Path(path)
+    folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)
+    if folder is None:
+        raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
+    objects = {"model.kind": model, "train.loss": loss, "data.source": data}
+    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
+    alone = () if sharded else ("rules=null", "mesh=null", "pipeline=null")
+    try:
+        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=replace(_code(code), objects=objects))
+    except InputError as error:
+        hint = [] if code or objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
+        raise InputError([*error.problems, *hint]) from None
+    _start_jax(checked)
+    setup = prepare(checked)
+    saved, reports = find_checkpoint(path, read_key(checked.config.checkpoint.key))
+    if saved is None:
+        raise InputError([*reports, f"{path}: has no whole checkpoint"])
+    parts = ("params", "variables") if jax.tree.leaves(setup.shapes.variables) else ("params",)
+    shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.shapes, setup.shardings))
+    arrays = restore_parts(saved, shapes, shardings)
+    return Loaded(setup=setup, params=arrays["params"], variables=arrays.get("variables", {}), step=saved.manifest.step)
+
+
+def _module(setup: Setup, params: Any, variables: Any) -> Any:
+    module, _ = setup.model.run(lambda module: module, params, variables, False)
+    return module
+
+
+def _start_jax(checked: Run) -> None:
+    """Starts JAX as the config says, unless this process has used it already."""
+    config = checked.config
+    with contextlib.suppress(RuntimeError):
+        configure_xla(config.xla, virtual=config.devices.virtual_cpu is not None, fp8=config.model.fp8)
+        start_jax(None, config.devices.virtual_cpu, where=checked.where("devices.virtual_cpu"))
+    open_devices()
+    wanted = config.devices.virtual_cpu
+    if wanted is not None and len(jax.devices()) != wanted:
+        why = f"devices.virtual_cpu: is {wanted}, but JAX has already started with {len(jax.devices())} devices. Begin in a new process"
+        raise InputError([f"{checked.where('devices.virtual_cpu')}: {why}"])
+
+
+def _code(paths: str | Path | Sequence[str | Path]) -> Code:
+    return read_code([paths] if isinstance(paths, str | Path) else paths)
+
+
+def _callable(key: str, part: Any) -> Callable[..., Any]:
+    if key == "data.source" and not callable(part):
+        return lambda: part
+    if isinstance(part, nnx.Module):
+        raise TypeError(f"model must be the class of a module or a function that makes one, not a {type(part).__name__} that is made already")
+    if not callable(part):
+        raise TypeError(f"{key.partition('.')[0]} must be a class or a function, not {type(part).__name__}")
+    return part
+
+
+def _name(part: Any) -> str:
+    name = getattr(part, "__name__", "")
+    return name if name.isidentifier() else "object"
