@@ -18,7 +18,7 @@ from jgt.document import InputError, collect
 from jgt.planner.budget import overruns
 from jgt.planner.chip import Target, parse_target
 
-from ..command_line import whole_number
+from ..command_line import RunParser, whole_number
 from ..config import Run, load
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
@@ -76,7 +76,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
     with collect(problems):
         target = None if arguments.target is None else parse_target(arguments.target)
     if arguments.config is None and arguments.diff is None:
-        problems.append("--config FILE is missing. It names the run to plan")
+        problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
@@ -123,12 +123,11 @@ def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jgt plan", description="Shows what XLA will do with a run's training step, also for GPUs that you do not have."
-    )
-    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
+def parser() -> RunParser:
+    """The command line of a plan."""
+    description = "Shows what XLA will do with a run's training step, also for GPUs that you do not have."
+    # With --diff there is no other run.
+    parser = RunParser("jgt plan", description, is_required=False)
     parser.add_argument(
         "--target",
         metavar="CHIP:HOSTSxGPUS",
