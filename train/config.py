@@ -12,7 +12,6 @@ follow from its defaults (see `_readable_sections` and the end of `_check`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -216,10 +215,8 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
     # Beside the file, not in the working directory: a config and its rules move together.
     path = _beside(node, folder)
     if not document.is_file(path):
-        candidates = []
-        with contextlib.suppress(OSError, ValueError):
-            candidates = sorted(file.name for file in path.parent.glob("*.yaml"))
-        problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, candidates)}"))
+        why = document.kind_problem(path) if document.is_folder(path) else None
+        problems.append(node.problem(f"no such rules file: {path}{f': {why}' if why else ''}.{document.similar_file(path)}"))
         return None
     with collect(problems):
         return document.read(path)

@@ -16,6 +16,7 @@ from jgt.document.files import is_folder as is_folder
 from jgt.document.files import kind_problem as kind_problem
 from jgt.document.files import read_bytes as read_bytes
 from jgt.document.files import read_text as read_text
+from jgt.document.files import similar_file as similar_file
 from jgt.document.node import InputError as InputError
 from jgt.document.node import Node as Node
 from jgt.document.node import collect as collect

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jgt.document.files import is_file, read_text
+from jgt.document.files import is_file, read_text, similar_file
 from jgt.document.node import InputError, Node, collect, describe, dotted_key, from_python, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
 
@@ -97,8 +97,12 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
         raise InputError([f"{path}: extends: the files extend each other in a circle: {circle}"])
     if len(seen) == MAX_FILES:
         raise InputError([f"{path}: extends: more than {MAX_FILES} files extend each other"])
+    num_before = len(problems)
     node = build(text, str(path), problems)
     if node.value is None:
+        # Taken for no keys at all, it would be a run or rules that nobody wrote.
+        if len(problems) == num_before:
+            problems.append(f"{path}: the file is empty. Write its keys, or name another file")
         return Node({}, str(path))
     if not isinstance(node.value, dict):
         raise InputError([f"{node.where}: the file must be a mapping of keys to values, not {describe(node.value)}"])
@@ -112,5 +116,5 @@ def _parent(path: Path, extends: Node) -> Path:
         raise InputError([extends.problem(f"must be the path of a file, not {describe(extends.value)}")])
     parent = path.parent / extends.value
     if not is_file(parent):
-        raise InputError([extends.problem(f"no such file: {parent}")])
+        raise InputError([extends.problem(f"no such file: {parent}.{similar_file(parent)}")])
     return parent
