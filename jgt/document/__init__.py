@@ -3,7 +3,7 @@
 Every error message of jgt that concerns a user's file begins with `file:line: key:`. It can, because nothing downstream works
 on plain dicts: a `Node` carries its place through `extends:`, overrides and checks up to the moment it becomes a field of a
 dataclass. Read `node.py` first, then follow a file: `files.py` (bytes), `reader.py` (YAML to nodes), `compose.py` (one document
-over another), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
+over another), `shipped.py` (the files that jgt brings along), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
 """
 
 from jgt.document.bind import Bound as Bound
@@ -28,3 +28,5 @@ from jgt.document.node import shown as shown
 from jgt.document.node import suggestion as suggestion
 from jgt.document.reader import dump as dump
 from jgt.document.reader import parse as parse
+from jgt.document.shipped import locate as locate
+from jgt.document.shipped import shipped_folder as shipped_folder

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import cast
 
-from jgt.document.node import InputError, suggestion
+from jgt.document.node import InputError, most_similar
 
 _MAX_BESIDE = 10_000
 _YAML = (".yaml", ".yml")
@@ -55,10 +55,12 @@ def similar_file(path: str | Path) -> str:
     path = Path(path)
     suffixes = _YAML if path.suffix in _YAML else (path.suffix,)
     try:
-        beside = [file.name for file in path.parent.iterdir() if file.suffix in suffixes]
+        beside = {file.stem: file.name for file in path.parent.iterdir() if file.suffix in suffixes and is_file(file)}
     except (OSError, ValueError):
         return ""
-    return suggestion(path.name, sorted(beside)[:_MAX_BESIDE])
+    # Without the suffix, which all of them share.
+    close = most_similar(path.stem, sorted(beside)[:_MAX_BESIDE])
+    return "" if close is None else f" Did you mean {beside[close]!r}?"
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:

@@ -23,13 +23,15 @@ _TOP = ("axes", "inputs", "params", "optimizer", "signals", "default")
 _SIGNAL = ("params", "optimizer", "tensors", "out", "backward", "save")
 _BACKWARD = ("out", "tensors")
 _ACTIONS = ("keep", "recompute", "offload")
+SHIPPED_RULES = "rules"
+"""The folder of the shipped rules files."""
 MAX_AXES = 32
 """The most axes that a mesh can have. A group is written out wherever its name appears, so its length is limited."""
 
 
 def load_rules(path: str | Path) -> Rules:
-    """Reads a rules file, following `extends:`. Raises InputError with every problem, each with file:line."""
-    return rules_from_node(document.read(path))
+    """Reads a rules file, or a shipped one (`jgt:fsdp`), following `extends:`. Raises InputError with every problem and its file:line."""
+    return rules_from_node(document.read(document.locate(path, SHIPPED_RULES)))
 
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:

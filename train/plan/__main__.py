@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jgt.document import InputError, collect
+from jgt.document import InputError, collect, locate
 from jgt.planner.budget import overruns
 from jgt.planner.chip import Target, parse_target
+from jgt.rules import SHIPPED_RULES
 
 from ..command_line import RunParser, whole_number
 from ..config import Run, load
@@ -100,7 +101,7 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     if arguments.config is None:
         return [(path, []) for path in arguments.diff]
     # A path in an override is relative to the run's file, but the paths of --diff are relative to the working directory.
-    return [(arguments.config, [f"rules={Path(path).resolve()}"]) for path in arguments.diff]
+    return [(arguments.config, [f"rules={locate(path, SHIPPED_RULES).resolve()}"]) for path in arguments.diff]
 
 
 def _show(arguments: argparse.Namespace, plan: Plan) -> None:
