@@ -317,10 +317,10 @@ def test_the_keys_of_a_part_of_a_mixture_stand_there():
 def test_every_key_of_the_rules_stands_there():
     text = RULES.read_text().split("## Specs")[0]
     keys = {row[0].strip("`") for row in rows(text)} - {"key"}
-    inside = {f"signals.*.{key}" for key in load._SIGNAL if key != "backward"}
-    backward = {f"signals.*.backward.{key}" for key in load._BACKWARD}
-    assert keys == {"extends", *load._TOP} | inside | backward
-    for action in load._ACTIONS:
+    inside = {f"signals.*.{key}" for key in load.SIGNAL_KEYS if key != "backward"}
+    backward = {f"signals.*.backward.{key}" for key in load.BACKWARD_KEYS}
+    assert keys == {"extends", *load.TOP_KEYS} | inside | backward
+    for action in load.ACTIONS:
         assert f"`{action}`" in text
 
 

@@ -16,6 +16,7 @@ from jgt.command.parser import CommandParser
 from jgt.document import InputError, shipped_folder
 
 _FILES = ("run.yaml", "rules.yaml", "model.py", "README.md")
+_SCHEMAS = ("schema/run.json", "schema/rules.json")
 _NAME = "{name: project}"
 
 
@@ -34,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _contents(name: str) -> dict[str, str]:
     """The text of each file, by its path in the project. name: of the run."""
-    source = shipped_folder() / "project"
-    contents = {file: (source / file).read_text(encoding="utf-8") for file in _FILES}
+    source = shipped_folder()
+    contents = {file: (source / "project" / file).read_text(encoding="utf-8").replace("$schema=../", "$schema=") for file in _FILES}
+    contents |= {file: (source / file).read_text(encoding="utf-8") for file in _SCHEMAS}
     # Any other name would need quotes.
     if re.fullmatch(r"[A-Za-z][\w.-]{0,60}", name, re.ASCII):
         contents["run.yaml"] = contents["run.yaml"].replace(_NAME, f"{{name: {name}}}")

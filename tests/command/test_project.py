@@ -30,6 +30,10 @@ def project(tmp_path, capsys):
 
 def test_the_files(project):
     assert sorted(path.name for path in project.iterdir() if path.is_file()) == FILES
+    assert (project / "run.yaml").read_text().startswith("# yaml-language-server: $schema=schema/run.json\n")
+    assert (project / "rules.yaml").read_text().startswith("# yaml-language-server: $schema=schema/rules.json\n")
+    for name in ("run.json", "rules.json"):
+        assert (project / "schema" / name).read_text() == (ROOT / "configs" / "schema" / name).read_text()
     assert document.read(project / "run.yaml").plain()["run"] == {"name": "my-model"}
     assert (project / "model.py").read_text() == (ROOT / "configs" / "project" / "model.py").read_text()
 
