@@ -54,6 +54,7 @@ _OWN = {
     "schedule": _of_jgt("jgt.schedule.__main__", "show and compare pipeline schedules"),
     "schema": _of_trainer("schema.__main__", "print the JSON Schema of run files or rules files, for editors"),
     "init": _of_jgt("jgt.command.project", "write a project with a model of your own"),
+    "completion": _of_jgt("jgt.command.completion", "print a script that completes commands and flags in a shell"),
 }
 
 

@@ -39,6 +39,10 @@ class CommandParser(argparse.ArgumentParser):
         text = printable(re.sub(r"^argument (?=-)", "", message).replace("invalid int value:", "must be a whole number, not"))
         self.exit(2, f"command line: {text}. `{self.prog} --help` lists all flags\n")
 
+    def arguments(self) -> list[argparse.Action]:
+        """All flags and other arguments."""
+        return list(self._actions)
+
     def flags(self) -> list[str]:
         """All flags in their long form, without --help."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
