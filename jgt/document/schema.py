@@ -86,13 +86,16 @@ def _of_hint(hint: object) -> Schema:
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_of_hint(argument) for argument in arguments]}
     if origin is tuple:
-        item = arguments[0]
-        return {"type": "array", "items": schema_of(item, in_list=True) if dataclasses.is_dataclass(item) else _of_hint(item)}
+        return {"type": "array", "items": _of_item(arguments[0])}
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_hint(arguments[1])}
     if dataclasses.is_dataclass(hint):
         return schema_of(cast("type[Any]", hint))
     return {"type": _SCALARS[hint]}
+
+
+def _of_item(hint: object) -> Schema:
+    return schema_of(cast("type[Any]", hint), in_list=True) if dataclasses.is_dataclass(hint) else _of_hint(hint)
 
 
 def _limits(bounds: list[Bound]) -> Schema:
