@@ -82,6 +82,10 @@ def test_the_wheel_trains_beside_a_train_of_the_user(environment, built, tmp_pat
     for program in ([jgt], [str(environment / "python"), "-m", "jgt"]):
         assert "jgt 0." in run(*program, "--version", cwd=tmp_path)
         run(*program, "check", "jgt:quickstart", "rules=jgt:fsdp", "mesh={fsdp: -1}", cwd=tmp_path)
+    run(jgt, "init", "x", cwd=tmp_path)
+    run(jgt, "schema", "--write", "schemas", cwd=tmp_path)
+    for name in ("run.json", "rules.json"):
+        assert (tmp_path / "schemas" / name).read_text() == (tmp_path / "x" / "schema" / name).read_text()
     run(jgt, "train", "jgt:quickstart", *small, *data, cwd=tmp_path)
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text().count('"loss"') == 2
     run(jgt, "report", "runs/quickstart", cwd=tmp_path)
