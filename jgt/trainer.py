@@ -18,7 +18,8 @@ from types import ModuleType
 
 _FOLDER = Path(__file__).parent.parent / "train"
 _NAMES = ("train", "jgt._train")
-_LOCK = threading.Lock()
+# The trainer may itself ask for a module of it while it is loaded.
+_LOCK = threading.RLock()
 
 
 def trainer(module: str = "") -> ModuleType:
@@ -33,6 +34,8 @@ def _package() -> str:
         for name in _NAMES:
             if (loaded := sys.modules.get(name)) is not None and _is_ours(loaded.__file__):
                 return name
+        if not _FOLDER.is_dir():
+            raise ImportError(f"the trainer is missing: it is installed beside jgt, in {_FOLDER}. Install jgt again")
         name = _NAMES[0] if _is_name_free() else _NAMES[1]
         spec = spec_from_file_location(name, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
         assert spec is not None and spec.loader is not None

@@ -13,6 +13,7 @@ import pytest
 import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
+from jgt.command.commands import find_commands
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
 from jgt.pipeline.config import Pipeline
@@ -322,6 +323,10 @@ def test_every_key_of_the_rules_stands_there():
     assert keys == {"extends", *load.TOP_KEYS} | inside | backward
     for action in load.ACTIONS:
         assert f"`{action}`" in text
+
+
+def test_every_command_stands_in_the_readme():
+    assert all(f"`jgt {name} " in section(README, "## Commands") for name in find_commands())
 
 
 def test_every_flag_stands_in_the_readme():

@@ -42,6 +42,12 @@ def test_the_package_that_is_loaded_already():
         trainer("nothing_of_the_kind")
 
 
+def test_a_jgt_without_its_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr("jgt.trainer._FOLDER", tmp_path / "train")
+    with pytest.raises(ImportError, match=r"the trainer is missing: .* Install jgt again"):
+        trainer("config")
+
+
 def test_jgt_train_in_a_folder_of_a_user(folder):
     done = python(folder, "-m", "jgt", "train", CONFIG, "--print-config")
     assert (done.returncode, done.stderr) == (0, "")
