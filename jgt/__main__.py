@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 
 from jgt import __version__
-from jgt.command.commands import find_commands
+from jgt.command.commands import find_command, find_commands
 from jgt.document import nearest, printable
 
 USAGE = "usage: jgt COMMAND [options]      jgt COMMAND --help shows the options of a command"
@@ -18,19 +18,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the command's exit code, or 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
-    commands = find_commands()
     if name in ("-h", "--help"):
-        lines = [f"  {known:12} {command.purpose}" for known, command in commands.items()]
+        lines = [f"  {known:12} {command.purpose}" for known, command in find_commands().items()]
         print("\n".join([USAGE, "", "commands:", *lines, "", "jgt --version shows the versions of jgt, JAX and Python."]))
         return 0
     if name == "--version":
         print(f"jgt {__version__} (jax {_version('jax')}, Python {python_version()})")
         return 0
-    if name not in commands:
+    command = find_command(name)
+    if command is None:
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        print(f"jgt: {printable(wrong)}. {nearest(name, [*commands, '--help', '--version'])}\n{USAGE}", file=sys.stderr)
+        print(f"jgt: {printable(wrong)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{USAGE}", file=sys.stderr)
         return 2
-    return commands[name].run(arguments[1:])
+    return command.run(arguments[1:])
 
 
 def _version(package: str) -> str:

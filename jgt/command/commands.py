@@ -58,6 +58,12 @@ _OWN = {
 }
 
 
+def find_command(name: str) -> Command | None:
+    """The command of this name, if there is one."""
+    # Other packages are looked for only if they could have it: reading the list of what is installed takes 60 ms.
+    return _OWN.get(name) or find_commands().get(name)
+
+
 def find_commands() -> dict[str, Command]:
     """All commands, those of other packages last. A name of jgt's own cannot be replaced."""
     others = {
