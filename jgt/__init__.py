@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jgt.mesh.nvidia import quiet_plugin
+
 if TYPE_CHECKING:
     from jgt import signal as signal
     from jgt.document import InputError as InputError
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from jgt.sharding.shard import shard as shard
 
 __version__ = "0.1.0"
+
+# Before anything asks JAX for devices.
+quiet_plugin()
 
 _OWNERS = {
     "InputError": "jgt.document",

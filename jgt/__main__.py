@@ -1,16 +1,15 @@
-"""The command `jgt COMMAND`, the same as `python -m jgt COMMAND`.
-
-Commands are entry points of the group `jgt.commands`: the trainer adds its own without jgt importing the trainer, and so may
-any other package.
-"""
+"""The command `jgt COMMAND`, the same as `python -m jgt COMMAND`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
 
-from jgt.document import nearest
+from jgt import __version__
+from jgt.command.commands import find_command, find_commands
+from jgt.document import nearest, printable
 
 USAGE = "usage: jgt COMMAND [options]      jgt COMMAND --help shows the options of a command"
 
@@ -19,16 +18,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the command's exit code, or 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
-    commands = {entry.name: entry for entry in entry_points(group="jgt.commands")}
     if name in ("-h", "--help"):
-        print(f"{USAGE}\n\ncommands: {', '.join(sorted(commands))}\n\nTo train: python -m train --config FILE")
+        lines = [f"  {known:12} {command.purpose}" for known, command in find_commands().items()]
+        print("\n".join([USAGE, "", "commands:", *lines, "", "jgt --version shows the versions of jgt, JAX and Python."]))
         return 0
-    if name not in commands:
+    if name == "--version":
+        print(f"jgt {__version__} (jax {_version('jax')}, Python {python_version()})")
+        return 0
+    command = find_command(name)
+    if command is None:
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        print(f"jgt: {wrong}. {nearest(name, sorted(commands))}\n{USAGE}", file=sys.stderr)
+        print(f"jgt: {printable(wrong)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{USAGE}", file=sys.stderr)
         return 2
-    # Only the chosen command is imported: others import JAX.
-    return commands[name].load()(arguments[1:])
+    return command.run(arguments[1:])
+
+
+def _version(package: str) -> str:
+    # Importing a package to ask it would take a second.
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "is not installed"
 
 
 if __name__ == "__main__":

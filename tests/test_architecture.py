@@ -86,6 +86,17 @@ def test_only_the_pipeline_asks_whether_a_batch_may_be_cut_and_only_at_the_door(
     assert offenders("train", "jgt.batch") == []
 
 
+def test_only_commands_open_the_door_to_the_trainer_and_only_when_they_run():
+    assert offenders("jgt", "jgt.trainer", allowed=["jgt/command"]) == []
+    code = """
+import sys
+import jgt, jgt.__main__, jgt.command.commands, jgt.trainer
+jgt.command.commands.find_commands()
+assert not {"train", "jgt._train", "jax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def public_names(package):
     """The classes, functions and constants that the files of a package define without an underscore, with their files."""
     found = {}
@@ -96,7 +107,7 @@ def public_names(package):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.append(node.name)
             for name in names:
-                if not name.startswith("_") and name != "main":
+                if not name.startswith("_") and name not in ("main", "parser"):
                     found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     return found
 

@@ -295,8 +295,8 @@ def action(jobset, reason, message):
 
 def check_command(command, folder):
     """The parsed arguments of a command line. Its config must exist and use `folder` as the run directory."""
-    assert command[:3] == ["python", "-m", "train"]
-    arguments = parser().parse_args(command[3:])
+    assert command[:4] == ["python", "-m", "jgt", "train"]
+    arguments = parser().parse_args(command[4:])
     assert arguments.stopped_code == STOPPED
     assert STOPPED not in set(Exit)
     run = load(ROOT / arguments.config, arguments.overrides, num_processes=None)

@@ -13,6 +13,7 @@ import pytest
 import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
+from jgt.command.commands import find_commands
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
 from jgt.pipeline.config import Pipeline
@@ -21,7 +22,7 @@ from jgt.planner.chip import chip_names
 from jgt.planner.findings import FindingKind
 from jgt.rules import load
 from jgt.schedule import custom, find, schedules
-from jgt.schedule.__main__ import _parser as schedule_parser
+from jgt.schedule.__main__ import parser as schedule_parser
 from jgt.schedule.simulate import number_text, percent_text, simulate
 from train import sections
 from train.__main__ import parser as train_parser
@@ -30,7 +31,7 @@ from train.data import config as data_config
 from train.data import documents as data_documents
 from train.data import files, tokenizer
 from train.data.config import MixturePart
-from train.plan.__main__ import _parser as plan_parser
+from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event, find_starts
@@ -178,7 +179,7 @@ def test_every_option_of_the_schedules_stands_there():
 )
 def test_a_plan_is_as_shown(capsys):
     (shown,) = blocks(PLAN, "text")
-    (command,) = re.findall(r"`python -m jgt (plan .*?)`, with jax 0.10.2:", PLAN.read_text())
+    (command,) = re.findall(r"`jgt (plan .*?)`, with jax 0.10.2:", PLAN.read_text())
     assert jgt_main(shlex.split(command)) == 0
     lines = [re.sub(r"in [\d.]+ s", "in 6.8 s", line).rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == shown.splitlines()
@@ -317,11 +318,15 @@ def test_the_keys_of_a_part_of_a_mixture_stand_there():
 def test_every_key_of_the_rules_stands_there():
     text = RULES.read_text().split("## Specs")[0]
     keys = {row[0].strip("`") for row in rows(text)} - {"key"}
-    inside = {f"signals.*.{key}" for key in load._SIGNAL if key != "backward"}
-    backward = {f"signals.*.backward.{key}" for key in load._BACKWARD}
-    assert keys == {"extends", *load._TOP} | inside | backward
-    for action in load._ACTIONS:
+    inside = {f"signals.*.{key}" for key in load.SIGNAL_KEYS if key != "backward"}
+    backward = {f"signals.*.backward.{key}" for key in load.BACKWARD_KEYS}
+    assert keys == {"extends", *load.TOP_KEYS} | inside | backward
+    for action in load.ACTIONS:
         assert f"`{action}`" in text
+
+
+def test_every_command_stands_in_the_readme():
+    assert all(f"`jgt {name} " in section(README, "## Commands") for name in find_commands())
 
 
 def test_every_flag_stands_in_the_readme():
@@ -334,7 +339,7 @@ def test_every_flag_stands_in_the_readme():
 
 def test_the_two_lines_of_the_readme():
     lines = README.read_text().splitlines()
-    assert "    pip install -e . && python -m train --config configs/quickstart.yaml" in lines
+    assert "    pip install -e . && jgt train configs/quickstart.yaml" in lines
     assert "    pip install -e '.[test]' && pytest" in lines
 
 

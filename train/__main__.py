@@ -1,4 +1,4 @@
-"""`python -m train --config FILE [key.sub=value ...]`: one YAML file is one run.
+"""`jgt train FILE [key.sub=value ...]`, the same as `python -m train`: one YAML file is one run.
 
 JAX and the packages around it take seconds to import, and wrong input should be answered at once. So the order here is fixed: read the
 command line and the config without JAX, report every problem in them, and only then import. XLA reads its flags when JAX first asks for
@@ -27,7 +27,7 @@ from .code.files import read_code
 from .command_line import (
     EndError,
     Exit,
-    add_code,
+    RunParser,
     cluster_problems,
     exit_code,
     find_cluster,
@@ -76,16 +76,9 @@ def _main(arguments: argparse.Namespace) -> int:
         return Exit.FAILED
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> RunParser:
     """The command line of a run."""
-    parser = argparse.ArgumentParser(
-        prog="train",
-        description="Trains the model of a YAML file. The same command again resumes the run from its newest checkpoint.",
-        # The launcher looks for `--resume never` among the arguments, and would not find an abbreviation of it.
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, for example train.steps=300")
+    parser = RunParser("jgt train", "Trains the model of a YAML file. The same command again resumes the run from its newest checkpoint.")
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first step, and print a table of bytes per device")
     parser.add_argument(
         "--replay",
@@ -115,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="exit code if a signal stops the run before its last step (0)",
     )
-    add_code(parser)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; needs --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
@@ -260,12 +252,17 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
         open_devices()
 
 
-if __name__ == "__main__":
-    code = main()
+def run_process(argv: Sequence[str] | None = None) -> int:
+    """As `main`, for a process that ends with this code: what was printed is out, and threads that remain cannot hold it for long."""
+    code = main(argv)
     settle_streams()
     # Without JAX the run never began, and no thread was started.
     if "jax" in sys.modules:
         from .processes.processes import limit_exit
 
         limit_exit(code)
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_process())

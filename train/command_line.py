@@ -9,15 +9,17 @@ import argparse
 import enum
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jgt.command.parser import CommandParser
 from jgt.document import InputError, read_bytes
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `python -m train`. A process killed by a signal has 128 + the signal's number, as in a shell."""
+    """Exit codes of `jgt train`. A process killed by a signal has 128 + the signal's number, as in a shell."""
 
     DONE = 0
     """All steps are done, or the run was asked to stop and its state is saved."""
@@ -35,6 +37,37 @@ class Exit(enum.IntEnum):
     """As DONE, but some of what the run writes about itself could not be written."""
 
 
+class RunParser(CommandParser):
+    """The parser of a command about a run, whose file is `config` and whose overrides are `overrides`.
+
+    The file follows --config, or is the first argument without an equals sign. is_required: without a file, the process ends with code 2.
+    """
+
+    def __init__(self, prog: str, description: str, *, is_required: bool = True):
+        super().__init__(prog, description)
+        self._is_required = is_required
+        self.add_argument("--config", metavar="FILE", help="the run's YAML file, another way to give FILE")
+        self.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="FILE key.sub=value",
+            help="the run's YAML file, and values that replace the file's, such as train.steps=300",
+        )
+        code = "a Python file or folder whose code the run's file may name; repeatable"
+        self.add_argument("--code", action="append", default=[], metavar="PATH", help=code)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values of all arguments."""
+        arguments = super().parse_args(args, namespace)
+        file = next((argument for argument in arguments.overrides if "=" not in argument), None)
+        if arguments.config is None and file is not None:
+            arguments.config = file
+            arguments.overrides.remove(file)
+        if arguments.config is None and self._is_required:
+            self.error(f"a run's file is missing. Write {self.prog} run.yaml")
+        return arguments
+
+
 class EndError(Exception):
     """A failure that a run expects, such as a save that is impossible. The message says all. code: the exit code."""
 
@@ -50,13 +83,6 @@ _MAX_NUMBER = 1_000_000_000
 _MAX_SECONDS = 1_000_000
 _MAX_TOKEN = 4_096
 _JOIN_SECONDS, _LOCAL_JOIN_SECONDS = 300.0, 30.0
-
-
-def add_code(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--code`."""
-    parser.add_argument(
-        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder whose code the run's file may name; repeatable"
-    )
 
 
 def natural_number(text: str) -> int:

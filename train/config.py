@@ -12,7 +12,6 @@ follow from its defaults (see `_readable_sections` and the end of `_check`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import Pipeline
 from jgt.planner.budget import Limit, read_budget
-from jgt.rules import Rules, expand, match_input, misfits, rules_from_node
+from jgt.rules import SHIPPED_RULES, Rules, expand, match_input, misfits, rules_from_node
 from jgt.rules.spec import SpecRule, misfit_problem
 from jgt.schedule.find import find_table
 
@@ -140,6 +139,7 @@ def load(
     found = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)
     root = Node({}, name)
+    path = path if isinstance(path, Mapping) else document.locate(path)
     with collect(found):
         root = document.from_python(path, name) if isinstance(path, Mapping) else document.read(path)
     is_readable = len(found) == len(problems)
@@ -149,7 +149,7 @@ def load(
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(found)
-    return _check(root, Path(name).parent, found, num_processes, code or Code())
+    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, found, num_processes, code or Code())
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -253,21 +253,23 @@ def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | 
         problems.append(node.problem(f"rules must be the path of a file or a mapping, not {document.describe(node.value)}"))
         return None
     # Beside the file, not in the working directory: a config and its rules move together.
-    path = _beside(node, folder)
+    path = _beside(node, folder, SHIPPED_RULES)
     if not document.is_file(path):
-        candidates = []
-        with contextlib.suppress(OSError, ValueError):
-            candidates = sorted(file.name for file in path.parent.glob("*.yaml"))
-        problems.append(node.problem(f"no such rules file: {path}. {document.nearest(path.name, candidates)}"))
+        why = document.kind_problem(path) if document.is_folder(path) else None
+        problems.append(node.problem(f"no such rules file: {path}{f': {why}' if why else ''}.{document.similar_file(path)}"))
         return None
     with collect(problems):
         return document.read(path)
 
 
-def _beside(node: Node, folder: Path) -> Path:
-    """A path relative to the folder of the file that contains its key. That file may be one that the run's file extends."""
+def _beside(node: Node, folder: Path, shipped: str = "") -> Path:
+    """A path relative to the folder of the file that contains its key. That file may be one that the run's file extends.
+
+    shipped: the folder of shipped files in which `jgt:NAME` is looked up.
+    """
     file = Path(node.where.rpartition(":")[0])
-    return (file.parent if document.is_file(file) else folder) / str(node.value)
+    # A shipped file has an absolute path, which replaces the folder.
+    return (file.parent if document.is_file(file) else folder) / document.locate(str(node.value), shipped)
 
 
 def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:

@@ -6,7 +6,8 @@ A section of a YAML file is written down once, as a dataclass with types, defaul
 
 `bind` reads those hints and fills the fields from a node. A key that is not a field, a value of another type and a number out
 of bounds each become a problem with the line of the value, and checking continues with the next field: nothing is ever read
-with `.get`, so that no typo is ignored. Values are not converted, with one exception: a whole number may be written for a float.
+with `.get`, so that no typo is ignored. Values are not converted, with one exception: where the type is int or float, a number may be
+written as the other, if it is whole (`steps: 1e3`, `lr: 1`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from jgt.document.node import Node, describe, dotted_key, nearest, shown, suggestion
 
 _T = TypeVar("_T")
+_MAX_WHOLE = 2**53
+"""Larger floats are whole too, but not the number that was written."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     num_before = len(problems)
     # Fields without init are set by their owner; they are not keys of a file.
     fields = {f.name: f for f in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if f.init}
-    values = _values(node.value, cls, list(fields), problems)
+    values = _values(node, node.value, cls, list(fields), problems)
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(node.problem(f"the key {name!r} is missing"))
@@ -74,7 +77,7 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     return bound
 
 
-def _values(children: Mapping[str, Node], cls: type, fields: list[str], problems: list[str]) -> dict[str, object]:
+def _values(node: Node, children: Mapping[str, Node], cls: type, fields: list[str], problems: list[str]) -> dict[str, object]:
     """The value of each field that the mapping has a key for."""
     rest: str | None = getattr(cls, "REST", None)
     # include_extras keeps Annotated, and with it the bounds.
@@ -84,8 +87,16 @@ def _values(children: Mapping[str, Node], cls: type, fields: list[str], problems
         if name in fields and name != rest:
             values[name] = _bind_value(child, hints[name], problems)
         elif rest is None:
-            problems.append(child.problem(f"unknown key. {nearest(name, fields)}"))
+            problems.append(child.problem(f"unknown key. {_inside(node, name, fields, hints) or nearest(name, fields)}"))
     return values
+
+
+def _inside(node: Node, name: str, fields: Iterable[str], hints: Mapping[str, object]) -> str:
+    """`Did you mean 'train.steps'?` for `steps`, if a section of this mapping has a key of that name and the mapping has no similar one."""
+    if suggestion(name, fields):
+        return ""
+    sections = [field for field in fields if name in getattr(hints[field], "__dataclass_fields__", ())]
+    return f"Did you mean {' or '.join(repr(dotted_key(dotted_key(node.key, section), name)) for section in sections)}?" if sections else ""
 
 
 def _bind_value(node: Node, hint: object, problems: list[str]) -> object:
@@ -102,6 +113,8 @@ def _bind_scalar(node: Node, hint: object, problems: list[str]) -> object:
     value = node.value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_WHOLE:
+        return int(value)
     assert hint in _TYPE_NAMES, f"bind does not know the type {hint}"
     # Not isinstance: True is an int, and a whole number must not take it.
     if type(value) is not hint:
@@ -132,7 +145,8 @@ def _bind_union(node: Node, arguments: _HintArguments, problems: list[str]) -> o
         if hasattr(option, "variant"):
             return _bind_value(node, option, problems)
     trials: list[tuple[object, list[str]]] = []
-    for option in arguments:
+    # Where a float is allowed, a float is not read as a whole number.
+    for option in sorted(arguments, key=lambda option: option is not float) if isinstance(node.value, float) else arguments:
         if option is not type(None):
             trial_problems: list[str] = []
             value = _bind_value(node, option, trial_problems)

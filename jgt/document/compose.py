@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jgt.document.files import is_file, read_text
+from jgt.document.files import is_file, read_text, similar_file
 from jgt.document.node import InputError, Node, collect, describe, dotted_key, from_python, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
+from jgt.document.shipped import locate
 
 MAX_BYTES = 1_000_000
 """The largest YAML file, and more than any person writes."""
@@ -27,11 +28,11 @@ _MAX_SHOWN = 200
 
 
 def read(path: str | Path) -> Node:
-    """Reads a YAML file and the files that it extends. Raises InputError with every problem of all of them."""
+    """Reads a YAML file, or a shipped one (`jgt:NAME`), and the files that it extends. Raises InputError with every problem of them."""
     problems: list[str] = []
     node = Node({}, str(path))
     with collect(problems):
-        node = _read(Path(path), problems, seen=())
+        node = _read(locate(path), problems, seen=())
     if problems:
         raise InputError(problems)
     return node
@@ -97,8 +98,12 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
         raise InputError([f"{path}: extends: the files extend each other in a circle: {circle}"])
     if len(seen) == MAX_FILES:
         raise InputError([f"{path}: extends: more than {MAX_FILES} files extend each other"])
+    num_before = len(problems)
     node = build(text, str(path), problems)
     if node.value is None:
+        # Taken for no keys at all, it would be a run or rules that nobody wrote.
+        if len(problems) == num_before:
+            problems.append(f"{path}: the file is empty. Write its keys, or name another file")
         return Node({}, str(path))
     if not isinstance(node.value, dict):
         raise InputError([f"{node.where}: the file must be a mapping of keys to values, not {describe(node.value)}"])
@@ -110,7 +115,8 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
 def _parent(path: Path, extends: Node) -> Path:
     if not isinstance(extends.value, str):
         raise InputError([extends.problem(f"must be the path of a file, not {describe(extends.value)}")])
-    parent = path.parent / extends.value
+    # A shipped file has an absolute path, which replaces the folder.
+    parent = path.parent / locate(extends.value)
     if not is_file(parent):
-        raise InputError([extends.problem(f"no such file: {parent}")])
+        raise InputError([extends.problem(f"no such file: {parent}.{similar_file(parent)}")])
     return parent

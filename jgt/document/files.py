@@ -7,13 +7,16 @@ expects. All functions take names that the operating system refuses (a NUL byte,
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 from typing import cast
 
-from jgt.document.node import InputError
+from jgt.document.node import InputError, most_similar
 
+_MAX_BESIDE = 10_000
+_YAML = (".yaml", ".yml")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -47,6 +50,19 @@ def kind_problem(path: str | Path) -> str | None:
     return None if kind == stat.S_IFREG else f"it is {_KINDS.get(kind, 'something else')}, not a file"
 
 
+def similar_file(path: str | Path) -> str:
+    """` Did you mean 'run.yaml'?`, with the most similar file of the same kind beside a missing one; empty if there is none."""
+    path = Path(path)
+    suffixes = _YAML if path.suffix in _YAML else (path.suffix,)
+    try:
+        beside = {file.stem: file.name for file in path.parent.iterdir() if file.suffix in suffixes and is_file(file)}
+    except (OSError, ValueError):
+        return ""
+    # Without the suffix, which all of them share.
+    close = most_similar(path.stem, sorted(beside)[:_MAX_BESIDE])
+    return "" if close is None else f" Did you mean {beside[close]!r}?"
+
+
 def read_bytes(path: str | Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises InputError if it is not one, or larger."""
     data, problem = None, kind_problem(path)
@@ -60,7 +76,8 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         except OSError as error:
             problem = error.strerror or str(error)
     if data is None:
-        raise InputError([f"{path}: cannot be read: {problem}"])
+        near = similar_file(path) if problem == os.strerror(errno.ENOENT) else ""
+        raise InputError([f"{path}: cannot be read: {problem}{'.' if near else ''}{near}"])
     if len(data) > most:
         raise InputError([f"{path}: the file is larger than {most:,} bytes, which is the limit for such a file"])
     return data

@@ -170,9 +170,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, for a message that lists the known names already; empty if none is similar."""
+    close = most_similar(name, known)
+    return "" if close is None else f" Did you mean {close!r}?"
+
+
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` may be a misspelling of, if there is one."""
     # difflib takes quadratic time, and a name this long is not a misspelt one.
     if len(name) > _MAX_SHOWN:
-        return ""
+        return None
     # 0.5 finds 'stpes' and 'n_layers' for 'layers', and leaves unrelated names out.
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)

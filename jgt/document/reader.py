@@ -101,8 +101,7 @@ class _Builder:
             mark = error.problem_mark or error.context_mark
             # The end of the text may be one line behind its last.
             line = min(mark.line, text.count("\n")) + 1 if mark else 1
-            problem = f"not valid YAML: {error.problem or error.context}. Check the indentation, brackets and quotes there"
-            self._problems.append(f"{self._file}:{line}: {problem}")
+            self._problems.append(f"{self._file}:{line}: not valid YAML: {_syntax_problem(error, text)}")
         except yaml.YAMLError as error:
             self._problems.append(f"{self._file}:1: not valid YAML: {str(error).splitlines()[0]}")
         except UnicodeEncodeError as error:
@@ -194,6 +193,17 @@ class _Builder:
 
 def _depth_change(event: yaml.Event) -> int:
     return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, text: str) -> str:
+    """The parser's message, or a better one for the mistakes that it describes by their consequence."""
+    mark, problem = error.problem_mark, error.problem or error.context or ""
+    lines = text.split("\n")
+    if mark and mark.line < len(lines) and lines[mark.line][mark.column : mark.column + 1] == "\t":
+        return "there is a tab where YAML allows only spaces. Replace it with spaces"
+    if "expected alphabetic or numeric character" in problem:
+        return "text that begins with * or & must be in quotes, because YAML reads it as an alias or an anchor"
+    return f"{problem}. Check the indentation, brackets and quotes there"
 
 
 def _scalar(text: str) -> Value:

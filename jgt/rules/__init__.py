@@ -14,12 +14,13 @@ decide nothing. `jgt.sharding` asks these questions while it rewrites a program.
 """
 
 from jgt.rules.coverage import AnyMatch, Seen, unreached
-from jgt.rules.load import load_rules, make_rules, rules_from_node
+from jgt.rules.load import SHIPPED_RULES, load_rules, make_rules, rules_from_node
 from jgt.rules.matching import Match, match_input, match_optimizer, match_out, match_param, match_save, match_tensor
 from jgt.rules.rules import Action, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfit_problems, misfits, show
 
 __all__ = [
+    "SHIPPED_RULES",
     "Action",
     "AnyMatch",
     "Match",

@@ -19,17 +19,19 @@ from jgt.document import InputError, Node, describe, nearest, suggestion
 from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
-_TOP = ("axes", "inputs", "params", "optimizer", "signals", "default")
-_SIGNAL = ("params", "optimizer", "tensors", "out", "backward", "save")
-_BACKWARD = ("out", "tensors")
-_ACTIONS = ("keep", "recompute", "offload")
+TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
+SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save")
+BACKWARD_KEYS = ("out", "tensors")
+ACTIONS = ("keep", "recompute", "offload")
+SHIPPED_RULES = "rules"
+"""The folder of the shipped rules files."""
 MAX_AXES = 32
 """The most axes that a mesh can have. A group is written out wherever its name appears, so its length is limited."""
 
 
 def load_rules(path: str | Path) -> Rules:
-    """Reads a rules file, following `extends:`. Raises InputError with every problem, each with file:line."""
-    return rules_from_node(document.read(path))
+    """Reads a rules file, or a shipped one (`jgt:fsdp`), following `extends:`. Raises InputError with every problem and its file:line."""
+    return rules_from_node(document.read(document.locate(path, SHIPPED_RULES)))
 
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:
@@ -57,7 +59,7 @@ class _Reader:
         self.groups: dict[str, tuple[str, ...]] = {}
 
     def rules(self, root: Node) -> Rules:
-        parts = self._section(root, _TOP)
+        parts = self._section(root, TOP_KEYS)
         # The groups are read before any spec, because specs are expanded while they are read.
         for name, node in self._children(parts.get("axes")).items():
             self.groups[name] = self._group(node)
@@ -77,8 +79,8 @@ class _Reader:
         )
 
     def _signal(self, pattern: str, node: Node) -> SignalRule:
-        parts = self._section(node, _SIGNAL)
-        backward = self._section(parts["backward"], _BACKWARD) if "backward" in parts else {}
+        parts = self._section(node, SIGNAL_KEYS)
+        backward = self._section(parts["backward"], BACKWARD_KEYS) if "backward" in parts else {}
         return SignalRule(
             pattern=pattern,
             params=self._specs(parts.get("params")),
@@ -109,9 +111,9 @@ class _Reader:
         return tuple(SpecRule(pattern=name, spec=self._spec(child), where=child.where) for name, child in self._children(node).items())
 
     def _save(self, name: str, node: Node) -> SaveRule:
-        if node.value not in _ACTIONS:
-            near = suggestion(node.value, _ACTIONS) if isinstance(node.value, str) else ""
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(_ACTIONS)}.{near}")
+        if node.value not in ACTIONS:
+            near = suggestion(node.value, ACTIONS) if isinstance(node.value, str) else ""
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(ACTIONS)}.{near}")
         return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
 
     def _spec(self, node: Node) -> Spec:

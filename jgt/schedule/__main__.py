@@ -15,6 +15,7 @@ import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from jgt.command.parser import CommandParser
 from jgt.document import InputError, collect
 from jgt.schedule.custom import SUFFIX, write_table
 from jgt.schedule.find import find_table
@@ -28,7 +29,7 @@ COMMAND = "jgt schedule"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: printed and written; 2: the input is wrong, and stderr lists every problem."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         simulated = _simulate(arguments)
         # Before anything is printed: a command that fails leaves stdout empty.
@@ -147,10 +148,9 @@ def _write_files(arguments: argparse.Namespace, table: Table, simulation: Simula
         raise InputError([f"{COMMAND}: {error.filename} cannot be written: {error.strerror or error}"]) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description="Shows a pipeline schedule with its bubble and its peak of activations. Needs no devices."
-    )
+def parser() -> CommandParser:
+    """The command line of the schedule."""
+    parser = CommandParser(COMMAND, "Shows a pipeline schedule with its bubble and its peak of activations. Needs no devices.")
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(SCHEDULES)}, or the path of your own table, a {SUFFIX} file")
     parser.add_argument("--stages", type=int, metavar="P", help="number of stages")
     parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches")

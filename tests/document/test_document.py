@@ -244,9 +244,40 @@ def test_problems_of_a_file_and_its_parent_come_together(tmp_path):
     assert [p.split(": ")[0] for p in found] == ["a.yaml:1", "b.yaml:2"]
 
 
-def test_an_empty_file_is_an_empty_mapping(tmp_path):
-    (tmp_path / "a.yaml").write_text("# nothing\n")
+@pytest.mark.parametrize("text", ["", "# nothing\n", "null\n", "---\n"])
+def test_an_empty_file_is_a_mistake(tmp_path, text):
+    expected = "the file is empty. Write its keys, or name another file"
+    assert file_problems(tmp_path, {"a.yaml": text}) == [f"a.yaml: {expected}"]
+    assert file_problems(tmp_path, {"a.yaml": "extends: b.yaml", "b.yaml": text}) == [f"b.yaml: {expected}"]
+
+
+def test_a_mapping_without_keys_is_not_empty(tmp_path):
+    (tmp_path / "a.yaml").write_text("{}")
     assert read(tmp_path / "a.yaml").plain() == {}
+
+
+@pytest.mark.parametrize(("name", "near"), [("rn.yaml", "run.yaml"), ("run.yml", "run.yaml"), ("run.txt", None), ("no/run.yaml", None)])
+def test_a_missing_file_has_its_nearest_name(tmp_path, name, near):
+    (tmp_path / "run.yaml").write_text("{}")
+    end = f". Did you mean '{near}'?" if near else ""
+    assert problems_of(read, tmp_path / name) == [f"{tmp_path / name}: cannot be read: No such file or directory{end}"]
+    (tmp_path / "child.yaml").write_text(f"extends: {name}")
+    (found,) = problems_of(read, tmp_path / "child.yaml")
+    assert found.endswith(f"no such file: {tmp_path / name}{end or '.'}")
+
+
+@pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("a:\n\tb: 1\n", 2, "there is a tab where YAML allows only spaces. Replace it with spaces"),
+        ("a:\n  b: 1\n\tc: 2\n", 3, "there is a tab where YAML allows only spaces. Replace it with spaces"),
+        ("a: *.md", 1, "text that begins with * or & must be in quotes, because YAML reads it as an alias or an anchor"),
+    ],
+)
+def test_mistakes_that_yaml_describes_by_their_consequence(monkeypatch, loader, text, line, said):
+    monkeypatch.setattr("jgt.document.reader._Loader", getattr(yaml, loader))
+    assert problems_of(parse, text, "f.yaml") == [f"f.yaml:{line}: not valid YAML: {said}"]
 
 
 def test_a_byte_order_mark_is_read_over(tmp_path):
@@ -408,6 +439,37 @@ def test_bind_fills_every_type():
     assert type(value.rate) is float
 
 
+@pytest.mark.parametrize(("text", "value"), [("count: 1e3", 1000), ("bounded: 2.0", 2), ("maybe: 1.0e1", 10), ("items: [1e0]", (1,))])
+def test_a_whole_number_may_be_written_as_a_float(text, value):
+    filled, problems = bound(text)
+    found = getattr(filled, text.split(":")[0])
+    assert problems == [] and found == value and type(found) is type(value)
+
+
+def test_a_float_beyond_the_exact_ones_is_not_a_whole_number():
+    assert bound("count: 1e16")[1] == ["f.yaml:1: count: must be a whole number, not the number 1e+16"]
+
+
+def test_where_a_float_is_allowed_it_stays_one():
+    @dataclass(frozen=True)
+    class Flags:
+        flags: dict[str, bool | int | float | str]
+
+    filled, _ = bound("flags: {a: 1.0, b: 1, c: true}", Flags)
+    assert [type(value) for value in filled.flags.values()] == [float, int, bool]
+
+
+def test_a_key_of_a_section_that_is_written_outside():
+    @dataclass(frozen=True)
+    class Two:
+        one: Inner = dataclasses.field(default_factory=Inner)
+        two: Inner = dataclasses.field(default_factory=Inner)
+
+    assert bound("x: 1")[1] == ["f.yaml:1: x: unknown key. Did you mean 'inner.x'?"]
+    assert bound("x: 1", Two)[1] == ["f.yaml:1: x: unknown key. Did you mean 'one.x' or 'two.x'?"]
+    assert "Did you mean 'inner'?" in bound("innr: 1")[1][0]
+
+
 def test_bind_hands_a_node_through():
     value, _ = bound("part: {a: [1]}")
     assert value.part.plain() == {"a": [1]}
@@ -422,7 +484,7 @@ def test_bind_takes_null_where_none_is_allowed():
     [
         ("flag: yes", "f.yaml:1: flag: must be true or false, not the text 'yes' (write true or false)"),
         ("flag: 1", "f.yaml:1: flag: must be true or false, not the whole number 1"),
-        ("count: 1.0", "f.yaml:1: count: must be a whole number, not the number 1.0"),
+        ("count: 1.5", "f.yaml:1: count: must be a whole number, not the number 1.5"),
         ("count: true", "f.yaml:1: count: must be a whole number, not true"),
         ("count: null", "f.yaml:1: count: must be a whole number, not null"),
         ("rate: x", "f.yaml:1: rate: must be a number, not the text 'x'"),

@@ -96,7 +96,7 @@ def test_devices_that_the_mesh_does_not_have(refused, arguments):
 
 
 def test_a_config_is_needed(refused):
-    assert refused()[0].startswith("--config FILE is missing")
+    assert refused()[0].startswith("command line: a run's file is missing")
 
 
 def test_all_problems_are_told_at_once(refused):

@@ -214,7 +214,7 @@ def test_numbers_that_are_none(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["1f1b", "--stages", "two", "--microbatches", "8"])
     assert caught.value.code == 2
-    assert "argument --stages: invalid int value: 'two'" in capsys.readouterr().err
+    assert "command line: --stages: must be a whole number, not 'two'" in capsys.readouterr().err
 
 
 def test_it_is_a_command_of_jgt(capsys):

@@ -92,7 +92,7 @@ assert "jax" not in sys.modules
     done = python(code, root)
     assert done.returncode == 0, done.stderr
     assert "virtual_cpu: null" in done.stdout
-    assert "usage: train" in done.stdout
+    assert "usage: jgt train" in done.stdout
 
 
 def test_the_problems_of_a_config_come_at_once(write, refused):

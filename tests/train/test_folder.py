@@ -95,7 +95,15 @@ def test_other_data_may_be_allowed(tiny, started):
     problems(check_data, tiny(), {"source": "text", "train_tokens": 90}, Resume(allow=("model", "run.seed")))
 
 
-@pytest.mark.parametrize("key", ["train.batch", "modell", "run", "model_layers", ""])
+@pytest.mark.parametrize(("key", "near"), [("modle", "model"), ("dat", "data"), ("seed", "run.seed"), ("run", "run.seed")])
+def test_a_misspelt_key_has_its_nearest_name(key, near):
+    assert problems(read_resume, "auto", [key], Path()) == (
+        f"command line: --allow-change: {key}: unknown key. Did you mean '{near}'? It takes these keys and the keys below them: "
+        "model, data, run.seed",
+    )
+
+
+@pytest.mark.parametrize("key", ["train.batch", "steps", ""])
 def test_keys_that_cannot_be_allowed(key):
     (problem,) = problems(read_resume, "auto", ["model.layers", key], Path())
     assert problem == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from collections.abc import Sequence
 from jgt.document import InputError
 
 from ..code.files import read_code
-from ..command_line import add_code, whole_number
+from ..command_line import RunParser, whole_number
 from ..config import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the placement of the parameters. Exit code 2, with all problems on stderr (or printed as JSON), if anything is wrong."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
@@ -37,11 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jgt check", description="Checks rules against mesh and shapes, without devices.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file, such as mesh.tensor=4")
-    add_code(parser)
+def parser() -> RunParser:
+    """The command line of the check."""
+    parser = RunParser("jgt check", "Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--devices", type=whole_number, metavar="N", help="the number of devices to check for")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

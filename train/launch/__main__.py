@@ -1,4 +1,4 @@
-"""`python -m train.launch --processes N [--restarts K] -- --config FILE ...`: one run on several processes of this machine.
+"""`jgt launch --processes N [--restarts K] -- FILE ...`: one run on several processes of this machine.
 
 The launcher must outlive every failure of the processes that it starts, so it imports no JAX and opens no device. It reads the run's
 config as the processes will read it: wrong input is reported once, before anything is started, and not once by each process. What follows
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
 from ..__main__ import parser as train_parser
@@ -34,7 +35,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the run; 2 for wrong input, in which case nothing was started."""
     flags, arguments = _split(sys.argv[1:] if argv is None else list(argv))
-    options = _parser().parse_args(flags)
+    options = parser().parse_args(flags)
     try:
         run = _check(arguments, options)
         policy = Policy(processes=options.processes, restarts=options.restarts, min_processes=options.min_processes or options.processes)
@@ -157,12 +158,11 @@ def _say(text: str) -> None:
     print(f"jgt launch: {text}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train.launch",
-        usage="python -m train.launch --processes N [--restarts K] [--min-processes M] [--grace SECONDS] -- --config FILE ...",
-        description="Starts the processes of one run on this machine, and restarts them from the newest checkpoint when one fails.",
-    )
+def parser() -> CommandParser:
+    """The command line of the launcher, up to the `--`."""
+    description = "Starts the processes of one run on this machine, and restarts them from the newest checkpoint when one fails."
+    parser = CommandParser("jgt launch", description)
+    parser.usage = "jgt launch --processes N [--restarts K] [--min-processes M] [--grace SECONDS] -- FILE ..."
     parser.add_argument("--processes", type=whole_number, required=True, metavar="N", help="number of processes")
     parser.add_argument(
         "--restarts", type=natural_number, default=3, metavar="K", help="how many restarts in a row may bring no newer checkpoint (3)"

@@ -84,7 +84,8 @@ class Group:
         logs.mkdir(parents=True, exist_ok=True)
         for process, environment in enumerate(environments):
             flags = [] if count == 1 else ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
-            command = [sys.executable, "-m", "train", *arguments, *flags]
+            # Through jgt, because `-m train` would run a train.py of the user's.
+            command = [sys.executable, "-m", "jgt", "train", *arguments, *flags]
             with contextlib.ExitStack() as closing:
                 log = None if process == 0 else closing.enter_context((logs / f"process-{process}.log").open("ab"))
                 # In a session of its own, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in

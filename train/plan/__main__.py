@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jgt.document import InputError, collect
+from jgt.document import InputError, collect, locate
 from jgt.planner.budget import overruns
 from jgt.planner.chip import Target, parse_target
+from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code
-from ..command_line import add_code, whole_number
+from ..command_line import RunParser, whole_number
 from ..config import Run, load
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
@@ -77,7 +78,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
     with collect(problems):
         target = None if arguments.target is None else parse_target(arguments.target)
     if arguments.config is None and arguments.diff is None:
-        problems.append("--config FILE is missing. It names the run to plan")
+        problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
@@ -101,7 +102,7 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     if arguments.config is None:
         return [(path, []) for path in arguments.diff]
     # A path in an override is relative to the run's file, but the paths of --diff are relative to the working directory.
-    return [(arguments.config, [f"rules={Path(path).resolve()}"]) for path in arguments.diff]
+    return [(arguments.config, [f"rules={locate(path, SHIPPED_RULES).resolve()}"]) for path in arguments.diff]
 
 
 def _show(arguments: argparse.Namespace, plan: Plan) -> None:
@@ -124,13 +125,11 @@ def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jgt plan", description="Shows what XLA will do with a run's training step, also for GPUs that you do not have."
-    )
-    add_code(parser)
-    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace the file's, such as mesh.tensor=4")
+def parser() -> RunParser:
+    """The command line of a plan."""
+    description = "Shows what XLA will do with a run's training step, also for GPUs that you do not have."
+    # With --diff there is no other run.
+    parser = RunParser("jgt plan", description, is_required=False)
     parser.add_argument(
         "--target",
         metavar="CHIP:HOSTSxGPUS",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
 from .accounts import Accounts, read_accounts
@@ -18,7 +18,7 @@ _END = "\n}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report, with the garbage collector paused: millions of events are made, and none of them is garbage before the end."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -54,8 +54,9 @@ def _json_text(accounts: Accounts) -> str:
     return f'{json.dumps(report, indent=1).removesuffix(_END)},\n "starts": [\n  {starts}\n ]{_END}'
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="train.report", description="Shows where a run's wall time went, over all its starts.")
+def parser() -> CommandParser:
+    """The command line of the report."""
+    parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts.")
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

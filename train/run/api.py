@@ -174,7 +174,9 @@ def _callable(key: str, part: Any) -> Callable[..., Any]:
     if key == "data.source" and not callable(part):
         return lambda: part
     if isinstance(part, nnx.Module):
-        raise TypeError(f"model must be the class of a module or a function that makes one, not a {type(part).__name__} that is made already")
+        raise TypeError(
+            f"model must be the class of a module or a function that makes one, not a {type(part).__name__} that is made already"
+        )
     if not callable(part):
         raise TypeError(f"{key.partition('.')[0]} must be a class or a function, not {type(part).__name__}")
     return part

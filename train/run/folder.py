@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgt import document
-from jgt.document import InputError, shown
+from jgt.document import InputError, shown, suggestion
 
 from ..checkpoint.disk import DiskError, describe, kind, patiently
 from ..checkpoint.steps import FOLDER, Steps
@@ -89,7 +89,9 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
     for key in allow:
         if not any(_is_below(key, section) for section in FIXED):
             keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
-            problems.append(f"command line: --allow-change: {key}: is not a key that needs to be allowed. {keys}")
+            near = suggestion(key, FIXED)
+            why = f"unknown key.{near}" if near else "is not a key that needs to be allowed."
+            problems.append(f"command line: --allow-change: {key}: {why} {keys}")
     path = None if resume in ("auto", "never") else Path(resume)
     # A run with checkpoints of its own goes on from them, and its origin may be gone.
     if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():

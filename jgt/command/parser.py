@@ -1,0 +1,62 @@
+"""A parser of flags whose answers read like those about a file: all unknown flags at once, each with the nearest name.
+
+argparse answers a misspelt flag with five lines of usage that do not contain the right one, and it reports a missing flag before the
+misspelt one that should have been it. So flags are compared with the known ones before argparse reads anything. Flags and other arguments
+may alternate, and a flag cannot be abbreviated: an abbreviation would change its meaning when a flag is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jgt.document import nearest, printable, shown
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command, such as `jgt plan`. Wrong arguments end the process with exit code 2."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values of all arguments."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        if problems := self._flag_problems(arguments):
+            self.exit(2, "".join(f"command line: {printable(problem)}\n" for problem in problems))
+        # Without this form of it, argparse refuses arguments behind a flag.
+        parsed, rest = self.parse_known_intermixed_args(arguments, namespace)
+        if rest:
+            self.error(f"{' '.join(map(shown, rest))} cannot be given here")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and ends the process."""
+        # argparse names a flag as "argument --flag", and types as Python does.
+        text = printable(re.sub(r"^argument (?=-)", "", message).replace("invalid int value:", "must be a whole number, not"))
+        self.exit(2, f"command line: {text}. `{self.prog} --help` lists all flags\n")
+
+    def arguments(self) -> list[argparse.Action]:
+        """All flags and other arguments."""
+        return list(self._actions)
+
+    def flags(self) -> list[str]:
+        """All flags in their long form, without --help."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
+
+    def _flag_problems(self, arguments: list[str]) -> list[str]:
+        # What follows `--` is not a flag.
+        given = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        problems: list[str] = []
+        for argument in given:
+            flag = argument.partition("=")[0]
+            if not argument.startswith("--") or flag in self._option_string_actions:
+                continue
+            if re.fullmatch(r"--\w+(\.\w+)+", flag):
+                problems.append(f"{flag}: is not a flag. An override of the run's file has no dashes: {flag[2:]}=VALUE")
+            else:
+                problems.append(f"{flag}: unknown flag. {nearest(flag, [*self.flags(), '--help'])}")
+        return problems

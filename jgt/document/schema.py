@@ -1,0 +1,103 @@
+"""Frozen dataclasses to JSON Schema, so that an editor completes and checks what `bind` will read.
+
+The type hints, bounds and docstrings that `bind` and its readers use are all there is to say about a section, so the schema is derived from
+them and cannot disagree. It is the weaker check of the two: what several keys decide together is left to `bind`, and no key is required
+outside a list, because a file may inherit it by `extends:`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from jgt.document.bind import Bound
+from jgt.document.node import Node
+
+Schema = dict[str, Any]
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The version of JSON Schema that editors understand best."""
+_SCALARS: Mapping[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def schema_of(cls: type[Any], *, in_list: bool = False) -> Schema:
+    """The schema of a mapping that `bind` reads as this class. in_list: it is an item of a list, which no file inherits in part."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    texts = descriptions(cls)
+    properties: Schema = {}
+    required: list[str] = []
+    for field in dataclasses.fields(cls):
+        if field.init:
+            properties[field.name] = {**_of_hint(hints[field.name]), **texts.get(field.name, {}), **_default(field)}
+            if in_list and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                required.append(field.name)
+    return mapping_of(properties) | ({"required": required} if required else {})
+
+
+def mapping_of(properties: Mapping[str, Schema]) -> Schema:
+    """The schema of a mapping with these keys and no others."""
+    return {"type": "object", "properties": dict(properties), "additionalProperties": False}
+
+
+def or_null(schema: Schema) -> Schema:
+    """The schema, or null: in a file that extends another, null removes what the other has."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def descriptions(cls: type[Any]) -> dict[str, Schema]:
+    """The description of each field that the docstrings of a class and of its bases have, written there as `key: text` or `a, b: text`."""
+    found: dict[str, Schema] = {}
+    for base in reversed(cls.__mro__):
+        names = "|".join(re.escape(field) for field in getattr(base, "__dataclass_fields__", ()))
+        text = " ".join(inspect.cleandoc(base.__doc__ or "").split())
+        if not names:
+            continue
+        # What stands between two keys belongs to the first of them.
+        keys = list(re.finditer(rf"(?<![\w`])((?:{names})(?:, (?:{names}))*): ", text))
+        ends = [*(key.start() for key in keys[1:]), len(text)]
+        for key, end in zip(keys, ends[: len(keys)], strict=True):
+            said = text[key.end() : end].strip()
+            found |= {name: {"description": said} for name in key[1].split(", ")}
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> Schema:
+    value = field.default
+    return {"default": list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value} if _is_plain(value) else {}
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple)
+
+
+def _of_hint(hint: object) -> Schema:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Node:
+        # Its owner reads it, and knows its schema.
+        return {}
+    if origin is typing.Annotated:
+        return _of_hint(arguments[0]) | _limits([bound for bound in arguments[1:] if isinstance(bound, Bound)])
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_of_hint(argument) for argument in arguments]}
+    if origin is tuple:
+        return {"type": "array", "items": _of_item(arguments[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _of_hint(arguments[1])}
+    if dataclasses.is_dataclass(hint):
+        return schema_of(cast("type[Any]", hint))
+    return {"type": _SCALARS[hint]}
+
+
+def _of_item(hint: object) -> Schema:
+    return schema_of(cast("type[Any]", hint), in_list=True) if dataclasses.is_dataclass(hint) else _of_hint(hint)
+
+
+def _limits(bounds: list[Bound]) -> Schema:
+    words = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum"}
+    return {word: value for bound in bounds for name, word in words.items() if (value := getattr(bound, name)) is not None}

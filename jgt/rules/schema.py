@@ -1,0 +1,57 @@
+"""The JSON Schema of a rules file, for editors.
+
+Rules are read entry by entry (`load.py`) and not into one dataclass, so their schema is written here, from the same lists of keys.
+"""
+
+from __future__ import annotations
+
+from jgt.document.schema import DIALECT, Schema, mapping_of, or_null
+from jgt.rules.load import ACTIONS, BACKWARD_KEYS, SIGNAL_KEYS, TOP_KEYS
+
+_AXES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_SPEC: Schema = {
+    "description": "The mesh axes of each dim: an axis, a list of axes, null for a dim that is not split, or `...` for several of those.",
+    "type": "array",
+    "items": {"anyOf": [*_AXES["anyOf"], {"type": "null"}]},
+}
+_TEXTS = {
+    "axes": "Names for mesh axes, or for lists of them. By default, dim 0 of every input is split over the axes of `batch`.",
+    "inputs": "The spec of each input, by its path.",
+    "params": "The spec of each parameter, by the end of its path.",
+    "optimizer": "The spec of each parameter's optimizer state and gradient, where it differs from the parameter's.",
+    "signals": "What happens at each signal, by a pattern such as `layers/*`.",
+    "default": "Parameters without a rule are replicated. Without this key, they are an error.",
+    "tensors": "The spec of each tensor that signal.tensor names.",
+    "out": "The spec of the values that are computed inside the signal and used outside.",
+    "backward": "Other specs for the cotangents.",
+    "save": "What becomes of a named tensor until the backward pass.",
+}
+
+
+def rules_schema() -> Schema:
+    """The schema of a rules file."""
+    extends: Schema = {"type": "string", "description": "A file that this one overrides, relative to this one, or jgt:rules/NAME."}
+    return {"$schema": DIALECT, "title": "Rules of jgt", **mapping_of({"extends": extends, **_described(TOP_KEYS)})}
+
+
+def _described(keys: tuple[str, ...]) -> dict[str, Schema]:
+    return {key: {"description": _TEXTS[key], **or_null(_of_key(key))} for key in keys}
+
+
+def _of_key(key: str) -> Schema:
+    if key == "signals":
+        return _by_pattern(or_null(mapping_of(_described(SIGNAL_KEYS))))
+    if key == "backward":
+        return mapping_of(_described(BACKWARD_KEYS))
+    others: dict[str, Schema] = {
+        "axes": _by_pattern(_AXES),
+        "default": {"enum": ["replicate"]},
+        "save": _by_pattern({"enum": list(ACTIONS)}),
+        "out": _SPEC,
+        "inputs": {"anyOf": [_SPEC, _by_pattern(_SPEC)]},
+    }
+    return others.get(key, _by_pattern(_SPEC))
+
+
+def _by_pattern(schema: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": or_null(schema)}

@@ -1,0 +1,116 @@
+"""`jgt COMMAND`: every command is found, in every folder, and a wrong name or flag is answered with the right one."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jgt
+from jgt.__main__ import main
+from jgt.command.commands import find_commands
+from jgt.command.parser import CommandParser
+from train.__main__ import parser as train_parser
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture
+def refused(capsys):
+    """Parses arguments, which must fail with exit code 2; returns the lines of the message."""
+
+    def _refused(parser, *arguments):
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(arguments)
+        assert left.value.code == 2
+        return capsys.readouterr().err.splitlines()
+
+    return _refused
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert {"train", "launch", "report", "check", "plan", "schedule"} <= set(find_commands())
+    assert all(f"\n  {name} " in text for name in find_commands())
+
+
+@pytest.mark.parametrize("name", sorted(find_commands()))
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jgt {name} ")
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"jgt {jgt.__version__} (jax {importlib.metadata.version('jax')}, Python 3.")
+
+
+@pytest.mark.parametrize(("name", "answer"), [("tarin", "Did you mean 'train'?"), ("", "Known: train, "), ("a\nb", "Known: train, ")])
+def test_a_wrong_command(name, answer, capsys):
+    assert main([name]) == 2
+    line, usage = capsys.readouterr().err.splitlines()
+    assert answer in line and usage.startswith("usage: jgt COMMAND")
+
+
+def test_a_command_of_another_package(monkeypatch, capsys):
+    entry = importlib.metadata.EntryPoint(name="shout", value="builtins:print", group="jgt.commands")
+    ours = importlib.metadata.EntryPoint(name="train", value="builtins:print", group="jgt.commands")
+    monkeypatch.setattr("jgt.command.commands.entry_points", lambda group: [entry, ours])
+    assert find_commands()["train"].function != "print"
+    main(["shout", "a"])
+    assert capsys.readouterr().out == "['a']\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--dryrun", "--dryrun: unknown flag. Did you mean '--dry-run'?"),
+        ("--confg=a.yaml", "--confg: unknown flag. Did you mean '--config'?"),
+        ("--conf", "--conf: unknown flag. Did you mean '--config'?"),
+        ("--train.steps=5", "--train.steps: is not a flag. An override of the run's file has no dashes: train.steps=VALUE"),
+        ("--a\x1b[31m", r"--a\x1b[31m: unknown flag. Known: "),
+    ],
+)
+def test_a_wrong_flag(flag, answer, refused):
+    (line,) = refused(train_parser(), "run.yaml", flag)
+    assert line.startswith(f"command line: {answer}")
+
+
+def test_all_wrong_flags_come_at_once_and_before_a_missing_one(refused):
+    parser = CommandParser("jgt x", "Tests.")
+    parser.add_argument("--processes", required=True)
+    assert [line.split(":")[1] for line in refused(parser, "--procesess", "2", "--y")] == [" --procesess", " --y"]
+    assert refused(parser) == ["command line: the following arguments are required: --processes. `jgt x --help` lists all flags"]
+    assert refused(parser, "--processes=1", "more") == ["command line: 'more' cannot be given here. `jgt x --help` lists all flags"]
+    assert refused(parser, "--processes") == ["command line: --processes: expected one argument. `jgt x --help` lists all flags"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run.yaml", "a.b=1", "c=2", "--dry-run"],
+        ["--config", "run.yaml", "a.b=1", "--dry-run", "c=2"],
+        ["a.b=1", "--dry-run", "run.yaml", "c=2"],
+    ],
+)
+def test_the_file_of_a_run_needs_no_flag_and_may_come_anywhere(arguments):
+    parsed = train_parser().parse_args(arguments)
+    assert (parsed.config, parsed.overrides, parsed.dry_run) == ("run.yaml", ["a.b=1", "c=2"], True)
+
+
+def test_a_run_without_a_file(refused):
+    assert refused(train_parser(), "a.b=1") == [
+        "command line: a run's file is missing. Write jgt train run.yaml. `jgt train --help` lists all flags"
+    ]
+
+
+@pytest.mark.parametrize("program", [["-m", "train"], ["-m", "jgt", "train"]], ids=" ".join)
+def test_both_spellings_train(program, root):
+    command = [sys.executable, *program, str(QUICKSTART), "train.steps=7", "--print-config"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  steps: 7\n" in done.stdout

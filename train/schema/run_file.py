@@ -1,0 +1,48 @@
+"""The JSON Schema of a run file: the schema of `Config`, and of the parts of the file that other rooms read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jgt.document.schema import DIALECT, Schema, mapping_of, or_null, schema_of
+from jgt.mesh.sizes import MAX_DEVICES
+from jgt.planner.budget import LIMITS
+from jgt.rules.schema import rules_schema
+
+from ..config import Config
+
+_NUMBER: Schema = {"type": "number", "minimum": 0}
+_TEXTS = {
+    "mesh": "The axes of the mesh and their sizes, outermost first. One size may be -1: the remaining devices.",
+    "rules": "The path of a rules file, relative to this one, jgt:NAME for one that jgt ships, or the rules themselves. null: one device.",
+    "budget": "The limits of `jgt plan`: of the whole step, or of a signal in GB.",
+    "pipeline": "Distributes the layers under a signal over the stages of a mesh axis.",
+}
+
+
+def run_schema() -> Schema:
+    """The schema of a run file."""
+    sections: dict[str, Schema] = schema_of(Config)["properties"]
+    own: dict[str, Schema] = {
+        "mesh": {"type": "object", "additionalProperties": {"type": "integer", "minimum": -1, "maximum": MAX_DEVICES}},
+        "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
+        "budget": _budget(),
+        "model": _model(sections["model"]),
+    }
+    # The pipeline is optional in `Config`.
+    sections["pipeline"] = sections["pipeline"]["anyOf"][0]
+    extends: Schema = {"type": "string", "description": "A file that this one overrides, relative to this one, or jgt:NAME."}
+    texts = {name: _TEXTS.get(name, f"The `{name}:` section.") for name in sections}
+    described = {name: {"description": texts[name], **or_null(own.get(name, section))} for name, section in sections.items()}
+    return {"$schema": DIALECT, "title": "A run of jgt", **mapping_of({"extends": extends, **described})}
+
+
+def _model(built_in: Schema) -> Schema:
+    # Which other keys a model of one's own has is known to its code only.
+    named = {"properties": {"kind": {"type": "string", "pattern": "^[^:]+:[^:]+$"}}, "required": ["kind"]}
+    return {"if": named, "then": {"type": "object"}, "else": built_in}
+
+
+def _budget() -> dict[str, Any]:
+    limits = dict.fromkeys(LIMITS, _NUMBER)
+    return {"type": "object", "properties": limits, "additionalProperties": {"type": "object", "additionalProperties": _NUMBER}}
