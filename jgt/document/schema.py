@@ -30,12 +30,13 @@ def schema_of(cls: type[Any], *, in_list: bool = False) -> Schema:
     texts = descriptions(cls)
     properties: Schema = {}
     required: list[str] = []
+    rest = getattr(cls, "REST", None)
     for field in dataclasses.fields(cls):
-        if field.init:
+        if field.init and field.name != rest:
             properties[field.name] = {**_of_hint(hints[field.name]), **texts.get(field.name, {}), **_default(field)}
             if in_list and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 required.append(field.name)
-    return mapping_of(properties) | ({"required": required} if required else {})
+    return mapping_of(properties) | ({"additionalProperties": True} if rest else {}) | ({"required": required} if required else {})
 
 
 def mapping_of(properties: Mapping[str, Schema]) -> Schema:
@@ -83,6 +84,8 @@ def _of_hint(hint: object) -> Schema:
         return _of_hint(arguments[0]) | _limits([bound for bound in arguments[1:] if isinstance(bound, Bound)])
     if origin is Literal:
         return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType) and (own := [option for option in arguments if hasattr(option, "REST")]):
+        return _named(own[0], next(option for option in arguments if hasattr(option, "variant")))
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_of_hint(argument) for argument in arguments]}
     if origin is tuple:
@@ -92,6 +95,13 @@ def _of_hint(hint: object) -> Schema:
     if dataclasses.is_dataclass(hint):
         return schema_of(cast("type[Any]", hint))
     return {"type": _SCALARS[hint]}
+
+
+def _named(own: Any, plain: Any) -> Schema:
+    """The schema of a section that names an object, MODULE:NAME, by the field without a default, or is plain."""
+    key = next(field.name for field in dataclasses.fields(own) if field.default is dataclasses.MISSING)
+    named = {"properties": {key: {"type": "string", "pattern": "^[^:]+:[^:]+$"}}, "required": [key]}
+    return {"if": named, "then": schema_of(own), "else": schema_of(plain)}
 
 
 def _of_item(hint: object) -> Schema:

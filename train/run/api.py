@@ -1,4 +1,4 @@
-"""Runs from Python: `run` trains as the command does, and `load` gives a trained model. For notebooks, sweeps and scripts.
+"""Runs from Python: `jgt.run` trains as the command does, and `jgt.load` gives a trained model. For notebooks, sweeps and scripts.
 
     result = jgt.run("run.yaml", ["optimizer.lr=3e-4"], model=Mamba, loss=loss)
     model = jgt.load(result.folder, code="my_models.py").model
@@ -72,7 +72,7 @@ class Loaded:
         return _module(self.setup, self.params, self.variables)
 
 
-def run(
+def run_here(
     config: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
@@ -109,7 +109,7 @@ def run(
     return Trained(folder=folder, step=position.step, state=position.state, setup=setup, metrics=rows)
 
 
-def load(
+def load_model(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
@@ -121,9 +121,8 @@ def load(
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, or of one of its checkpoints.
 
-    overrides: to the run's config, such as another mesh. model, loss, data, code: the run's own parts, if it has some, as in `run`. sharded:
-    whether the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also if there is no
-    checkpoint.
+    overrides: to the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded: whether the
+    arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a checkpoint.
     """
     path = Path(path)
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)

@@ -27,7 +27,6 @@ def run_schema() -> Schema:
         "mesh": {"type": "object", "additionalProperties": {"type": "integer", "minimum": -1, "maximum": MAX_DEVICES}},
         "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
         "budget": _budget(),
-        "model": _model(sections["model"]),
     }
     # The pipeline is optional in `Config`.
     sections["pipeline"] = sections["pipeline"]["anyOf"][0]
@@ -35,12 +34,6 @@ def run_schema() -> Schema:
     texts = {name: _TEXTS.get(name, f"The `{name}:` section.") for name in sections}
     described = {name: {"description": texts[name], **or_null(own.get(name, section))} for name, section in sections.items()}
     return {"$schema": DIALECT, "title": "A run of jgt", **mapping_of({"extends": extends, **described})}
-
-
-def _model(built_in: Schema) -> Schema:
-    # Which other keys a model of one's own has is known to its code only.
-    named = {"properties": {"kind": {"type": "string", "pattern": "^[^:]+:[^:]+$"}}, "required": ["kind"]}
-    return {"if": named, "then": {"type": "object"}, "else": built_in}
 
 
 def _budget() -> dict[str, Any]:
