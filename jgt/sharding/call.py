@@ -85,7 +85,8 @@ def plan_call(
         *whole.problems,
     ]
     if not partial:
-        seen = Seen(signals=whole.signals, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
+        used = {place.path: place.signals for place in params.places}
+        seen = Seen(signals=whole.signals, params=used, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
         found += unreached(rules, seen)
 
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:

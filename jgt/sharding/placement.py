@@ -66,6 +66,14 @@ class Placement:
     signature: Signature = field(default_factory=Signature)
     tensors: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """A table of the parameters: path, shape, spec, and the signals that use it."""
+        header = ("parameter", "shape", "spec", "signals")
+        rows = [(p.path or "(itself)", str(list(p.shape)), p.spec, ", ".join(p.signals)) for p in self.parameters]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows))
+        return "\n".join(lines)
+
     @property
     def params(self) -> Any:
         """The NamedShardings of the first argument, as a tree like it: parameters, and state of an nnx module. None: not an array."""
