@@ -16,6 +16,7 @@ from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, matches_end, p
 from jgt.rules.spec import SpecRule, min_rank
 
 _MOST_PATHS = 8
+_FITS = " that the spec fits"
 
 AnyMatch = Match[SpecRule] | Match[SaveRule]
 
@@ -99,8 +100,10 @@ class _Coverage:
         """The problems of a list of rules of which some may have decided nothing. params: the paths that they might have meant."""
         for index, rule in enumerate(rules):
             # A pattern that matches a parameter is not misspelt: its spec fits none.
-            is_misspelt = bool(params) and not any(matches_end(rule.pattern, path) for path in params)
-            about = f"{reason}. {_advice(rule.pattern, params)}" if is_misspelt else reason
+            if any(matches_end(rule.pattern, path) for path in params):
+                about = f"{reason.removesuffix(_FITS)}{_FITS}"
+            else:
+                about = f"{reason}. {_advice(rule.pattern, params)}" if params else reason
             yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), about)
 
     def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -169,3 +170,37 @@ def test_a_misspelt_parameter_gets_the_nearest_name_and_the_list():
         f"rules: mlp: params: down/kernl: no parameter used below this signal matches. Did you mean 'down/kernel'? {listed}",
         f"rules: params: zzz: no parameter matches. {listed}",
     )
+
+
+# -- rules by rank, and optimizer state of another rank ------------------------------------------------------------
+
+
+def test_parameters_of_one_name_may_have_a_rule_for_each_rank():
+    def fn(params, x):
+        with jgt.signal.context("net"):
+            y = jax.lax.conv(x, params["conv"]["kernel"], (1, 1), "SAME")
+            return jnp.sum(y.mean((2, 3)) @ params["dense"]["kernel"])
+
+    params = {"conv": {"kernel": jnp.ones((8, 4, 3, 3))}, "dense": {"kernel": jnp.ones((8, 8))}}
+    image = jnp.ones((2, 4, 8, 8))
+
+    def specs(**patterns):
+        rules = jgt.make_rules({"signals": {"net": {"params": patterns}}})
+        return {p.path: p.spec for p in jgt.place(fn, rules, MESH, params, image).parameters}
+
+    by_rank = {"kernel": [None, "tensor"], "**/kernel": ["tensor", None, None, None]}
+    expected = {"conv/kernel": "[tensor, null, null, null]", "dense/kernel": "[null, tensor]"}
+    assert specs(**by_rank) == specs(**dict(reversed(by_rank.items()))) == expected
+    with pytest.raises(jgt.InputError, match=r"net: params: \*/kernel: no parameter used below this signal matches that the spec fits"):
+        specs(**by_rank, **{"*/kernel": [None]})
+    with pytest.raises(jgt.InputError, match=r"kernel: the spec has 2 dims, but the parameter conv/kernel has 4"):
+        specs(kernel=[None, "tensor"])
+
+
+def test_the_memory_of_l_bfgs_is_sharded_like_its_parameter():
+    optimizer = optax.lbfgs(memory_size=3)
+    _, state = jgt.init(lambda: {"w": X, "bias": jnp.ones(8)}, RULES, MESH, loss=loss, batch=X, optimizer=optimizer)
+    memory = [x for path, x in jax.tree.leaves_with_path(state) if x.shape == (3, 8, 8)]
+    assert len(memory) == 2
+    assert all(x.sharding.spec == P(None, None, "tensor") for x in memory)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state) if x.shape in ((), (3,), (3, 8)))
