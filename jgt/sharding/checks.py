@@ -36,7 +36,8 @@ def as_rules(rules: object) -> Rules:
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     """The mesh. Raises TypeError if it is none, and ValueError if its axes, or those of a mesh around the call, are not all Auto."""
     if isinstance(mesh, Mapping):
-        raise TypeError(f"mesh must be a mesh, not {_kind(mesh)}; make it with jgt.make_mesh({dict(cast('Mapping[str, Any]', mesh))!r})")
+        sizes = dict(cast("Mapping[str, Any]", mesh))
+        raise TypeError(f"mesh must be a mesh, not dict; make it with jgt.make_mesh({sizes!r})")
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a mesh, not {_kind(mesh)}; make it with jgt.make_mesh, for example jgt.make_mesh({{'data': -1}})")
     # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
@@ -68,7 +69,7 @@ def check_pipeline(pipeline: object) -> Pipeline | None:
     if pipeline is None or isinstance(pipeline, Pipeline):
         return pipeline
     example = f"jgt.Pipeline(**{pipeline!r})" if isinstance(pipeline, Mapping) else 'jgt.Pipeline(signal="layers", microbatches=4)'
-    raise TypeError(f"pipeline must be a jgt.Pipeline, not {_kind(pipeline)}; write {example}")
+    raise TypeError(f"pipeline must be a jgt.Pipeline, not {_kind(cast(object, pipeline))}; write {example}")
 
 
 def check_function(fn: object) -> None:
