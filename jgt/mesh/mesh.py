@@ -63,6 +63,7 @@ def make_mesh(
     from the order of `sizes`, which decides the placement. where: what messages begin with. Raises InputError if the product of
     the sizes is not the number of devices. Warns if an axis other than the outermost ones must cross hosts.
     """
+    _check_types(sizes)
     chosen = cast("Sequence[Device]", jax.devices() if devices is None else devices)
     resolved = resolve_sizes(sizes, len(chosen), where)
     names = list(resolved)
@@ -80,9 +81,20 @@ def abstract_mesh(
 
     Raises InputError like `make_mesh`.
     """
+    _check_types(sizes)
     resolved = resolve_sizes(sizes, num_devices, where)
     order = tuple(resolved if axis_names is None else axis_names)
     return AbstractMesh(tuple(resolved[name] for name in order), order, axis_types=(AxisType.Auto,) * len(order))
+
+
+def _check_types(sizes: object) -> None:
+    """Raises TypeError for anything but a mapping of names to whole numbers."""
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"sizes must be a mapping of axis names to sizes, such as {{'data': 2, 'tensor': -1}}, not {sizes!r}")
+    for axis, size in cast("Mapping[object, object]", sizes).items():
+        # numpy's whole numbers count; True is a whole number to Python, but no size.
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{axis!r}: {size!r} is not an axis of a mesh. Write a name and a whole number, such as 'data': 2")
 
 
 def arrange(sizes: Mapping[str, int], devices: Sequence[Device]) -> DeviceGrid:

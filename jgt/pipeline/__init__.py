@@ -1,6 +1,6 @@
 """Runs a schedule: a loss whose layer scan goes over the stages of a mesh axis, microbatch by microbatch, in one SPMD program.
 
-Read `pipelined.py` first: it is the function that a user's loss becomes. `split.py` and `whole.py` cut the traced loss
+Read `pipelined.py` first: it is the function that a user's loss becomes. `split.py`, `whole.py` and `peel.py` cut the traced loss
 into parts, `executor.py` runs them, and `loop.py`, `stage.py` and `layer.py` are what happens in a tick, on a stage and in
 a layer. The schedules themselves, as tables of integers, are `jgt.schedule`'s; `ticks.py` turns a table into arrays.
 

@@ -29,6 +29,7 @@ from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
 from jgt.planner.timeline import Network, Timeline
 from jgt.rules import Rules
+from jgt.sharding.checks import RulesLike, as_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Plan:
         return values
 
 
-def plan(fn: Callable[..., object], *args: object, target: str | Target | None = None, rules: Rules | None = None) -> Plan:
+def plan(fn: Callable[..., object], *args: object, target: str | Target | None = None, rules: RulesLike | None = None) -> Plan:
     """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
@@ -88,7 +89,8 @@ def plan(fn: Callable[..., object], *args: object, target: str | Target | None =
     extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
     the costs. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
-    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target), rules)
+    known = None if rules is None else as_rules(rules)
+    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target), known)
 
 
 def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:

@@ -8,8 +8,9 @@ forward and backward, for which JAX has no primitive; a custom_vjp of the identi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any, cast
 
 import jax
 from jax.sharding import NamedSharding
@@ -50,22 +51,38 @@ def constraint_equations(
     def constrained(x: jax.Array) -> jax.Array:
         return constrain(x, forward, backward)
 
-    # JAX records the mesh context in each equation while it traces. A constraint inside a shard_map needs the context of its
-    # neighbours, in which the manual axes are manual.
-    with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
-        # The result of a custom_vjp is used as it is traced, so its trace needs the exact aval. Of a plain constraint only the
-        # equation is used.
-        program = jax.make_jaxpr(constrained)(jx.struct_of(var) if forward == backward else var.aval)
-    inner = jx.body(program)
     if forward == backward:
         # The traced result has lost the weak type and the varying axes of `var`, and a scan around would not accept it as a
         # carry any more. So only the equation is used, with a result that has the aval of `var`.
         new = jx.new_var_like(var)
-        return [_placed_like(inner.eqns[0].replace(invars=[var], outvars=[new]), like)], new
+        plain = _plain_equation(jx.shape_of(var), jx.dtype_of(var), backward, like if in_shard_map else None)
+        return [_placed_like(plain.replace(invars=[var], outvars=[new]), like)], new
+    # As above. The result of a custom_vjp is used as it is traced, so its trace needs the exact aval.
+    with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
+        inner = jx.body(jax.make_jaxpr(constrained)(var.aval))
     (invar,), (out,) = inner.invars, inner.outvars
     assert jx.is_var(out)
     eqns = [e.replace(invars=[var if a is invar else a for a in e.invars]) for e in inner.eqns]
     return [_placed_like(e, like) for e in eqns], out
+
+
+def _plain_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, like: Equation | None) -> Equation:
+    """The equation of a constraint on a value of this shape and dtype, to be used with other variables; `like` is inside a shard_map."""
+    if like is None:
+        return _traced_equation(shape, dtype, sharding, jx.trace_context())
+    # JAX records the mesh context in each equation while it traces. A constraint inside a shard_map needs the context of its
+    # neighbours, in which the manual axes are manual.
+    with like.ctx.manager:
+        return _traced_equation(shape, dtype, sharding, jx.trace_context())
+
+
+# Unrolled layers repeat few shapes many times, and a trace for each of their constraints would take as long as the model's own.
+@lru_cache(maxsize=4096)
+def _traced_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, around: Hashable) -> Equation:
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    return jx.body(jax.make_jaxpr(constrained)(jax.ShapeDtypeStruct(shape, dtype))).eqns[0]
 
 
 def _placed_like(equation: Equation, like: Equation | None) -> Equation:

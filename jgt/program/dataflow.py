@@ -68,8 +68,10 @@ def _is_linear(flat: Flat, equation: Equation, by: Sequence[Var], others: Sequen
     program = jx.program_of(flat.program, [*by, *others], [equation], results)
 
     def tangents(primals: Sequence[jax.Array], fixed: Sequence[jax.Array]) -> Any:
-        ones = [jnp.ones_like(x) for x in primals]
-        return jax.jvp(lambda *xs: jx.evaluate(program, [*xs, *fixed]), tuple(primals), tuple(ones))[1]
+        def results_of(*xs: jax.Array) -> list[jax.Array]:
+            return jx.evaluate(program, [*xs, *fixed])
+
+        return jax.jvp(results_of, tuple(primals), tuple(jnp.ones_like(x) for x in primals))[1]
 
     return not result_depends_on(tangents, [jx.struct_of(a) for a in by], [jx.struct_of(a) for a in others])
 

@@ -91,11 +91,10 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
         if not followed:
             continue
         place = jx.place_of(equation, around)
-        programs = list(jx.subprograms(equation))
-        # A call or a loop is not a use by itself: the equations inside it are.
-        for inner in programs:
-            _follow_into(equation, inner, place, trails, consumers)
-        if programs:
+        # A call or a loop is not a use by itself: the equations inside it are. A kernel has a program too, which takes other arguments.
+        # Every program is followed into, so the list comes before the question.
+        entered = [_follow_into(equation, inner, place, trails, consumers) for inner in jx.subprograms(equation)]
+        if any(entered):
             continue
         meets, ends = _meets(equation, trails)
         for trail in followed:
@@ -166,7 +165,8 @@ def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int
     return tuple(result)
 
 
-def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> None:
+def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> bool:
+    """Follows parameters into a program of an equation; whether any of them is an argument of it."""
     inside: _Trails = {}
     for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
         if outer is not None and jx.is_var(outer) and outer in trails:
@@ -174,13 +174,14 @@ def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trai
             scanned = range(len(jx.shape_of(outer)) - len(jx.shape_of(var)))
             inside[var] = {trail.without(scanned) for trail in trails[outer]}
     if not inside:
-        return
+        return False
     _follow(inner, place, inside, consumers)
     for outer, var in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
         if outer is not None and jx.is_var(var) and var in inside:
             # A scan stacks what it returns: the new leading dim is not one of the parameter's.
             stacked = (None,) * (len(jx.shape_of(outer)) - len(jx.shape_of(var)))
             trails.setdefault(outer, set()).update(replace(trail, dims=stacked + trail.dims) for trail in inside[var])
+    return True
 
 
 def _union(sets: Iterable[AbstractSet[_T]]) -> set[_T]:

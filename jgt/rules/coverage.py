@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jgt.document import nearest
+from jgt.document import nearest, suggestion
 from jgt.rules.matching import Match, Slot
-from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, prefixes
+from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule, min_rank
+
+_MOST_PATHS = 8
+_FITS = " that the spec fits"
 
 AnyMatch = Match[SpecRule] | Match[SaveRule]
 
@@ -22,11 +25,12 @@ AnyMatch = Match[SpecRule] | Match[SaveRule]
 class Seen:
     """What one program contains that rules can name, and the answers that it got.
 
-    signals: the paths of its signals. tensors: the signals around each tensor name. out_ranks: the ranks of the floating values
-    that leave each signal.
+    signals: the paths of its signals. params: the signals that use each parameter. tensors: the signals around each tensor name.
+    out_ranks: the ranks of the floating values that leave each signal.
     """
 
     signals: frozenset[str] = frozenset()
+    params: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     tensors: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     out_ranks: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     matches: tuple[AnyMatch, ...] = ()
@@ -37,8 +41,9 @@ def unreached(rules: Rules, seen: Seen) -> Iterator[str]:
     coverage = _Coverage(seen)
     for index, rule in enumerate(rules.signals):
         yield from coverage.signal(index, rule)
-    yield from coverage.silent("params", rules.params, ("params",), "no parameter matches")
-    yield from coverage.silent("optimizer", rules.optimizer, ("optimizer",), "no parameter matches that the spec fits")
+    names = list(seen.params)
+    yield from coverage.silent("params", rules.params, ("params",), "no parameter matches", names)
+    yield from coverage.silent("optimizer", rules.optimizer, ("optimizer",), "no parameter matches that the spec fits", names)
     yield from coverage.silent("inputs", rules.inputs, ("inputs",), "no argument of that name and rank", named=False)
 
 
@@ -60,9 +65,10 @@ class _Coverage:
             yield f"{rule.where}: {rule.pattern}: no signal of the program matches. {nearest(rule.pattern, filter(None, self._signals))}"
             return
         at, label = ("signals", index), f"{rule.pattern}: "
-        yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches")
+        params = [path for path, signals in self._seen.params.items() if any(map(rule.covers, signals or [""]))]
+        yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches", params)
         reason = "no parameter used below this signal matches that the spec fits"
-        yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason)
+        yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason, params)
         # For the advice in messages: the names that a rule of this signal can reach.
         below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
         yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
@@ -88,10 +94,17 @@ class _Coverage:
                 dims = f"{reason}, none has the {min_rank(out.spec)} dims of this spec"
                 yield from self._problem(f"{rule.pattern}: {label}", out.where, (*at, section), dims)
 
-    def silent(self, label: str, rules: Sequence[SpecRule], at: Slot, reason: str, *, named: bool = True) -> Iterator[str]:
-        """The problems of a list of rules of which some may have decided nothing."""
+    def silent(
+        self, label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str] = (), *, named: bool = True
+    ) -> Iterator[str]:
+        """The problems of a list of rules of which some may have decided nothing. params: the paths that they might have meant."""
         for index, rule in enumerate(rules):
-            yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), reason)
+            # A pattern that matches a parameter is not misspelt: its spec fits none.
+            if any(matches_end(rule.pattern, path) for path in params):
+                about = f"{reason.removesuffix(_FITS)}{_FITS}"
+            else:
+                about = f"{reason}. {_advice(rule.pattern, params)}" if params else reason
+            yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), about)
 
     def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:
         # A rule that got its turn and did not fit counts as decided, because a problem of its own says so.
@@ -102,3 +115,11 @@ class _Coverage:
             yield f"{where}: {label}: shadowed: all that it matches is taken by the rule at {by}. Remove one of them or put this one first"
         else:
             yield f"{where}: {label}: {reason if reason.endswith(('.', '?')) else f'{reason}.'} Remove the rule or correct its name"
+
+
+def _advice(pattern: str, params: Sequence[str]) -> str:
+    """The end of a path that looks most like a pattern, and the paths that there are."""
+    num_levels = pattern.count("/") + 1
+    ends = dict.fromkeys("/".join(path.split("/")[-num_levels:]) for path in params)
+    paths = f"{', '.join(params[:_MOST_PATHS])}{', ..' if len(params) > _MOST_PATHS else ''}"
+    return f"{suggestion(pattern, ends).lstrip()} Its parameters: {paths}.".lstrip()

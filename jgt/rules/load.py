@@ -9,6 +9,7 @@ Names under `axes:` are abbreviations for several mesh axes. They are replaced w
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,7 +37,18 @@ def load_rules(path: str | Path) -> Rules:
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:
     """The same rules built in code, from the mapping that the YAML file would contain. Raises InputError with every problem."""
-    return rules_from_node(document.from_python(tree, "rules"))
+    return rules_from_node(document.from_python(_plain(tree), "rules"))
+
+
+def _plain(value: Any) -> Any:
+    """The mapping with jax.P(...) as lists: like JAX, such a spec may leave out trailing dims."""
+    if isinstance(value, Mapping):
+        return {key: _plain(child) for key, child in cast("Mapping[Any, Any]", value).items()}
+    # Reading rules does not import JAX; a spec of JAX exists only if the caller has imported it.
+    spec = getattr(sys.modules.get("jax.sharding"), "PartitionSpec", None)
+    if spec is not None and isinstance(value, spec):
+        return [*cast("Iterable[Any]", value), ...]
+    return value
 
 
 def rules_from_node(root: Node) -> Rules:

@@ -47,7 +47,7 @@ class Match(Generic[_R]):
 
 def match_param(rules: Rules, path: str, signals: Sequence[str], rank: int) -> Match[SpecRule]:
     """The rule of a parameter that is used under these signals with `rank` dims (dims that a scan slices off not counted)."""
-    return _match_parameter(rules, "params", path, signals, lambda found: _fitting(found, rank, f"the parameter {path}"))
+    return _match_parameter(rules, "params", path, signals, lambda found: _first_fitting(found, rank, f"the parameter {path}"))
 
 
 def match_optimizer(rules: Rules, path: str, signals: Sequence[str], fits: Callable[[SpecRule], bool]) -> Match[SpecRule]:
@@ -130,6 +130,14 @@ def _fitting(candidates: Iterable[Candidate[SpecRule]], rank: int, what: str) ->
         f" (dims that a scan or an index takes away are not counted). {remedy}"
     )
     return Match(decided=match.decided, shadowed=match.shadowed, problems=(problem,))
+
+
+def _first_fitting(candidates: Iterable[Candidate[SpecRule]], rank: int, what: str) -> Match[SpecRule]:
+    """The first candidate with the right number of dims; a problem of the first one if there is none."""
+    found = list(candidates)
+    # Kernels of dense layers and of convolutions have one name, and each a rule of its rank.
+    fitting = [one for one in found if fits_rank(one[1].spec, rank)]
+    return _first(fitting) if fitting else _fitting(found, rank, what)
 
 
 def _match_parameter(

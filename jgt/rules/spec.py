@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import cast
 
 Entry = str | tuple[str, ...] | None | EllipsisType
 Spec = tuple[Entry, ...]
@@ -114,6 +115,13 @@ def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh:
     """`file:line: pattern: dim 1 of ... has size 6, which tensor=4 does not divide. ...`"""
     axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes)
     product = f" (= {misfit.parts})" if len(misfit.axes) > 1 else ""
+    # The size of a dim of jax.export's symbolic shapes is an expression.
+    if not isinstance(cast(object, misfit.size), int):
+        size = f"mod({misfit.size}, {misfit.parts}) == 0"
+        return (
+            f"{rule.where}: {label or rule.pattern}: dim {misfit.dim} of the {what} [{', '.join(map(str, shape))}] has the symbolic size "
+            f"{misfit.size}, and nothing says that {axes}{product} divides it. Add the constraint {size!r} to the symbolic shape"
+        )
     return (
         f"{rule.where}: {label or rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
         f"which {axes}{product} does not divide. {remedy(misfit)}"

@@ -1,7 +1,9 @@
 """Rules applied to a program. `shard` is the door; read it first, then `call`, which has the whole way in one function.
 
 shard        the wrapped function: calls, placement, init, and the cached trace behind all three
-arguments    one call's arguments, and its trace
+checks       what callers pass, and what to pass instead
+arguments    one call's arguments, and its trace; variables: those of Flax nnx among them, which change in place
+inputs       arguments besides the parameters: their names, which are state, and their rules; paths: leaves and their names
 call         trace → parameters and inputs placed → program rewritten → ready to run
 rewrite      constraints put into the program; saves: remat policies by tensor name
 placement    the result: shardings of parameters, gradients, optimizer state and inputs

@@ -134,7 +134,7 @@ class Arguments:
     def parameter_tree(self) -> tuple[Any, list[int | None]]:
         """The tree of the first positional argument, and for each of its leaves the number of the array; None for other values.
 
-        Raises ValueError if the argument is missing or contains anything but arrays.
+        Raises ValueError if the argument is missing, and TypeError if it is anything but a tree with arrays.
         """
         # The tree is (args, kwargs).
         positional = self._tree.children()[0].children()
@@ -142,12 +142,14 @@ class Arguments:
             raise ValueError(
                 "the first positional argument must hold the parameters, but none was given; pass them by position, not by name"
             )
-        for path, x in self._leaves[: positional[0].num_leaves]:
-            if not isinstance(x, _ARRAYS):
-                raise ValueError(
-                    f"the first argument must hold the parameters and nothing else, a tree of arrays, but "
-                    f"{path_text(path[2:]) or 'it'} is {type(x).__name__}. Pass {x!r} in another argument"
-                )
+        first = [x for _, x in self._leaves[: positional[0].num_leaves]]
+        # Of a module of equinox, say, some leaves are arrays; the others are constants of the program, as in the other arguments.
+        if first and not any(isinstance(x, _ARRAYS) for x in first):
+            kind = type(first[0]).__name__
+            raise TypeError(
+                f"the first argument must hold the parameters, a tree of arrays, but it has none: it is or contains {kind}. "
+                "Pass what the model's init returned, an nnx module, or a tree of arrays"
+            )
         number = {leaf: number for number, leaf in enumerate(self._order)}
         return positional[0], [number.get(leaf) for leaf in range(positional[0].num_leaves)]
 

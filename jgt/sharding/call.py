@@ -85,7 +85,8 @@ def plan_call(
         *whole.problems,
     ]
     if not partial:
-        seen = Seen(signals=whole.signals, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
+        used = {place.path: place.signals for place in params.places}
+        seen = Seen(signals=whole.signals, params=used, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
         found += unreached(rules, seen)
 
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -198,7 +199,8 @@ def _place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surro
         if match.rule is None:
             # What nobody names is left to the partitioner, except state: it is the same on all devices, in every step.
             if one.is_state and not one.is_key:
-                pins[index] = (((),) * len(one.x.shape),) * 2
+                whole: Dims = ((),) * len(one.x.shape)
+                pins[index] = (whole, whole)
             continue
         dims = site.free_dims(dims)
         found = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))

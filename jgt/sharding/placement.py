@@ -68,6 +68,14 @@ class Placement:
     signature: Signature = field(default_factory=Signature)
     tensors: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """A table of the parameters: path, shape, spec, and the signals that use it."""
+        header = ("parameter", "shape", "spec", "signals")
+        rows = [(p.path or "(itself)", str(list(p.shape)), p.spec, ", ".join(p.signals)) for p in self.parameters]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows))
+        return "\n".join(lines)
+
     @property
     def params(self) -> Any:
         """The NamedShardings of the first argument, as a tree like it: parameters, and state of an nnx module. None: not an array."""
@@ -82,13 +90,25 @@ class Placement:
         """NamedShardings for an optimizer state (arrays or ShapeDtypeStructs).
 
         A leaf belongs to the parameter whose path its own path ends with and whose shape it has, as optax's moments do. It is placed
-        like that parameter's state, in memory of this kind. Other leaves, such as counts, are replicated in the device's memory.
+        like that parameter's state, in memory of this kind. A leaf may have more dims in front, as the memory of L-BFGS: those are not
+        sharded. Other leaves, such as counts, are replicated in the device's memory.
         """
         leaves, tree = named_leaves(state)
-        owners = [self.owner(path_text(p), x.shape) for p, x in leaves]
-        moments = [None if p is None else self._sharding(p.optimizer_dims) for p in owners]
+        found = [self._state_dims(path_text(p), x.shape) for p, x in leaves]
+        moments = [None if dims is None else self._sharding(dims) for dims in found]
         kept = [s if s is None or memory_kind is None else s.with_memory_kind(memory_kind) for s in moments]
         return jax.tree.unflatten(tree, [self.replicated() if s is None else s for s in kept])
+
+    def _state_dims(self, path: str, shape: tuple[int, ...]) -> Dims | None:
+        place = self.owner(path, shape)
+        if place is not None:
+            return place.optimizer_dims
+        place = self.owner(path, None)
+        num_more = 0 if place is None else len(shape) - len(place.shape)
+        # A scalar parameter is at the end of every shape, so its state cannot be told from anything else.
+        if place is None or not place.shape or num_more <= 0 or shape[num_more:] != place.shape:
+            return None
+        return ((),) * num_more + place.optimizer_dims
 
     def owner(self, path: str, shape: tuple[int, ...] | None) -> ParameterPlace | None:
         """The parameter that a leaf of an optimizer state belongs to, by its path and shape (None: any shape will do)."""

@@ -210,7 +210,7 @@ class _Rewriter:
             backward = self._noted(match_tensor(self._rules, name, place.path, rank, backward=True))
             if forward or backward:
                 return forward, backward, f"tensor {name} at {place.path or 'the top'}"
-        if not jx.is_real(var):
+        if not jx.is_inexact(var):
             return None, None, ""
         forward, backward, left = None, None, ""
         # A value may leave several regions at once; the outermost one that has a rule decides, the others are noted as reached.

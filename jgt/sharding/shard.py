@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
-from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall, check_aliases, plan_call
+from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
 from jgt.sharding.inputs import Signature, StateArguments
 from jgt.sharding.placement import Placement
 
@@ -40,14 +40,15 @@ class Sharded(Generic[_P, _R]):
     def __init__(
         self,
         fn: Callable[_P, _R],
-        rules: Rules,
+        rules: RulesLike,
         mesh: Mesh | AbstractMesh,
         *,
         partial: bool = False,
         pipeline: Pipeline | None = None,
         state: StateArguments = None,
     ):
-        _check_arguments(rules, mesh)
+        check_function(fn)
+        rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
         # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
@@ -58,6 +59,7 @@ class Sharded(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
         arguments = self._arguments(args, kwargs)
+        check_surroundings(arguments.arrays)
         planned = self._plan(arguments)
         results, num_results = planned.run(arguments.arrays), planned.out_tree.num_leaves
         arguments.store(planned.changed, results[num_results:])
@@ -76,6 +78,7 @@ class Sharded(Generic[_P, _R]):
         `batch` contains the function's other arguments, as arrays or ShapeDtypeStructs, in a tuple if there are several. With an optax
         `optimizer` the result is (parameters, optimizer state). The random bits are the same on every mesh. Raises InputError.
         """
+        check_optimizer(optimizer)
         batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
         # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
         arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
@@ -91,9 +94,10 @@ class Sharded(Generic[_P, _R]):
         return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
 
     def under(
-        self, rules: Rules, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None, state: StateArguments
+        self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None, state: StateArguments
     ) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own. state: None for its own."""
+        rules = as_rules(rules)
         signature = self._signature if state is None else Signature.of(self._fn, state)
         # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
@@ -119,7 +123,7 @@ class Sharded(Generic[_P, _R]):
 @overload
 def shard(
     fn: Callable[_P, _R],
-    rules: Rules,
+    rules: RulesLike,
     mesh: Mesh | AbstractMesh,
     *,
     partial: bool = False,
@@ -131,7 +135,7 @@ def shard(
 @overload
 def shard(
     fn: Callable[_P, _R],
-    rules: Rules | None,
+    rules: RulesLike | None,
     mesh: Mesh | AbstractMesh | None,
     *,
     partial: bool = False,
@@ -142,7 +146,7 @@ def shard(
 
 def shard(
     fn: Callable[_P, _R],
-    rules: Rules | None,
+    rules: RulesLike | None,
     mesh: Mesh | AbstractMesh | None,
     *,
     partial: bool = False,
@@ -150,6 +154,8 @@ def shard(
     state: StateArguments = None,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
+
+    rules: Rules, the path of a rules file, or the mapping that such a file contains.
 
     The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
     and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
@@ -172,7 +178,7 @@ def shard(
 
 def place(
     fn: Callable[..., Any],
-    rules: Rules,
+    rules: RulesLike,
     mesh: Mesh | AbstractMesh,
     *args: Any,
     partial: bool = False,
@@ -197,7 +203,7 @@ def place(
 
 def init(
     init_fn: Callable[..., Any],
-    rules: Rules,
+    rules: RulesLike,
     mesh: Mesh,
     *args: Any,
     loss: Callable[..., Any],
@@ -216,7 +222,7 @@ def init(
 
 def _sharded(
     fn: Callable[..., Any],
-    rules: Rules,
+    rules: RulesLike,
     mesh: Mesh | AbstractMesh,
     partial: bool,
     pipeline: Pipeline | None,
@@ -225,16 +231,3 @@ def _sharded(
     if isinstance(fn, Sharded):
         return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline, state)
     return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state)
-
-
-def _check_arguments(rules: object, mesh: Mesh | AbstractMesh) -> None:
-    """Raises TypeError unless rules are Rules, and ValueError unless all axes of the mesh are Auto."""
-    if not isinstance(rules, Rules):
-        raise TypeError(
-            f"rules must be jgt.Rules, not {type(rules).__name__}; make them with jgt.load_rules(path) or jgt.make_rules(mapping)"
-        )
-    # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
-    if not mesh.are_all_axes_auto:
-        raise ValueError(
-            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh"
-        )

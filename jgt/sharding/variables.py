@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -82,4 +82,4 @@ class Variables:
 
 
 def _with_leaves(variable: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(variable), leaves)
+    return jax.tree.unflatten(cast(Any, jax.tree.structure(variable)), leaves)

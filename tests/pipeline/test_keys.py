@@ -11,6 +11,7 @@ from models import (
     assert_exact,
     assert_values,
     case,
+    compiled,
     embed,
     logits_of,
     make_batch,
@@ -129,7 +130,7 @@ def bits(tree):
 def test_keys_and_counts_of_each_layer_leave_the_scan(key, options):
     args = jax.random.split(key(3), LAYERS), jnp.arange(LAYERS, dtype=jnp.uint32)
     stack = case(next_keys, None, make_batch(), *args, has_aux=True)
-    run = lambda fn: jax.jit(jax.value_and_grad(fn, has_aux=True))(stack.params, *stack.inputs)  # noqa: E731
+    run = lambda fn: compiled(jax.value_and_grad(fn, has_aux=True))(stack.params, *stack.inputs)  # noqa: E731
     sharded = jgt.shard(next_keys, stack.rules, mesh_of(**SIZES), pipeline=pipeline_of(**options), state="counts")
     (value, state), gradients = run(sharded)
     (expected, expected_state), expected_gradients = run(next_keys)

@@ -475,19 +475,6 @@ def test_a_call_without_parameters_is_refused():
         jgt.shard(lambda **kw: kw["x"], out_rules(), MESH)(x=X)
 
 
-def test_a_first_argument_that_is_no_tree_of_arrays_is_refused():
-    with pytest.raises(ValueError, match=r"but it is int\. Pass 3 in another argument"):
-        jgt.shard(lambda n, x: x * n, out_rules(), MESH)(3, X)
-
-
-def test_parameters_that_are_no_arrays_are_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"the first argument must hold the parameters and nothing else, a tree of arrays, but flag is str\. Pass 'a' in another",
-    ):
-        jgt.shard(lambda p, x: block(x, p["w"]), out_rules(), MESH)({"w": W, "flag": "a"}, X)
-
-
 # -- rules are part of what is traced
 
 

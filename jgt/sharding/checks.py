@@ -1,0 +1,99 @@
+"""Types of what a caller passes: a wrong one is answered with what to pass instead, not with a traceback from somewhere inside.
+
+Python tells nobody that `jgt.shard(loss, rules, {"data": 2})` cannot work: it fails later, at some attribute that a dict does not have. So
+each argument of jgt's functions is checked where it comes in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.pipeline.config import Pipeline
+from jgt.rules import Rules, load_rules, make_rules
+
+RulesLike = Rules | str | os.PathLike[str] | Mapping[str, Any]
+"""Rules, the path of a rules file, or the mapping that such a file contains."""
+
+
+def as_rules(rules: object) -> Rules:
+    """The rules that a caller means. Raises InputError for a wrong file or mapping, and TypeError for anything else."""
+    if isinstance(rules, Rules):
+        return rules
+    if isinstance(rules, str | os.PathLike):
+        return load_rules(cast("str", os.fspath(rules)))
+    if isinstance(rules, Mapping):
+        return make_rules(cast("Mapping[str, Any]", rules))
+    swapped = " Rules and mesh are swapped: the order is (fn, rules, mesh)" if isinstance(rules, Mesh | AbstractMesh) else ""
+    raise TypeError(f"rules must be jgt.Rules, the path of a rules file, or a mapping, not {_kind(rules)}.{swapped}".rstrip("."))
+
+
+def check_mesh(mesh: object) -> Mesh | AbstractMesh:
+    """The mesh. Raises TypeError if it is none, and ValueError if its axes, or those of a mesh around the call, are not all Auto."""
+    if isinstance(mesh, Mapping):
+        sizes = dict(cast("Mapping[str, Any]", mesh))
+        raise TypeError(f"mesh must be a mesh, not dict; make it with jgt.make_mesh({sizes!r})")
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a mesh, not {_kind(mesh)}; make it with jgt.make_mesh, for example jgt.make_mesh({{'data': -1}})")
+    # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
+    if not mesh.are_all_axes_auto:
+        raise ValueError(
+            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh"
+        )
+    return mesh
+
+
+def check_surroundings(arrays: Iterable[Any]) -> None:
+    """Raises ValueError where a mesh with Explicit axes is around a call, or where one of its arguments is on such a mesh."""
+    around = jax.sharding.get_abstract_mesh()
+    where = f"the axes {', '.join(around.explicit_axes)} of the mesh around this call (jax.set_mesh) are Explicit"
+    if not around.explicit_axes:
+        meshes = (getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in arrays)
+        found = next((mesh for mesh in meshes if mesh is not None and mesh.explicit_axes), None)
+        if found is None:
+            return
+        where = f"an argument is on a mesh whose axes {', '.join(found.explicit_axes)} are Explicit"
+    raise ValueError(
+        f"{where}, where JAX takes a constraint for an assertion and does not move the array. "
+        "jgt needs Auto axes: use a mesh from jgt.make_mesh, or jax.make_mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
+    )
+
+
+def check_pipeline(pipeline: object) -> Pipeline | None:
+    """The pipeline. Raises TypeError if it is none."""
+    if pipeline is None or isinstance(pipeline, Pipeline):
+        return pipeline
+    example = f"jgt.Pipeline(**{pipeline!r})" if isinstance(pipeline, Mapping) else 'jgt.Pipeline(signal="layers", microbatches=4)'
+    raise TypeError(f"pipeline must be a jgt.Pipeline, not {_kind(cast(object, pipeline))}; write {example}")
+
+
+def check_function(fn: object) -> None:
+    """Raises TypeError for anything but a function of parameters: for a module itself, too."""
+    advice = "Pass a function whose first argument contains the parameters"
+    if _is_module(fn, "flax.linen"):
+        raise TypeError(f"a linen module ({_kind(fn)}) has no parameters in itself. {advice}, such as model.apply")
+    if _is_module(fn, "flax.nnx"):
+        raise TypeError(f"an nnx module ({_kind(fn)}) contains its parameters. {advice}, such as lambda model, x: model(x)")
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, not {_kind(fn)}. {advice}")
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises TypeError for anything but None or an optax transformation."""
+    if optimizer is not None and not callable(getattr(optimizer, "init", None)):
+        raise TypeError(f"optimizer must be an optax transformation, such as optax.adam(1e-3), not {_kind(optimizer)}")
+
+
+def _is_module(x: object, library: str) -> bool:
+    # A module of Flax exists only if the caller has imported the library; jgt does not import it.
+    kind = getattr(sys.modules.get(library), "Module", None)
+    return kind is not None and isinstance(x, kind)
+
+
+def _kind(x: object) -> str:
+    return f"{x!r}" if isinstance(x, str | int | float) else type(x).__name__
