@@ -67,6 +67,6 @@ def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.records.records._Event", None)
+    monkeypatch.setattr("train.records.tensorboard._Event", None)
     Records(tmp_path).metrics(1, {"loss": 2.5})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -143,7 +143,7 @@ class Progress:
         finish_trial()
         total = self._config.train.steps
         if done.step % self._config.train.log_every == 0 or done.step == total:
-            row = self._row(done, self._clock.lap(done.step, finished.at))
+            row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
             self._records.metrics(done.step, row)
             self._screen.step(done.step, total, row)
         # Checked after it is logged: if the check ends the run, the step that ended it is in the records.
