@@ -6,7 +6,8 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.run.folder import InUseError, Resume, check_data, check_folder, lock_folder, move_earlier_run, read_resume, write_folder
+from train.run.folder import InUseError, Resume, check_data, check_folder, lock_folder, move_earlier_run, read_resume
+from train.run.history import begin_folder
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -15,7 +16,7 @@ FINGERPRINT = {"source": "text", "train_tokens": 100}
 def started(tiny):
     """A run whose directory already exists."""
     run = tiny()
-    write_folder(run, FINGERPRINT)
+    begin_folder(run, FINGERPRINT)
     return run
 
 
@@ -153,7 +154,7 @@ def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started
 
 def test_each_earlier_run_has_a_folder_of_its_own(tiny, tmp_path):
     for number in (1, 2, 3):
-        write_folder(tiny(f"run.seed={number}"), FINGERPRINT)
+        begin_folder(tiny(f"run.seed={number}"), FINGERPRINT)
         assert move_earlier_run(tmp_path / "run") == tmp_path / f"run.{number}"
     assert [load(tmp_path / f"run.{number}" / "config.yaml").config.run.seed for number in (1, 2, 3)] == [1, 2, 3]
 

@@ -46,7 +46,8 @@ from ..sink import describe_lost, say
 from ..step.step import State
 from ..xla import open_devices
 from .faults import Faults
-from .folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
+from .folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run
+from .history import begin_folder, replace_config
 from .sample import sample_text, terminal_text
 from .start import Feed, Position, Start
 
@@ -78,7 +79,7 @@ def train(
             lock = closing.enter_context(lock_folder(folder))
             if resume.never and (moved := move_earlier_run(folder)):
                 screen.say(f"The earlier run was moved to {moved}")
-            write_folder(run, data.fingerprint)
+            begin_folder(run, data.fingerprint)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
         records = Records(folder, process=process)
@@ -163,7 +164,7 @@ class Loop:
         self._setup, self._data = setup, data
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
         self._watch, self._faults, self._profiler = watch, faults, profiler
-        self._check_lock = _nothing if lock is None else lock.check
+        self._is_first, self._check_lock = lock is not None, _nothing if lock is None else lock.check
         self._config = setup.run.config
         self._feed = Feed(data, setup.batch_shardings, self._config.train.batch, self._config.model.seq)
         self._eval_step: Any = None
@@ -181,6 +182,7 @@ class Loop:
             more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
+            self._replace_config(position.step)
             position = self._steps(position)
             self._screen.say(f"Checkpoint of step {position.step} in {self._checkpoints.folder}")
         if position.step < last:
@@ -192,6 +194,13 @@ class Loop:
         lost = {"lost": lost} if (lost := _lost(self._screen, self._records)) else {}
         self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
         return position.step >= last
+
+    def _replace_config(self, step: int) -> None:
+        """This start trains: its config is the run's from here on."""
+        change = replace_config(self._setup.run, self._data.fingerprint, step) if self._is_first else None
+        if change is not None:
+            self._records.event("config", time.time(), 0.0, **change.to_json())
+            self._screen.say(change.text)
 
     def _steps(self, position: Position) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
