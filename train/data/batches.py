@@ -49,6 +49,8 @@ class Data:
     seq: int
     tokenizer: Tokenizer
     fingerprint: dict[str, str | int]
+    train_sequences: int
+    """The number of training windows, in all parts together: one epoch."""
     _mapped: tuple[MappedFile, ...]
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
@@ -125,6 +127,7 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
         seq=seq,
         tokenizer=tokenizer,
         fingerprint=_fingerprint(config, splits),
+        train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
         _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,

@@ -50,7 +50,7 @@ class Records:
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         self._metrics.put(_line({"step": step, **plain}))
         if self._board is not None:
-            self._board.add(step, {name: value for name, value in plain.items() if isinstance(value, int | float)})
+            self._board.add(step, {name: value for name, value in plain.items() if isinstance(value, int | float) and name != "time"})
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:

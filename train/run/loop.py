@@ -40,6 +40,7 @@ from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
+from ..records.summary import describe_data, describe_end, describe_size, describe_start, tokens_per_sample
 from ..sections import Fault
 from ..setup import Setup, prepare
 from ..sink import describe_lost, say
@@ -88,8 +89,10 @@ def train(
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
         records.event("start", begun, entered - begun, **who, jax=jax.__version__)
         records.event("open", entered, time.time() - entered)
+        screen.say(describe_start(folder))
         screen.setup(setup)
-        screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
+        screen.say(describe_data(data.fingerprint))
+        screen.say(describe_size(setup))
 
         def note_fault(fault: Fault) -> None:
             records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
@@ -98,7 +101,6 @@ def train(
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         is_ours = (lambda: True) if lock is None else lock.is_held
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
-        closing.callback(screen.stop_steps)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
             done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
@@ -177,14 +179,14 @@ class Loop:
         self._profiler.check(position.step)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self._records.forget_after(position.step)
-        last = self._config.train.steps
+        first, last, begun = position.step, self._config.train.steps, time.perf_counter()
         if position.step >= last:
             more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
             self._replace_config(position.step)
             position = self._steps(position)
-            self._screen.say(f"Checkpoint of step {position.step} in {self._checkpoints.folder}")
+            self._screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
         if position.step < last:
             why = self._watch.stop_signal or "a signal to another process"
             self._screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
@@ -193,7 +195,16 @@ class Loop:
         why = "done" if position.step >= last else self._watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := _lost(self._screen, self._records)) else {}
         self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
+        if position.step > first:
+            self._summarize(position, time.perf_counter() - begun)
         return position.step >= last
+
+    def _summarize(self, position: Position, seconds: float) -> None:
+        if self._is_first:
+            tokens = tokens_per_sample(self._setup)
+            tokens = None if tokens is None else tokens * position.samples
+            for line in describe_end(self._config.run.path, seconds=seconds, tokens=tokens, samples=position.samples):
+                self._screen.say(line)
 
     def _replace_config(self, step: int) -> None:
         """This start trains: its config is the run's from here on."""
@@ -208,8 +219,7 @@ class Loop:
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step = self._setup.compile_train_step()
-        self._screen.start_steps(position.step, config.steps)
-        progress = Progress(self._setup, self._screen, self._records, position.step)
+        progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
@@ -241,7 +251,6 @@ class Loop:
         progress.end()
         if self._profiler.tracing:
             self._profile(done, train_step, progress)
-        self._screen.stop_steps()
         self._check_lock()
         with self._phase("save", step=done):
             with self._saving(done):
@@ -308,7 +317,7 @@ class Loop:
                 sums.append(self._eval_step(state.params, batch))
                 in_flight.add(sums[-1])
             nats, weights = (float(sum(jax.device_get(part))) for part in zip(*sums, strict=True))
-        row = {"eval_loss": nats / weights}
+        row = {"eval_loss": nats / weights, "time": round(time.time(), 3)}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
 
