@@ -1,4 +1,4 @@
-"""The files that a run writes about itself: metrics.jsonl, events.jsonl and, if tensorboardX is installed, TensorBoard's.
+"""The files that a run writes about itself: metrics.jsonl, events.jsonl, and what its loggers make of the metrics (`loggers.py`).
 
 A run can be killed at any moment, so every record is appended and the file closed at once: a killed process loses at most the record that
 it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`train.sink`): the
@@ -15,42 +15,44 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..sink import AppendedFile, Sink
+from .loggers import Logger
 from .rows import forget_rows_after
-from .tensorboard import Board, has_tensorboard
 
 
 class Records:
-    """Writes the records of one process into the run directory. No method raises an error of the disk."""
+    """Writes the records of one process into the run directory. No method raises an error of the disk.
 
-    def __init__(self, folder: Path, *, process: int = 0):
-        self._folder = folder
+    loggers: get the metrics too; only process 0 has any.
+    """
+
+    def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
+        self._folder, self._loggers = folder, loggers
         # The metrics are the same on all processes.
         self._is_first = process == 0
         self._metrics = _lines(folder / "metrics.jsonl")
         self._events = _lines(folder / ("events.jsonl" if self._is_first else f"events-{process}.jsonl"))
         self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt"))
-        self._board = Board(folder / "tensorboard") if self._is_first and has_tensorboard() else None
 
     @property
     def lost(self) -> dict[str, int]:
         """The number of lost records of each sink that lost any."""
-        sinks = [self._metrics, self._events, self._sample, *([] if self._board is None else [self._board.sink])]
+        sinks = [self._metrics, self._events, self._sample, *(logger.sink for logger in self._loggers)]
         return {sink.name: sink.lost for sink in sinks if sink.lost}
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Appends the metrics of a step, to metrics.jsonl and TensorBoard."""
+        """Appends the metrics of a step, to metrics.jsonl and for all loggers."""
         if not self._is_first:
             return
         # JSON has no NaN and no infinity.
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         self._metrics.put(_line({"step": step, **plain}))
-        if self._board is not None:
-            self._board.add(step, {name: value for name, value in plain.items() if isinstance(value, int | float) and name != "time"})
+        for logger in self._loggers:
+            logger.add(step, plain)
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -72,8 +74,13 @@ class Records:
         """Drops the metrics of later steps than the one that a restart resumes from: they will be written again."""
         if self._is_first:
             self._metrics.attempt(lambda: forget_rows_after(self._folder / "metrics.jsonl", step))
-        if self._board is not None:
-            self._board.forget_after(step)
+        for logger in self._loggers:
+            logger.forget_after(step)
+
+    def close(self) -> None:
+        """No more metrics will come. Waits for services, but not for ever."""
+        for logger in self._loggers:
+            logger.close()
 
 
 def _lines(path: Path) -> Sink:

@@ -42,11 +42,6 @@ _CHECKSUM_BYTES = 4
 _MAX_RECORD = 1 << 24
 
 
-def has_tensorboard() -> bool:
-    """Whether tensorboardX is installed."""
-    return _Event is not None
-
-
 class Board:
     """TensorBoard's file of one start."""
 
@@ -58,9 +53,10 @@ class Board:
         self.sink = Sink("tensorboard", self)
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """Adds the metrics of a step, as one record."""
+        """Adds the metrics of a step, as one record. It has a time of its own."""
         assert _Summary is not None
-        scalars = [_Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        known = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "time"}
+        scalars = [_Summary.Value(tag=name, simple_value=float(value)) for name, value in known.items()]
         self.sink.put(_record(step=step, summary=_Summary(value=scalars)))
 
     def write(self, record: bytes) -> None:

@@ -43,8 +43,10 @@ LOGS = "logs"
 _LOCK = "lock"
 _NOT_MOVED = ("data", LOGS, _LOCK)
 """Stays when an earlier run is moved away: encoded text serves any run, and the launcher has its logs open while the run starts."""
-_FILES = re.compile(rf"(config\.yaml|data\.json|metrics\.jsonl)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}")
-_FOLDERS = ("checkpoints", CONFIGS, "data", "faults", "tensorboard", LOGS, PROFILE)
+_FILES = re.compile(
+    rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|loggers\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
+)
+_FOLDERS = ("checkpoints", CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 _MAX_BYTES = 1_000_000
 
 

@@ -38,6 +38,7 @@ from ..profile.profiler import Profiler
 from ..profile.steps import StepRange
 from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
+from ..records.loggers import open_loggers
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
 from ..records.summary import describe_data, describe_end, describe_size, describe_start, tokens_per_sample
@@ -83,7 +84,9 @@ def train(
             begin_folder(run, data.fingerprint)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
-        records = Records(folder, process=process)
+        loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
+        records = Records(folder, process=process, loggers=loggers)
+        closing.callback(records.close)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         begun = begun or entered
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
