@@ -36,7 +36,7 @@ from .command_line import (
 )
 from .config import Run, load
 from .profile.steps import StepRange, read_step_range
-from .run.folder import Resume, check_folder, read_resume
+from .run.folder import Resume, check_folder, check_weights, read_resume
 from .sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
@@ -60,6 +60,7 @@ def _main(arguments: argparse.Namespace) -> int:
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_folder(run, resume)
+        check_weights(run)
         read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)

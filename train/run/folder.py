@@ -29,7 +29,7 @@ from jgt import document
 from jgt.document import InputError, shown
 
 from ..checkpoint.disk import DiskError, describe, kind, patiently
-from ..checkpoint.steps import FOLDER, Steps
+from ..checkpoint.steps import FOLDER, Steps, find_steps
 from ..command_line import EndError
 from ..config import Run
 from ..profile.steps import PROFILE
@@ -120,6 +120,18 @@ def check_folder(run: Run, resume: Resume) -> None:
     problems = _changed(run, {key: _get(before, key) for key in FIXED}, str(path), resume.allow)
     if problems:
         raise InputError(problems)
+
+
+def check_weights(run: Run) -> None:
+    """Raises InputError if there is no checkpoint at `checkpoint.weights`, also if this start is not going to use it; or OSError."""
+    weights = run.config.checkpoint.weights
+    if weights is None:
+        return
+    steps, named = find_steps(Path(weights))
+    if named is None and not steps.listed():
+        why = f"no checkpoint in {weights}" if os.path.lexists(weights) else f"{weights} does not exist"
+        remedy = "Name a run directory, or one of the steps in its checkpoints/"
+        raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {why}. {remedy}"])
 
 
 def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
