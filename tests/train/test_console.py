@@ -17,13 +17,22 @@ from train.run.loop import train
 def test_a_step_is_a_line_of_80_columns_in_a_file(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     screen = Screen(enabled=True)
-    metrics = {"loss": 2.0, "grad_norm": 1.5, "lr": 3e-4, "tokens": 12_345, "step_time_s": 0.25, "tokens_per_s": 12345.6, "mfu": None}
+    metrics = {
+        "loss": 2.0,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "tokens": 12_345,
+        "step_time_s": 0.25,
+        "tokens_per_s": 12345.6,
+        "mfu": None,
+        "eta_s": 9.0,
+    }
     screen.step(3, 100, metrics)
     monkeypatch.setenv("COLUMNS", "40")
     screen.step(100, 100, metrics)
     screen.step(100, 100, {"eval_loss": 2.0})
     assert capsys.readouterr().out.splitlines() == [
-        "step   3/100  loss 2.0000  grad_norm 1.5000  lr 3.00e-04  12.3k tok  12.3k/s",
+        "step   3/100  loss 2.0000  grad_norm 1.5000  12.3k tok  12.3k/s  eta     9s",
         "step 100/100  loss 2.0000  12.3k tok",
         "step 100/100  eval_loss 2.0000",
     ]

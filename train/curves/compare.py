@@ -113,8 +113,8 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _difference(name: str, first: float | None, second: float | None) -> Difference:
-    is_known = first is not None and second is not None and first
-    return Difference(name=name, first=first, second=second, change=second / first - 1 if is_known and second is not None else None)
+    change = second / first - 1 if first and second is not None else None
+    return Difference(name=name, first=first, second=second, change=change)
 
 
 def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:

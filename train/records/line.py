@@ -48,10 +48,13 @@ def _joined(parts: list[str], gap: int = _GAP) -> str:
 
 
 def _reserved(known: Mapping[str, float]) -> int:
-    """The columns that later lines will need."""
-    if "eval_loss" in known or "tokens_per_s" in known or "samples_per_s" in known:
+    """The columns that this line lacks, and others have."""
+    if "eval_loss" in known:
         return 0
-    return _SPEED + _TIME_LEFT + 2 * _GAP + (_MFU + _GAP if "memory_bytes" in known else 0)
+    has_speed = "tokens_per_s" in known or "samples_per_s" in known
+    # Whether there is an MFU is known with the speed. Devices that tell their memory are likely to have one.
+    missing = [(not has_speed, _SPEED), (not has_speed and "memory_bytes" in known, _MFU), ("eta_s" not in known, _TIME_LEFT)]
+    return sum(width + _GAP for is_missing, width in missing if is_missing)
 
 
 def _named(known: Mapping[str, float], *names: str) -> list[str]:

@@ -79,8 +79,8 @@ def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: i
 
 
 def _best(path: Path) -> tuple[float, int] | None:
-    found = ((row.get("eval_loss"), row["step"]) for _, row in read_metrics(path))
-    return min((pair for pair in found if isinstance(pair[0], int | float)), default=None)
+    rows = (row for _, row in read_metrics(path))
+    return min(((value, row["step"]) for row in rows if isinstance(value := row.get("eval_loss"), int | float)), default=None)
 
 
 def _source(fingerprint: Mapping[str, Any]) -> str:
