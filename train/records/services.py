@@ -17,6 +17,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,9 +71,10 @@ class Service:
 
     def close(self) -> None:
         """Waits a while until everything is sent. Rows that are not are lost."""
+        deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(queue.Full):
-            self._rows.put(None, timeout=1.0)
-        self._thread.join(CLOSE_SECONDS)
+            self._rows.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             say(f"{self.sink.name} does not answer; the run ends without it")
             self.sink.lost += self._rows.qsize()

@@ -50,7 +50,7 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 
-_INCIDENTS = ("nonfinite", "spike", "save_failed")
+_INCIDENTS, _FAULT = ("nonfinite", "spike", "save_failed"), "fault"
 
 _CAUSE_OF = {
     "start": "startup",
@@ -141,7 +141,8 @@ def read_accounts(run: Path) -> Accounts:
         if (process := path.stem.removeprefix("events-")).isdecimal():
             other_events, other_unreadable = read_events(path)
             others[int(process)] = find_starts(other_events)
-            events_of_others.append(other_events)
+            # Of millions of events, those that count one by one.
+            events_of_others.append([event for event in other_events if event.phase in (*_INCIDENTS, _FAULT)])
             unreadable += other_unreadable
     return account(
         str(run), events, others, events_of_others=events_of_others, tokens_per_step=_tokens_per_step(run), unreadable_lines=unreadable
@@ -195,7 +196,7 @@ def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict
         # All processes skip the same updates, and each notes it; a save may fail on one of them. Neither may be counted twice.
         found |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
         # A fault is injected into one process.
-        faults.update(event.text("kind") or "unknown" for event in events if event.phase == "fault")
+        faults.update(event.text("kind") or "unknown" for event in events if event.phase == _FAULT)
     by_phase: Counter[str] = Counter()
     for (phase, _), count in found.items():
         by_phase[phase] += count
