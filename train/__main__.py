@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jgt import document
-from jgt.document import InputError
+from jgt.document import InputError, collect
 
 from .checkpoint.signature import read_key
 from .command_line import (
@@ -59,8 +59,7 @@ def _main(arguments: argparse.Namespace) -> int:
             print(document.dump(run.resolved()), end="")
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
-        check_folder(run, resume)
-        check_weights(run)
+        _check_places(run, resume)
         read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
@@ -165,6 +164,17 @@ def _check_surroundings() -> None:
         Path.cwd()
     except OSError:
         raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
+
+
+def _check_places(run: Run, resume: Resume) -> None:
+    """Raises InputError with everything that is wrong with the run directory and the weights."""
+    problems: list[str] = []
+    with collect(problems):
+        check_folder(run, resume)
+    with collect(problems):
+        check_weights(run)
+    if problems:
+        raise InputError(problems)
 
 
 def _load(arguments: argparse.Namespace) -> Run:
