@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jgt.sharding.shard import init as init
     from jgt.sharding.shard import place as place
     from jgt.sharding.shard import shard as shard
+    from jgt.trainer import load as load
+    from jgt.trainer import run as run
 
 __version__ = "0.1.0"
 
@@ -36,11 +38,13 @@ _OWNERS = {
     "Rules": "jgt.rules",
     "abstract_mesh": "jgt.mesh.mesh",
     "init": "jgt.sharding.shard",
+    "load": "jgt.trainer",
     "load_rules": "jgt.rules",
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
     "place": "jgt.sharding.shard",
     "plan": "jgt.planner.plan",
+    "run": "jgt.trainer",
     "shard": "jgt.sharding.shard",
 }
 
@@ -52,11 +56,13 @@ __all__ = [
     "Rules",
     "abstract_mesh",
     "init",
+    "load",
     "load_rules",
     "make_mesh",
     "make_rules",
     "place",
     "plan",
+    "run",
     "shard",
     "signal",
 ]

@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _FOLDER = Path(__file__).parent.parent / "train"
 _NAMES = ("train", "jgt._train")
@@ -26,6 +28,24 @@ def trainer(module: str = "") -> ModuleType:
     """A module of the trainer, by its name there: `trainer("run.loop")`. Without a name, the package. Raises ImportError."""
     package = _package()
     return importlib.import_module(f"{package}.{module}" if module else package)
+
+
+def run(config: Any, overrides: Sequence[str] = (), **parts: Any) -> Any:
+    """Trains a run in this process and returns its state, its metrics and its folder: `run_here` in train/run/api.py. Raises InputError.
+
+    config: a run's file, or its contents as a mapping. overrides: as on the command line. parts: `model`, `loss`, `optimizer` and `data` as
+    objects, `code`, `resume` and `allow_change` as the options of `jgt train`.
+    """
+    return trainer("run.api").run_here(config, overrides, **parts)
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), **parts: Any) -> Any:
+    """The model of a run directory or of one of its checkpoints, with its arrays: `load_model` in train/run/api.py. Raises InputError.
+
+    overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `sharded`: laid out by the run's rules, and not
+    whole on one device.
+    """
+    return trainer("run.api").load_model(path, overrides, **parts)
 
 
 def _package() -> str:

@@ -30,7 +30,19 @@ from .code.files import Code
 from .code.names import is_name, name_problem
 from .data.config import DataConfig, OwnData, path_problems
 from .models.config import ModelConfig, OwnModel
-from .sections import CheckpointConfig, DebugConfig, DevicesConfig, RunConfig, SampleConfig, TrainConfig, WatchdogConfig, XlaConfig
+from .sections import (
+    CheckpointConfig,
+    DebugConfig,
+    DevicesConfig,
+    LoggerName,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+    WatchdogConfig,
+    XlaConfig,
+    logger_problem,
+    missing_loggers,
+)
 from .step.config import OptimizerConfig, OwnOptimizer
 
 OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
@@ -39,7 +51,10 @@ OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget."""
+    """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget.
+
+    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed.
+    """
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig | OwnModel = field(default_factory=ModelConfig)
@@ -54,6 +69,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    log: tuple[LoggerName, ...] | None = None
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None
 
@@ -98,13 +114,14 @@ class Run:
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
-        # These four are not sections: they are read by other rooms, and their resolved values are on the Run.
-        separate = ("mesh", "rules", "pipeline", "budget")
+        # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
+        separate = ("mesh", "rules", "pipeline", "budget", "log")
         sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
         budget = None if self.config.budget is None else self.config.budget.plain()
-        return {**sections, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
+        log = None if self.config.log is None else list(self.config.log)
+        return {**sections, "log": log, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
 
 
 def _section(section: Any) -> Any:
@@ -184,6 +201,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if rules_root is not None:
         with collect(problems):
             rules = rules_from_node(rules_root)
+    problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
     # An empty mesh had problems of its own, or is absent.
@@ -236,6 +254,8 @@ def _readable_sections(root: Node) -> Config:
             values[name] = child
         elif name == "pipeline":
             values[name] = None if child.value is None else bind(child, Pipeline, [])
+        elif name == "log":
+            continue
         elif name in Config.__dataclass_fields__:
             cls = type(getattr(Config(), name))
             bound = bind(child, cls, [])

@@ -12,9 +12,10 @@ compares the two.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,6 +32,10 @@ Positive = Annotated[float, Bound(above=0, high=1e30)]
 NotNegative = Annotated[float, Bound(low=0, high=1e30)]
 Seconds = Annotated[float, Bound(above=0, high=1_000_000)]
 Fraction = Annotated[float, Bound(low=0, high=1)]
+
+LoggerName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
+_PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""The package that a logger needs. The extra of the logger's name installs it."""
 
 MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
@@ -243,3 +248,22 @@ class SampleConfig:
     tokens: Natural = 0
     prompt: str = "\n"
     temperature: NotNegative = 0.8
+
+
+def missing_loggers(names: Sequence[str]) -> list[str]:
+    """The loggers among these whose package is not installed."""
+    return [name for name in dict.fromkeys(names) if name in _PACKAGES and not _is_installed(_PACKAGES[name])]
+
+
+def logger_problem(name: str) -> str:
+    """The message about a logger that is not installed."""
+    return f"{name} needs the package {_PACKAGES[name]}. Install it (pip install 'jgt[{name}]'), or take {name} out of the list"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    # A folder of that name, as wandb makes one in the working directory, is not the package.
+    return spec is not None and spec.origin is not None

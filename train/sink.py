@@ -233,7 +233,7 @@ def _write_stream(stream: TextIO | None, record: bytes) -> None:
 
 
 def _write_stderr(record: bytes) -> None:
-    # By its name, because a progress bar replaces it for a while, and prints what it gets above the bar.
+    # By its name at this moment, because others may replace it.
     if sys.stderr is not None:
         sys.stderr.write(record.decode())
         sys.stderr.flush()

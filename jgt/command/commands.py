@@ -49,6 +49,8 @@ _OWN = {
     "train": _of_trainer("__main__", "train the model of a run file, or resume its training", "run_process"),
     "launch": _of_trainer("launch.__main__", "run a training on several processes of this machine, and restart them"),
     "report": _of_trainer("report.__main__", "show where a run's wall time went"),
+    "plot": _of_trainer("curves.__main__", "draw metrics of runs, as a PNG or in the terminal", "plot"),
+    "compare": _of_trainer("curves.__main__", "show what two runs differ in", "compare"),
     "check": _of_trainer("check.__main__", "check the rules against the mesh and the shapes, without devices"),
     "plan": _of_trainer("plan.__main__", "show what XLA does with the training step, also for GPUs that you do not have"),
     "schedule": _of_jgt("jgt.schedule.__main__", "show and compare pipeline schedules"),

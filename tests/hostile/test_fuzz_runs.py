@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from train.checkpoint import manifest
 from train.config import load
 from train.records.records import Records
-from train.run.folder import Resume, check_data, check_folder, write_folder
+from train.run.folder import Resume, check_data, check_folder
+from train.run.history import begin_folder
 
 
 @fuzz(80)
@@ -36,7 +37,7 @@ def test_any_run_directory_is_resumed_or_refused(folder, name, data):
     (folder / "run.yaml").write_bytes(as_yaml({"model": {"layers": 2}, "run": {"dir": "started"}}))
     run = load("run.yaml")
     shutil.rmtree("started", ignore_errors=True)
-    write_folder(run, STARTED["data.json"])
+    begin_folder(run, STARTED["data.json"])
     if name == "config.yaml":
         text = data.draw(mutated(run.resolved()).map(as_yaml) | spoiled(as_yaml(run.resolved())))
     else:

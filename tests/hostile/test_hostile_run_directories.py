@@ -6,7 +6,8 @@ from hostile import PLACES, argument, assert_lines, content, diagonal, refused, 
 from jgt.document import InputError
 from train.config import load
 from train.records.records import Records
-from train.run.folder import Resume, check_data, check_folder, write_folder
+from train.run.folder import Resume, check_data, check_folder
+from train.run.history import begin_folder
 
 DIRECTORIES = table("run_directories")
 DAMAGED = table("damaged_files")
@@ -53,7 +54,7 @@ def test_an_entry_that_is_not_what_a_run_writes_is_refused(folder, tmp_path, ent
 @pytest.mark.parametrize(("name", "entry"), diagonal(DAMAGED, ["config.yaml", "data.json"], 2))
 def test_a_run_does_not_resume_from_a_damaged_file(folder, tmp_path, name, entry):
     run = load(folder / "base.yaml", [f"run.dir={tmp_path / 'run'}"])
-    write_folder(run, {"files": 1})
+    begin_folder(run, {"files": 1})
     (tmp_path / "run" / entry).write_bytes(content(DAMAGED[name]))
     with watched(tmp_path), pytest.raises(InputError) as caught:
         check_folder(run, Resume())
@@ -64,7 +65,7 @@ def test_a_run_does_not_resume_from_a_damaged_file(folder, tmp_path, name, entry
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_metrics_are_dropped(folder, tmp_path, name):
-    write_folder(load(folder / "base.yaml", [f"run.dir={tmp_path / 'run'}"]), {"files": 1})
+    begin_folder(load(folder / "base.yaml", [f"run.dir={tmp_path / 'run'}"]), {"files": 1})
     (tmp_path / "run" / "metrics.jsonl").write_bytes(content(DAMAGED[name]))
     records = Records(tmp_path / "run")
     with watched(tmp_path):

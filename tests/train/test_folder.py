@@ -6,7 +6,8 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.run.folder import InUseError, Resume, check_data, check_folder, lock_folder, move_earlier_run, read_resume, write_folder
+from train.run.folder import InUseError, Resume, check_data, check_folder, check_weights, lock_folder, move_earlier_run, read_resume
+from train.run.history import begin_folder
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -15,7 +16,7 @@ FINGERPRINT = {"source": "text", "train_tokens": 100}
 def started(tiny):
     """A run whose directory already exists."""
     run = tiny()
-    write_folder(run, FINGERPRINT)
+    begin_folder(run, FINGERPRINT)
     return run
 
 
@@ -143,6 +144,28 @@ def test_a_run_that_begins_again_is_compared_with_nothing(tiny, started):
     check_data(tiny(), {"source": "other"}, Resume(never=True))
 
 
+@pytest.mark.parametrize("where", ["nowhere", "empty", "empty/7"])
+def test_weights_that_do_not_exist_are_refused_before_anything_else(where, tiny, started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    # It would resume from them, and not read the weights.
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (problem,) = problems(check_weights, tiny(f"checkpoint.weights={where}"))
+    why = "no checkpoint in empty" if where == "empty" else f"{where} does not exist"
+    assert problem == (
+        f"command line: checkpoint.weights={where}: checkpoint.weights: {why}. "
+        "Name a run directory, or one of the steps in its checkpoints/"
+    )
+
+
+def test_weights_that_exist_are_not_read_yet(tiny, tmp_path):
+    (tmp_path / "other" / "checkpoints" / "7").mkdir(parents=True)
+    for path in ("other", "other/checkpoints", "other/checkpoints/7"):
+        (tmp_path / "other" / "checkpoints" / "7" / "manifest.json").touch()
+        check_weights(tiny(f"checkpoint.weights={tmp_path / path}"))
+    check_weights(tiny())
+
+
 # -- making way ------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +184,7 @@ def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started
 
 def test_each_earlier_run_has_a_folder_of_its_own(tiny, tmp_path):
     for number in (1, 2, 3):
-        write_folder(tiny(f"run.seed={number}"), FINGERPRINT)
+        begin_folder(tiny(f"run.seed={number}"), FINGERPRINT)
         assert move_earlier_run(tmp_path / "run") == tmp_path / f"run.{number}"
     assert [load(tmp_path / f"run.{number}" / "config.yaml").config.run.seed for number in (1, 2, 3)] == [1, 2, 3]
 

@@ -55,18 +55,3 @@ def test_an_event_after_a_line_cut_short_has_a_line_of_its_own(left, stays, tmp_
     (tmp_path / "events.jsonl").write_text(left)
     Records(tmp_path).event("start", 1.0, 0.5)
     assert (tmp_path / "events.jsonl").read_text() == stays + '{"phase": "start", "time": 1.0, "seconds": 0.5}\n'
-
-
-def test_tensorboard_files_are_written_where_it_is_installed(tmp_path):
-    pytest.importorskip("tensorboardX")
-    records = Records(tmp_path)
-    records.metrics(1, {"loss": 2.5, "mfu": None})
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    assert b"loss" in path.read_bytes()
-    assert b"mfu" not in path.read_bytes()
-
-
-def test_tensorboard_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.records.records._Event", None)
-    Records(tmp_path).metrics(1, {"loss": 2.5})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -311,7 +311,7 @@ def test_the_table(write, capsys):
     assert "2 1970-01-01 00:00:50 killed 30.0 s 10 30 2 8" in lines
     assert f"tokens/s {found.throughput.tokens_per_s:.0f} {found.throughput.tokens_per_s_wall:.3g}" in lines
     assert "Straggler spread 1.50: process 1 (a) works 300 ms per step, the median process 200 ms" in lines
-    assert "2 restarts (killed 2), 2 skipped updates (nonfinite 1, spike 1), 1 failed save, 1 injected fault (kill 1)" in lines
+    assert "2 restarts (killed 2), 2 skipped updates (nonfinite 1, spike 1), 1 failed save, 2 injected faults (kill 2)" in lines
     assert max(len(line) for line in shown.splitlines()) <= 160
 
 
@@ -387,3 +387,14 @@ def test_control_characters_of_an_event_are_shown_as_escapes(write, capsys):
         assert all(c.isprintable() or c == "\n" for c in shown)
         assert "\\x1b]0;x\\x07yyy" in shown.replace("\\\\", "\\").replace("\n", "") or options == []
         assert "y" * 301 not in shown
+
+
+def test_incidents_of_every_process_count_and_none_of_them_twice(write):
+    begin = [event("start", 100.0, 1.0, processes=3), event("init", 101.0, 1.0)]
+    skipped = [event("nonfinite", 110.0, step=3), event("nonfinite", 111.0, step=3), event("spike", 112.0, step=7)]
+    end = [stretch(110.0, 20.0, 1, 20), event("stop", 130.0, step=20, why="done")]
+    killed = [event("fault", 113.0, step=8, kind="kill")]
+    failed = [event("save_failed", 114.0, step=step) for step in (5, 10)]
+    run = write([*begin, *skipped, failed[0], *end], [*begin, *skipped, *killed, *end], [*begin, *skipped[1:], *failed, *killed, *end])
+    found = read_accounts(run)
+    assert (found.skipped, found.failed_saves, found.faults) == ({"nonfinite": 2, "spike": 1}, 2, {"kill": 2})

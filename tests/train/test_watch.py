@@ -243,8 +243,8 @@ def test_a_signal_stops_after_the_step_under_way(watched, number, capfd):
         assert not scene.watch.may_begin(4)
     assert scene.codes == []
     assert (
-        f"{signal.Signals(number).name}: stopping after the current step, which is saved. A second signal stops at once, without saving"
-        in capfd.readouterr().err
+        f"{signal.Signals(number).name}: the steps under way are finished and saved, then the run stops. "
+        "A second signal stops at once, without saving" in capfd.readouterr().err
     )
 
 

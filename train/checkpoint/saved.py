@@ -31,11 +31,10 @@ from jgt.document import InputError
 from jgt.sharding.paths import path_text
 
 from ..processes.processes import number_of_first_process, true_on_all_processes
-from . import manifest
-from .disk import DiskError, describe, kind, leads_to_folder, patiently
+from .disk import DiskError, describe
 from .manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
 from .signature import Key
-from .steps import FOLDER, Steps
+from .steps import Steps, find_steps
 
 _Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model it was started with"
@@ -132,17 +131,14 @@ def search_elsewhere(path: Path, key: Key | None = None, *, before: int | None =
 
     path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this one count.
     """
-    # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
-
     return _everywhere(lambda: _locate(path, key, before), path)
 
 
 def _locate(path: Path, key: Key | None, before: int | None) -> Search:
-    # A step has a number for a name, but so may a run directory; only a step has a manifest.
-    if path.name.isdecimal() and patiently(lambda: kind(path / manifest.NAME), path) is not None:
-        return Search(Steps(path.parent, key), lambda: [int(path.name)], is_own=False)
-    steps = Steps(path / FOLDER if patiently(lambda: leads_to_folder(path / FOLDER), path) else path, key)
+    steps, named = find_steps(path, key)
+    if named is not None:
+        return Search(steps, lambda: [named], is_own=False)
     return Search(steps, lambda: [step for step in steps.listed() if before is None or step < before], is_own=False)
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from . import manifest
-from .disk import describe, is_damage, kind, patiently, sync_folder, sync_parents, sync_tree
+from .disk import describe, is_damage, kind, leads_to_folder, patiently, sync_folder, sync_parents, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
 
@@ -146,3 +146,16 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def find_steps(path: Path, key: Key | None = None) -> tuple[Steps, int | None]:
+    """The steps at a path that a person names: a run directory, its `checkpoints` folder, or one of the steps in it.
+
+    Returns the number of the step too if the path names one. Raises OSError.
+    """
+    # A relative path may be `.`, which has no name, and a step is recognised by its name.
+    path = path.absolute()
+    # A step has a number for a name, but so may a run directory; only a step has a manifest.
+    if path.name.isdecimal() and patiently(lambda: kind(path / manifest.NAME), path) is not None:
+        return Steps(path.parent, key), int(path.name)
+    return Steps(path / FOLDER if patiently(lambda: leads_to_folder(path / FOLDER), path) else path, key), None

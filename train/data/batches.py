@@ -52,6 +52,8 @@ class Data:
     """
 
     fingerprint: dict[str, str | int]
+    train_sequences: int
+    """The number of training samples, in all parts together: one epoch."""
     tokenizer: Tokenizer | None = None
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
     """Of data of the user's own: the arrays of one row."""
@@ -131,6 +133,7 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
     return Data(
         tokenizer=tokenizer,
         fingerprint=_fingerprint(config, splits),
+        train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
         _stack=partial(_stack_tokens, seq),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
@@ -142,6 +145,7 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
     """Data of the user's own, in an order that depends on the seed. Raises InputError if it has no samples."""
     return Data(
         fingerprint=source.fingerprint,
+        train_sequences=len(source.train),
         element=source.element,
         pads=False,
         _stack=source.stack,

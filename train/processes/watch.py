@@ -199,7 +199,7 @@ class Watch:
     def _handle_signal(self, number: int) -> None:
         if number == _SAVE:
             self._requests.request_save()
-            say("SIGUSR1: saving after the current step; training continues")
+            say("SIGUSR1: saving after the steps under way; training continues")
         if number not in _STOPS:
             return
         name = signal.Signals(number).name
@@ -209,7 +209,7 @@ class Watch:
             self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
         self._stop_signal, self._stop_requested_at = name, time.monotonic()
         self._requests.stop.request_stop()
-        say(f"{name}: stopping after the current step, which is saved. A second signal stops at once, without saving")
+        say(f"{name}: the steps under way are finished and saved, then the run stops. A second signal stops at once, without saving")
 
     def _check_limits(self, now: float) -> None:
         if self._requests.stop.is_before_first_step:

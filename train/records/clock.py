@@ -6,6 +6,10 @@ correctly and slow the run down, because the devices would idle while the host p
 steps ahead of the devices (`InFlight`), and a step ends when its result is first seen to be finished, not when it was
 dispatched. The time between two such ends is the time of the steps between them (`StepClock`).
 
+The host sees the end of a step at once only if it waits for it. If it was busy meanwhile, it finds the step finished, and several
+steps perhaps together: they ended at some moment since the host last looked. So each end comes with the seconds by which it may have
+been earlier, and a lap between two ends is only measured if these seconds are few against its length.
+
 Two clocks are in use. `time.perf_counter` measures durations: it never jumps. `time.time` gives the moments that events files
 contain, so that the files of several hosts can be compared; it can be set, and no duration is computed from it.
 """
@@ -26,13 +30,18 @@ from jax.sharding import AbstractMesh, Mesh
 WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""
 STRETCH_SECONDS = 10.0
+_DOUBT = 0.25
+"""A lap is measured if its two ends are uncertain by at most this share of its length."""
+_ENDS = 32
+"""The ends of steps that a clock remembers."""
 
 
 class Finished(NamedTuple):
-    """A finished result, and the time.perf_counter() at which it was first seen to be finished."""
+    """A finished result, the time.perf_counter() at which it was first seen to be finished, and by how much earlier it may have been."""
 
     result: Any
     at: float
+    late: float
 
 
 class InFlight:
@@ -40,8 +49,9 @@ class InFlight:
 
     def __init__(self, limit: int):
         self._results: collections.deque[Any] = collections.deque()
-        self._finished_at: collections.deque[float] = collections.deque()
-        self._limit = limit
+        self._ends: collections.deque[tuple[float, float]] = collections.deque()
+        """(at, late) of the oldest results, as far as they were seen to be finished."""
+        self._limit, self._looked = limit, time.perf_counter()
 
     def __len__(self) -> int:
         """The number of results that `add` and `next` have not returned yet."""
@@ -50,16 +60,30 @@ class InFlight:
     def add(self, result: Any) -> Finished | None:
         """Adds the result of a step. If more than `limit` results are then in flight, waits for the oldest and returns it."""
         # If the host is slower than the devices, it never waits for them: the results that finished meanwhile get their time here.
-        # Devices finish results in order, so the first unfinished one ends the search.
-        while len(self._finished_at) < len(self._results) and _is_ready(self._results[len(self._finished_at)]):
-            self._finished_at.append(time.perf_counter())
+        self._look()
+        if len(self._ends) == len(self._results) and _is_ready(result):
+            # Small programs run inside the call that dispatches them, and this one has just returned.
+            self._looked = time.perf_counter()
+            self._ends.append((self._looked, 0.0))
         self._results.append(result)
         return self.next() if len(self._results) > self._limit else None
 
     def next(self) -> Finished:
         """Waits for the oldest result and returns it."""
+        self._look()
         result = jax.block_until_ready(self._results.popleft())
-        return Finished(result, self._finished_at.popleft() if self._finished_at else time.perf_counter())
+        if self._ends:
+            return Finished(result, *self._ends.popleft())
+        # The host has waited for this end, and later ones come after it.
+        self._looked = time.perf_counter()
+        return Finished(result, self._looked, 0.0)
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        # Devices finish results in order, so the first unfinished one ends the search.
+        while len(self._ends) < len(self._results) and _is_ready(self._results[len(self._ends)]):
+            self._ends.append((now, now - self._looked))
+        self._looked = now
 
 
 def steps_ahead(mesh: Mesh | AbstractMesh) -> int:
@@ -78,24 +102,33 @@ def _is_ready(result: Any) -> bool:
     return all(x.is_ready() for x in jax.tree.leaves(result) if hasattr(x, "is_ready"))
 
 
+class _End(NamedTuple):
+    """The end of a step. at: without pauses; late: by how much earlier it may have been."""
+
+    step: int
+    at: float
+    late: float
+
+
 class StepClock:
     """Measures the seconds per step between laps, without pauses. `done` is the number of steps before the first one measured."""
 
     def __init__(self, done: int = 0) -> None:
-        self._last = time.perf_counter()
-        self._last_step = self._start = done
+        self._warm = done + WARMUP_STEPS
+        self._ends: collections.deque[_End] = collections.deque(maxlen=_ENDS)
         self._paused = 0.0
 
-    def lap(self, step: int, at: float) -> float | None:
-        """Seconds per step since the last lap; None if the lap includes a warm-up step.
+    def lap(self, step: int, at: float, late: float = 0.0) -> float | None:
+        """Seconds per step since the last lap, or since an earlier one if that is too near to be measured against; None if all are.
 
-        at: when `step` was finished, by time.perf_counter(). It must not lie before the end of a pause.
+        at: when `step` was finished, by time.perf_counter(). It must not lie before the end of a pause. late: by how many seconds it may
+        have been finished earlier. The warm-up steps are not measured.
         """
-        # A pause lies between two laps, because `at` is never before its end: it is subtracted from one lap only.
-        elapsed = at - self._last - self._paused
-        steps, is_warm = step - self._last_step, self._last_step - self._start >= WARMUP_STEPS
-        self._last, self._last_step, self._paused = at, step, 0.0
-        return elapsed / steps if is_warm else None
+        end = _End(step, at - self._paused, late)
+        begin = next((e for e in reversed(self._ends) if end.at - e.at > 0 and late + e.late <= _DOUBT * (end.at - e.at)), None)
+        if step >= self._warm:
+            self._ends.append(end)
+        return None if begin is None else (end.at - begin.at) / (step - begin.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

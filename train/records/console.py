@@ -1,12 +1,17 @@
-"""What a person sees of a run: a few lines and a table at the start, a line per logged step, and a progress bar on a terminal."""
+"""What a person sees of a run: a few lines and a table at the start, a line for each logged step, and a summary at the end.
+
+On a terminal nothing is broken inside a word: step lines fit (`line.py`), and other lines that are longer than the screen continue below,
+indented. In a file or a pipe a line stays one line, which can be searched, and step lines fit 80 columns, or as many as COLUMNS says.
+"""
 
 from __future__ import annotations
 
+import os
+import textwrap
 from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from jgt.console import make_console, make_table, size_text
@@ -16,24 +21,27 @@ from jgt.schedule.simulate import simulate
 
 from ..setup import Setup
 from ..sink import Stdout
+from .line import step_line
+
+_WIDTH_OF_FILES = 80
 
 
 class Screen:
     """Prints to stdout. If it is not enabled, as on all processes except the first, it prints nothing."""
 
     def __init__(self, *, enabled: bool):
-        stdout = Stdout()
-        self.sink = stdout.sink
-        self._console = make_console(quiet=not enabled, file=cast(TextIO, stdout))
-        # A bar only on a terminal: in a file it would be thousands of lines.
-        bar = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-        self._progress = Progress(*bar, console=self._console, transient=True, disable=not (enabled and self._console.is_terminal))
-        self._task = self._progress.add_task("steps", total=None)
+        self._stdout, self._enabled = Stdout(), enabled
+        self.sink = self._stdout.sink
+        self._console = make_console(quiet=not enabled, file=cast(TextIO, self._stdout))
 
     def say(self, text: str) -> None:
-        """Prints a line. Brackets in it are text, not markup."""
-        # Soft wrap: a long line stays one line, which can be copied and searched.
-        self._console.print(Text(text), soft_wrap=True)
+        """Prints lines."""
+        if not self._enabled:
+            return
+        if self._console.is_terminal:
+            text = "\n".join(_folded(line, self._console.width) for line in text.split("\n"))
+        # Past rich, which takes longer for a line than everything else that is done about a step.
+        self._stdout.write(f"{text}\n")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], numbers: int) -> None:
         """Prints a table whose last `numbers` columns are aligned to the right."""
@@ -49,46 +57,38 @@ class Screen:
             self.say(kernels)
         if setup.run.pipeline is not None:
             self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
-        rows = [
-            [p.path, ", ".join(p.signals) or "(none)", "x".join(map(str, p.shape)), p.spec, size_text(p.bytes_per_device(setup.mesh))]
-            for p in setup.placement.parameters
-        ]
-        # Without the optimizer's state, which has its own shapes; the dry run shows it.
-        total = sum(p.bytes_per_device(setup.mesh) for p in setup.placement.parameters)
-        rows.append([f"{setup.num_parameters:,} parameters", "", "", "", size_text(total)])
-        self.table("Parameters", ["name", "signal", "shape", "spec", "bytes/device"], rows, numbers=1)
-
-    def start_steps(self, done: int, total: int) -> None:
-        """Shows the progress bar, at `done` of `total` steps."""
-        self._progress.update(self._task, completed=done, total=total)
-        self._progress.start()
+        parameters = setup.placement.parameters
+        sizes = [p.bytes_per_device(setup.mesh) for p in parameters]
+        # The last row has the parameters without the optimizer's state, which has its own shapes; the dry run shows it.
+        columns = {
+            "name": [*(p.path for p in parameters), f"{setup.num_parameters:,} parameters"],
+            "signal": [*(", ".join(p.signals) or "(none)" for p in parameters), ""],
+            "shape": [*("x".join(map(str, p.shape)) for p in parameters), ""],
+            "spec": [*(p.spec for p in parameters), ""],
+            "bytes/device": [*map(size_text, sizes), size_text(sum(sizes))],
+        }
+        # Names and specs are what rules are written with.
+        if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) - 2 > self._console.width:
+            del columns["shape"]
+        self.table("Parameters", list(columns), list(map(list, zip(*columns.values(), strict=True))), numbers=1)
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """Prints a logged step and advances the bar. Metrics that are None or absent are left out."""
-        self._progress.update(self._task, completed=step)
-        self.say(
-            f"step {step:>{len(str(total))}}/{total}  "
-            + "  ".join(_metric_text(name, metrics[name]) for name in _METRICS_IN_LINE if metrics.get(name) is not None)
-        )
+        """Prints a logged step."""
+        self.say(step_line(step, total, metrics, self._step_width()))
 
-    def stop_steps(self) -> None:
-        """Removes the bar."""
-        self._progress.stop()
+    def _step_width(self) -> int:
+        if self._console.is_terminal:
+            return self._console.width
+        columns = os.environ.get("COLUMNS", "")
+        return int(columns) if columns.isdecimal() and 0 < int(columns) < 1000 else _WIDTH_OF_FILES
 
 
-_METRICS_IN_LINE = ("loss", "eval_loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "mfu")
-
-
-def _metric_text(name: str, value: Any) -> str:
-    if name == "step_time_s":
-        return f"{value * 1000:.0f} ms"
-    if name == "tokens_per_s":
-        return f"{value:,.0f} tokens/s"
-    if name == "mfu":
-        return f"mfu {value:.1%}"
-    if name == "lr":
-        return f"lr {value:.2e}"
-    return f"{name} {value:.4f}"
+def _folded(line: str, width: int) -> str:
+    """The line in pieces that fit the width, broken between words. A word that is too long stays whole, so that a path can be copied."""
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 
 
 def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:

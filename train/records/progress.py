@@ -30,9 +30,11 @@ from ..sections import TrainConfig
 from ..setup import Setup
 from ..sink import say
 from ..step.schedule import learning_rate
-from .clock import Finished, InFlight, StepClock, Stretches, steps_ahead
+from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead
 from .console import Screen
+from .machine import memory_use
 from .records import Records
+from .summary import tokens_per_sample
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -88,15 +90,21 @@ class UpdateGuard:
 
 
 class Progress:
-    """Follows the steps of one start of a run: times them, checks them, and logs them in order. `done`: the steps before this start."""
+    """Follows the steps of one start of a run: times them, checks them, and logs them in order.
 
-    def __init__(self, setup: Setup, screen: Screen, records: Records, done: int):
+    done: the steps before this start. epoch_samples: the samples of one pass over the training data; None if it has no end.
+    """
+
+    def __init__(self, setup: Setup, screen: Screen, records: Records, done: int, epoch_samples: int | None = None):
         self._setup, self._config = setup, setup.run.config
         self._screen, self._records = screen, records
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, functools.partial(records.event, "step"))
         self._guard = UpdateGuard(self._config.train, records, enabled=jax.process_index() == 0)
         self._dispatched = done
+        self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
+        self._flops, self._peak = _flops_per_sample(setup), _peak_of_mesh(setup)
+        self._countdown = Countdown(done)
 
     def dispatched(self, step: StepResult) -> None:
         """The loop has dispatched a step. Waits until the host is no more steps ahead than it may be.
@@ -141,23 +149,70 @@ class Progress:
         finish_trial()
         total = self._config.train.steps
         if done.step % self._config.train.log_every == 0 or done.step == total:
-            row = self._row(done, self._clock.lap(done.step, finished.at))
+            row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
             self._records.metrics(done.step, row)
-            self._screen.step(done.step, total, row)
+            self._screen.step(done.step, total, row | {"eta_s": self._countdown.seconds_left(done.step, total)})
         # Checked after it is logged: if the check ends the run, the step that ended it is in the records.
         self._guard.check(done)
 
     def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
         """The metrics of a logged step. seconds: per step, or None if not known."""
-        values = {name: float(value) for name, value in done.metrics.items() if name != "applied"}
-        # Computed here from the step's number, so that it needs no transfer from the devices.
-        rate = learning_rate(self._config.optimizer, self._config.train.steps, done.step)
-        return {**values, "lr": rate, "step_time_s": seconds, **self._speed(seconds)}
+        samples = done.samples[1] + 1
+        # Whatever else the loss returns is logged under its own name, unless it is one of these.
+        own = {name: _scalar(value) for name, value in done.metrics.items() if name not in ("loss", "grad_norm", "applied")}
+        return own | {
+            "loss": float(done.metrics["loss"]),
+            "grad_norm": float(done.metrics["grad_norm"]),
+            # Computed here from the step's number, so that it needs no transfer from the devices.
+            "lr": learning_rate(self._config.optimizer, self._config.train.steps, done.step),
+            "time": round(time.time(), 3),
+            "samples": samples,
+            **({} if self._tokens is None else {"tokens": samples * self._tokens}),
+            **({} if self._epoch_samples is None else {"epoch": round(samples / self._epoch_samples, 6)}),
+            "step_time_s": seconds,
+            **self._speed(seconds),
+            **memory_use(),
+        }
 
     def _speed(self, seconds: float | None) -> dict[str, float | None]:
-        if seconds is None:
-            return {"tokens_per_s": None, "mfu": None}
-        tokens = self._config.train.batch * self._config.model.seq / seconds
-        peak = peak_flops(jax.devices()[0].device_kind)
-        flops = tokens * self._config.model.flops_per_token(self._setup.num_parameters)
-        return {"tokens_per_s": tokens, "mfu": flops / (peak * self._setup.mesh.size) if peak else None}
+        speed = None if seconds is None else self._config.train.batch / seconds
+        flops = None if speed is None or self._flops is None else speed * self._flops
+        of_peak = None if flops is None or self._peak is None else flops / self._peak
+        if self._tokens is None:
+            return {"samples_per_s": speed, "mfu": of_peak}
+        return {"tokens_per_s": None if speed is None else speed * self._tokens, "mfu": of_peak}
+
+
+class Countdown:
+    """How long the rest of a run will take, by the wall time of the steps of this start, with their evaluations and checkpoints."""
+
+    def __init__(self, done: int):
+        self._warm = done + WARMUP_STEPS
+        self._begin: tuple[int, float] | None = None
+
+    def seconds_left(self, step: int, total: int) -> float | None:
+        """The seconds until step `total`, when `step` is finished; None before there is a step to measure."""
+        now = time.perf_counter()
+        if self._begin is None:
+            self._begin = (step, now) if step >= self._warm else None
+            return None
+        begin, at = self._begin
+        return (now - at) / (step - begin) * (total - step)
+
+
+def _flops_per_sample(setup: Setup) -> float | None:
+    tokens = tokens_per_sample(setup)
+    return None if tokens is None else tokens * setup.run.config.model.flops_per_token(setup.num_parameters)
+
+
+def _peak_of_mesh(setup: Setup) -> float | None:
+    peak = peak_flops(jax.devices()[0].device_kind)
+    return None if peak is None else peak * setup.mesh.size
+
+
+def _scalar(value: Any) -> float | None:
+    """A metric of the loss as a number; None if it is anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -50,6 +50,8 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 
+_INCIDENTS, _FAULT = ("nonfinite", "spike", "save_failed"), "fault"
+
 _CAUSE_OF = {
     "start": "startup",
     "verify": "restore",
@@ -133,13 +135,18 @@ def read_accounts(run: Path) -> Accounts:
         lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
         raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
     others: dict[int, tuple[StartSummary, ...]] = {}
+    events_of_others: list[Sequence[Event]] = []
     # Process 0's file has no number. Others, such as a copy that someone made, are left alone.
     for path in sorted(run.glob("events-*.jsonl")):
         if (process := path.stem.removeprefix("events-")).isdecimal():
             other_events, other_unreadable = read_events(path)
             others[int(process)] = find_starts(other_events)
+            # Of millions of events, those that count one by one.
+            events_of_others.append([event for event in other_events if event.phase in (*_INCIDENTS, _FAULT)])
             unreadable += other_unreadable
-    return account(str(run), events, others, tokens_per_step=_tokens_per_step(run), unreadable_lines=unreadable)
+    return account(
+        str(run), events, others, events_of_others=events_of_others, tokens_per_step=_tokens_per_step(run), unreadable_lines=unreadable
+    )
 
 
 def account(
@@ -147,10 +154,11 @@ def account(
     events: Sequence[Event],
     others: Mapping[int, Sequence[StartSummary]] | None = None,
     *,
+    events_of_others: Sequence[Sequence[Event]] = (),
     tokens_per_step: int | None = None,
     unreadable_lines: int = 0,
 ) -> Accounts:
-    """The accounts from the events of process 0, at least one. others: the starts of the other processes."""
+    """The accounts from the events of process 0, at least one. others, events_of_others: of the other processes."""
     starts = find_starts(events)
     limits = _last_preserved_steps(starts)
     causes = _seconds_by_cause(starts, limits)
@@ -158,7 +166,7 @@ def account(
     wall = math.fsum(causes.values())
     trained = sum(stretch.steps for start in starts for stretch in start.stretches)
     preserved = sum(stretch.steps_up_to(limit) for start, limit in zip(starts, limits, strict=True) for stretch in start.stretches)
-    phases = Counter(event.phase for event in events)
+    incidents, faults = _incidents([events, *events_of_others])
     return Accounts(
         run=run,
         wall_s=wall,
@@ -171,13 +179,28 @@ def account(
         # Every start but the last was followed by a restart.
         restarts_after=dict(Counter(start.ended or NO_RECORD for start in starts[:-1])),
         # Both keys are always present, for programs that read the JSON.
-        skipped={name: phases[name] for name in ("nonfinite", "spike")},
-        failed_saves=phases["save_failed"],
-        faults=dict(Counter(event.text("kind") or "unknown" for event in events if event.phase == "fault")),
+        skipped={name: incidents[name] for name in ("nonfinite", "spike")},
+        failed_saves=incidents["save_failed"],
+        faults=faults,
         throughput=_throughput(starts, preserved, tokens_per_step, causes["steps"], wall),
         stragglers=find_stragglers(starts, others or {}),
         unreadable_lines=unreadable_lines,
     )
+
+
+def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict[str, int]]:
+    """The skipped updates and failed saves of a run, by phase, and the injected faults, by kind, from the events of all processes."""
+    found: Counter[tuple[str, int | None]] = Counter()
+    faults: Counter[str] = Counter()
+    for events in processes:
+        # All processes skip the same updates, and each notes it; a save may fail on one of them. Neither may be counted twice.
+        found |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
+        # A fault is injected into one process.
+        faults.update(event.text("kind") or "unknown" for event in events if event.phase == _FAULT)
+    by_phase: Counter[str] = Counter()
+    for (phase, _), count in found.items():
+        by_phase[phase] += count
+    return by_phase, dict(faults)
 
 
 def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:

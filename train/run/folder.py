@@ -29,20 +29,24 @@ from jgt import document
 from jgt.document import InputError, shown, suggestion
 
 from ..checkpoint.disk import DiskError, describe, kind, patiently
-from ..checkpoint.steps import FOLDER, Steps
+from ..checkpoint.steps import FOLDER, Steps, find_steps
 from ..command_line import EndError
 from ..config import Run
 from ..profile.steps import PROFILE
 
 FIXED = ("model", "data", "run.seed")
 """Keys that must not change between two starts of a run. Everything else (mesh, rules, steps, batch, ...) may."""
+CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
+"""The run's config, the identity of its data, and the folder for what they were before."""
 LOGS = "logs"
 """The folder for the output of the launcher's processes."""
 _LOCK = "lock"
 _NOT_MOVED = ("data", LOGS, _LOCK)
 """Stays when an earlier run is moved away: encoded text serves any run, and the launcher has its logs open while the run starts."""
-_FILES = re.compile(rf"(config\.yaml|data\.json|metrics\.jsonl)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}")
-_FOLDERS = ("checkpoints", "data", "faults", "tensorboard", LOGS, PROFILE)
+_FILES = re.compile(
+    rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|loggers\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
+)
+_FOLDERS = ("checkpoints", CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 _MAX_BYTES = 1_000_000
 
 
@@ -104,7 +108,7 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
 def check_folder(run: Run, resume: Resume) -> None:
     """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`; or DiskError."""
     folder = run.config.run.path
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     try:
         problems = [f"{run.where('run.dir')}: run.dir: {problem}" for problem in _place_problems(folder, moved=resume.never)]
     except OSError as error:
@@ -120,9 +124,21 @@ def check_folder(run: Run, resume: Resume) -> None:
         raise InputError(problems)
 
 
+def check_weights(run: Run) -> None:
+    """Raises InputError if there is no checkpoint at `checkpoint.weights`, also if this start is not going to use it; or OSError."""
+    weights = run.config.checkpoint.weights
+    if weights is None:
+        return
+    steps, named = find_steps(Path(weights))
+    if named is None and not steps.listed():
+        why = f"no checkpoint in {weights}" if os.path.lexists(weights) else f"{weights} does not exist"
+        remedy = "Name a run directory, or one of the steps in its checkpoints/"
+        raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {why}. {remedy}"])
+
+
 def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
     """Raises InputError if the data's fingerprint differs from the one in the run directory."""
-    path = run.config.run.path / "data.json"
+    path = run.config.run.path / DATA
     if resume.never or not path.is_file():
         return
     try:
@@ -217,12 +233,16 @@ def earlier_files(folder: Path) -> frozenset[tuple[str, int, int]]:
     return frozenset(found)
 
 
-def write_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
-    """Creates the run directory, and writes the resolved config and the data's fingerprint into it."""
-    folder = run.config.run.path
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / "config.yaml", document.dump(run.resolved()))
-    _write_whole(folder / "data.json", json.dumps(dict(fingerprint), indent=1) + "\n")
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of the run directory. A kill leaves the old one or the new one. Raises OSError."""
+    # A start that changes nothing needs no room on the disk.
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == text.encode():
+            return
+    # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _movable(folder: Path) -> list[Path]:
@@ -248,17 +268,6 @@ def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
             if wanted is not None and found not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
                 own = "a regular file" if wanted == stat.S_IFREG else "a folder"
                 yield f"{entry} is not {own}, as a run's own would be. Remove it, or name another directory"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    # A start that changes nothing needs no room on the disk.
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == text.encode():
-            return
-    # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def _fixed(run: Run) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,15 +40,18 @@ from ..profile.profiler import Profiler
 from ..profile.steps import StepRange
 from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
+from ..records.loggers import open_loggers
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
+from ..records.summary import describe_data, describe_end, describe_size, describe_start, tokens_per_sample
 from ..sections import Fault
 from ..setup import Setup, prepare
 from ..sink import describe_lost, say
 from ..step.step import State
 from ..xla import open_devices
 from .faults import Faults
-from .folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run, write_folder
+from .folder import InUseError, Lock, Resume, check_data, fingerprints, lock_folder, move_earlier_run
+from .history import begin_folder, replace_config
 from .sample import sample_text, terminal_text
 from .start import Feed, Position, Start
 
@@ -57,12 +60,18 @@ _LAST_SAVE_SECONDS = 10
 
 
 def train(
-    run: Run, resume: Resume | None = None, *, profiled: StepRange | None = None, begun: float | None = None, stopped_code: int = Exit.DONE
+    run: Run,
+    resume: Resume | None = None,
+    *,
+    profiled: StepRange | None = None,
+    begun: float | None = None,
+    stopped_code: int = Exit.DONE,
+    on_end: Callable[[Setup, Position], None] | None = None,
 ) -> int:
     """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
-    first. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run cannot
+    first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run cannot
     continue.
     """
     resume, entered = resume or Resume(), time.time()
@@ -80,17 +89,21 @@ def train(
             lock = closing.enter_context(lock_folder(folder))
             if resume.never and (moved := move_earlier_run(folder)):
                 screen.say(f"The earlier run was moved to {moved}")
-            write_folder(run, data.fingerprint)
+            begin_folder(run, data.fingerprint)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
-        records = Records(folder, process=process)
+        loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
+        records = Records(folder, process=process, loggers=loggers)
+        closing.callback(records.close)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         begun = begun or entered
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
         records.event("start", begun, entered - begun, **who, jax=jax.__version__)
         records.event("open", entered, time.time() - entered)
+        screen.say(describe_start(folder))
         screen.setup(setup)
-        screen.say("Data: " + ", ".join(f"{key} {value}" for key, value in data.fingerprint.items()))
+        screen.say(describe_data(data.fingerprint))
+        screen.say(describe_size(setup))
 
         def note_fault(fault: Fault) -> None:
             records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
@@ -99,10 +112,10 @@ def train(
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         is_ours = (lambda: True) if lock is None else lock.is_held
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
-        closing.callback(screen.stop_steps)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
-            done = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
+            position = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
+            done = position.step >= run.config.train.steps
         except Exception as error:
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
@@ -117,6 +130,8 @@ def train(
                 say(f"the run failed; {checkpoints.describe()}")
             raise
         checkpoints.close()
+    if on_end is not None:
+        on_end(setup, position)
     code = Exit.DONE if done else stopped_code
     if not (lost := _lost(screen, records)):
         return code
@@ -172,26 +187,27 @@ class Loop:
         self._setup, self._data = setup, data
         self._screen, self._records, self._checkpoints = screen, records, checkpoints
         self._watch, self._faults, self._profiler = watch, faults, profiler
-        self._check_lock = _nothing if lock is None else lock.check
+        self._is_first, self._check_lock = lock is not None, _nothing if lock is None else lock.check
         self._config = setup.run.config
         self._feed = Feed(data, setup)
         self._eval_step: Any = None
         self._saved, self._has_failed = 0, False
         """The step of the last save that was started, and whether it has failed."""
 
-    def run(self, resume: Resume) -> bool:
-        """Starts or resumes, trains, and writes a sample. Returns whether all steps are done."""
+    def run(self, resume: Resume) -> Position:
+        """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
         self._profiler.check(position.step)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self._records.forget_after(position.step)
-        last = self._config.train.steps
+        first, last, begun = position.step, self._config.train.steps, time.perf_counter()
         if position.step >= last:
             more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
+            self._replace_config(position.step)
             position = self._steps(position)
-            self._screen.say(f"Checkpoint of step {position.step} in {self._checkpoints.folder}")
+            self._screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
         if position.step < last:
             why = self._watch.stop_signal or "a signal to another process"
             self._screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
@@ -200,7 +216,23 @@ class Loop:
         why = "done" if position.step >= last else self._watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := _lost(self._screen, self._records)) else {}
         self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
-        return position.step >= last
+        if position.step > first:
+            self._summarize(position, time.perf_counter() - begun)
+        return position
+
+    def _summarize(self, position: Position, seconds: float) -> None:
+        if self._is_first:
+            tokens = tokens_per_sample(self._setup)
+            tokens = None if tokens is None else tokens * position.samples
+            for line in describe_end(self._config.run.path, seconds=seconds, tokens=tokens, samples=position.samples):
+                self._screen.say(line)
+
+    def _replace_config(self, step: int) -> None:
+        """This start trains: its config is the run's from here on."""
+        change = replace_config(self._setup.run, self._data.fingerprint, step) if self._is_first else None
+        if change is not None:
+            self._records.event("config", time.time(), 0.0, **change.to_json())
+            self._screen.say(change.text)
 
     def _steps(self, position: Position) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
@@ -208,8 +240,7 @@ class Loop:
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step = self._setup.compile_train_step()
-        self._screen.start_steps(position.step, config.steps)
-        progress = Progress(self._setup, self._screen, self._records, position.step)
+        progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
@@ -241,7 +272,6 @@ class Loop:
         progress.end()
         if self._profiler.tracing:
             self._profile(done, train_step, progress)
-        self._screen.stop_steps()
         self._check_lock()
         with self._phase("save", step=done):
             with self._saving(done):
@@ -308,7 +338,7 @@ class Loop:
                 sums.append(self._eval_step(state.params, state.variables, batch))
                 in_flight.add(sums[-1])
             totals: dict[str, tuple[float, float]] = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
-        row = {f"eval_{name}": total / weight for name, (total, weight) in totals.items()}
+        row = {f"eval_{name}": total / weight for name, (total, weight) in totals.items()} | {"time": round(time.time(), 3)}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
 

@@ -63,7 +63,7 @@ def test_a_signal_to_one_of_two_stops_both_at_a_step_that_both_save(two, tmp_pat
         assert f"Stopped at step {step} of {MANY} by a signal to another process; the same command resumes from there" in processes.output(
             0
         )
-        assert "jgt: SIGTERM: stopping after the current step" in processes.output(1)
+        assert "jgt: SIGTERM: the steps under way are finished and saved" in processes.output(1)
     stops = [events(tmp_path / "run", "stop", process)[-1] for process in (0, 1)]
     assert [(stop["step"], stop["why"]) for stop in stops] == [(step, "peer"), (step, "SIGTERM")]
     assert max(losses(tmp_path / "run")) == step

@@ -1,0 +1,139 @@
+"""What two runs differ in: config, results, speed and memory, and the losses at the same steps.
+
+A comparison answers in the order in which one asks: what was different, what came of it, and from where on. The figures of a run cover
+all its starts: the best evaluation and the median speed of all rows, and the goodput of its events. One line says whether the runs computed
+the same: their losses are equal bit for bit up to some step, or differ from the first one on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jgt.document import InputError
+
+from ..report.accounts import read_accounts
+from .runs import RunCurves
+
+_OWN = ("run.name", "run.dir", "log")
+"""Keys that differ between any two runs, or say nothing about training."""
+_RECENT = 10
+_STEPS = 8
+"""The rows of the table of losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A figure of both runs. change: of the second as a share of the first; None where it is not known or not a number."""
+
+    name: str
+    first: Any
+    second: Any
+    change: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs held against each other.
+
+    config: the keys that differ; results: figures of both runs; losses: at common steps. common: the number of common steps; equal_up_to:
+    the last of them up to which all losses are equal bit for bit, None if not even the first is.
+    """
+
+    config: tuple[Difference, ...]
+    results: tuple[Difference, ...]
+    losses: tuple[Difference, ...]
+    common: int
+    equal_up_to: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain values."""
+        return asdict(self)
+
+    @property
+    def verdict(self) -> str:
+        """A sentence about the losses."""
+        if not self.common:
+            return "The runs have no logged step in common"
+        if self.equal_up_to is None:
+            return f"The losses differ from the first of {self.common:,} common steps on"
+        if not self.losses or self.equal_up_to >= int(self.losses[-1].name):
+            return f"The losses of all {self.common:,} common steps are equal, bit for bit"
+        return f"The losses are equal up to step {self.equal_up_to:,}, bit for bit, and differ after it"
+
+
+def compare_runs(first: RunCurves, second: RunCurves) -> Comparison:
+    """Holds two runs against each other."""
+    losses = first.at_steps("loss"), second.at_steps("loss")
+    common = sorted(losses[0].keys() & losses[1].keys())
+    unequal = next((index for index, step in enumerate(common) if losses[0][step] != losses[1][step]), len(common))
+    figures = [_figures(run) for run in (first, second)]
+    names = dict.fromkeys((*figures[0], *figures[1]))
+    return Comparison(
+        config=tuple(_config_differences(first.config, second.config)),
+        results=tuple(_difference(name, figures[0].get(name), figures[1].get(name)) for name in names),
+        losses=tuple(_difference(str(step), losses[0][step], losses[1][step]) for step in _spread(common)),
+        common=len(common),
+        equal_up_to=common[unequal - 1] if unequal else None,
+    )
+
+
+def _figures(run: RunCurves) -> dict[str, float | None]:
+    """The figures of a run that has them."""
+
+    def values(metric: str) -> list[float]:
+        return [point.y for point in run.curve(metric)]
+
+    losses, evaluations, hours = values("loss"), values("eval_loss"), run.curve("step", "hours")
+    figures: dict[str, float | None] = {
+        "steps": max(values("step"), default=None),
+        "tokens": max(values("tokens"), default=None),
+        f"loss, mean of the last {_RECENT} rows": statistics.fmean(losses[-_RECENT:]) if losses else None,
+        "best eval_loss": min(evaluations, default=None),
+        "last eval_loss": evaluations[-1] if evaluations else None,
+        "hours": hours[-1].x if hours else None,
+        **{f"median {name}": _median(values(name)) for name in ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")},
+        "memory_peak_bytes": max(values("memory_peak_bytes"), default=None),
+        "goodput": _goodput(run),
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _goodput(run: RunCurves) -> float | None:
+    with contextlib.suppress(InputError, OSError):
+        return read_accounts(run.folder).goodput
+    return None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _difference(name: str, first: float | None, second: float | None) -> Difference:
+    change = second / first - 1 if first and second is not None else None
+    return Difference(name=name, first=first, second=second, change=change)
+
+
+def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    old, new = dict(_flat(first)), dict(_flat(second))
+    for key in dict.fromkeys((*old, *new)):
+        if old.get(key) != new.get(key) and key not in _OWN:
+            yield Difference(name=key, first=old.get(key), second=new.get(key))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """At most _STEPS of the steps, the first and the last among them."""
+    if len(steps) <= _STEPS:
+        return list(steps)
+    return [steps[round(n * (len(steps) - 1) / (_STEPS - 1))] for n in range(_STEPS)]

@@ -1,0 +1,110 @@
+"""Runs as curves: each metric of metrics.jsonl over steps, tokens or hours.
+
+Runs are drawn to be compared, and which axis is fair depends on the question: steps for the same batch, tokens for different ones, hours
+for the speed. So a curve takes its x from a name. An evaluation has a row without tokens, and gets those of the training step before it.
+Rows of older versions may lack the time or the tokens; a point without x or y is left out.
+
+A long run has more rows than a picture has pixels: `thinned` takes the mean over bins of equal numbers of points, so that a curve keeps its
+level everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jgt import document
+from jgt.document import InputError, nearest
+
+from ..records.rows import read_metrics
+
+AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "time"}
+"""What a curve may be drawn over, and the metric that says where."""
+METRICS = ("loss", "eval_loss", "tokens_per_s")
+"""What is drawn if nothing else is asked for."""
+
+
+class Point(NamedTuple):
+    """A point of a curve."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """A run directory, read. rows: of metrics.jsonl, in order; config: that of the last start that trained, empty if it cannot be read."""
+
+    folder: Path
+    rows: tuple[Mapping[str, Any], ...]
+    config: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all metrics with a number, in the order of their first appearance."""
+        return tuple(dict.fromkeys(name for row in self.rows for name, value in row.items() if _number(value) is not None))
+
+    def curve(self, metric: str, over: str = "steps") -> list[Point]:
+        """The points of a metric. over: a key of AXES."""
+        axis, points, last = AXES[over], list[Point](), None
+        begin = next((at for row in self.rows if (at := _number(row.get("time"))) is not None), 0.0)
+        for row in self.rows:
+            at = _number(row.get(axis))
+            last = last if at is None else (at - begin) / 3600 if over == "hours" else at
+            value = _number(row.get(metric))
+            if last is not None and value is not None:
+                points.append(Point(last, value))
+        return points
+
+    def at_steps(self, metric: str) -> dict[int, float]:
+        """The values of a metric by step."""
+        return {row["step"]: value for row in self.rows if (value := _number(row.get(metric))) is not None}
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
+    """The runs at these paths. Raises InputError with all that are not run directories, and OSError."""
+    problems = [problem for path in paths if (problem := _problem(path)) is not None]
+    if problems:
+        raise InputError(problems)
+    return [_read(path) for path in paths]
+
+
+def thinned(points: Sequence[Point], count: int) -> list[Point]:
+    """At most `count` points, each the mean of as many neighbours."""
+    if len(points) <= count:
+        return list(points)
+    edges = [round(len(points) * n / count) for n in range(count + 1)]
+    groups = [points[begin:end] for begin, end in itertools.pairwise(edges)]
+    return [Point(sum(p.x for p in group) / len(group), sum(p.y for p in group) / len(group)) for group in groups]
+
+
+def short_names(runs: Sequence[RunCurves]) -> list[str]:
+    """The name of each run's folder, or its path if two have the same name."""
+    names = [run.folder.name for run in runs]
+    return [str(run.folder) if names.count(name) > 1 or not name else name for run, name in zip(runs, names, strict=True)]
+
+
+def _problem(path: Path) -> str | None:
+    if (path / "metrics.jsonl").is_file():
+        return None
+    why = "is not a run directory: it has no metrics.jsonl" if path.is_dir() else "is not a run directory"
+    others = sorted(str(file.parent) for file in path.parent.glob("*/metrics.jsonl")) if path.parent.is_dir() else []
+    return f"{path}: {why}. {nearest(str(path), others) if others else 'Name one, such as runs/quickstart'}"
+
+
+def _read(path: Path) -> RunCurves:
+    config: Mapping[str, Any] = {}
+    try:
+        found = document.read(path / "config.yaml").plain()
+        config = found if isinstance(found, dict) else {}
+    except InputError:
+        # Curves need no config.
+        pass
+    return RunCurves(folder=path, rows=tuple(row for _, row in read_metrics(path / "metrics.jsonl")), config=config)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,109 @@
+"""The first and the last lines of a run on the screen: what is going to run on which data, and what has come of it.
+
+At the end a person asks how long it took, how good it became, how much of the time counted, and where everything is. The answers cover the
+whole run and not only its last start, so they are read from the run's files: the best evaluation from metrics.jsonl, the goodput from the
+events, as `train.report` computes it. They are a service: whatever cannot be read is left out, and no run ends because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jgt
+from jgt.console import size_text
+from jgt.document import InputError
+
+from ..report.accounts import read_accounts
+from ..setup import Setup
+from .line import duration_text, short_text
+from .rows import read_metrics
+
+_FILES = {
+    "checkpoints": "checkpoints/",
+    "metrics.jsonl": "metrics.jsonl",
+    "metrics.csv": "metrics.csv",
+    "events.jsonl": "events.jsonl",
+    "tensorboard": "tensorboard/",
+    "sample.txt": "sample.txt",
+    "profile": "profile/",
+}
+"""What a person may look for in a run directory."""
+
+
+def describe_start(folder: Path) -> str:
+    """The versions, and the run directory."""
+    return f"jgt {jgt.__version__}, jax {jax.__version__}. Run directory: {folder}"
+
+
+def describe_size(setup: Setup) -> str:
+    """The number of parameters, and the work of a step."""
+    train, tokens = setup.run.config.train, tokens_per_sample(setup)
+    step = f"{train.batch:,} samples" if tokens is None else f"{train.batch * tokens:,} tokens ({train.batch:,} x {tokens:,})"
+    return f"Model: {setup.num_parameters:,} parameters. A step is {step}"
+
+
+def tokens_per_sample(setup: Setup) -> int | None:
+    """The tokens of a sample; None if the inputs of the model are not tokens."""
+    inputs = setup.batch_shapes.get("inputs")
+    is_text = inputs is not None and len(inputs.shape) == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
+    return inputs.shape[1] if is_text and inputs is not None else None
+
+
+def describe_data(fingerprint: Mapping[str, Any]) -> str:
+    """One line about the data, from its fingerprint: the checksums in it are for resuming, not for people."""
+    parts = list(filter(None, [_source(fingerprint), _files(fingerprint)]))
+    splits = list(_splits(fingerprint))
+    return f"Data: {', '.join(parts)}{': ' if parts and splits else ''}{', '.join(splits)}"
+
+
+def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: int) -> Iterator[str]:
+    """The lines of the summary. seconds: of this start; tokens and samples: of the whole run, tokens None if there are none."""
+    amount = f"{short_text(samples)} samples" if tokens is None else f"{short_text(tokens)} tokens"
+    line = f"Trained for {duration_text(seconds)}, {amount} in all"
+    with contextlib.suppress(InputError, OSError):
+        accounts = read_accounts(folder)
+        starts = f" over {len(accounts.starts)} starts" if len(accounts.starts) > 1 else ""
+        line += f", goodput {accounts.goodput:.1%}{starts}"
+    yield line
+    with contextlib.suppress(OSError):
+        if (best := _best(folder / "metrics.jsonl")) is not None:
+            yield f"Best evaluation: loss {best[0]:.4f} at step {best[1]}"
+    names = [shown for name, shown in _FILES.items() if (folder / name).exists()]
+    yield f"In {folder}: {', '.join(names)}"
+
+
+def _best(path: Path) -> tuple[float, int] | None:
+    rows = (row for _, row in read_metrics(path))
+    return min(((value, row["step"]) for row in rows if isinstance(value := row.get("eval_loss"), int | float)), default=None)
+
+
+def _source(fingerprint: Mapping[str, Any]) -> str:
+    parts = [value for key, value in fingerprint.items() if key.startswith("mixture[") and key.endswith("].source")]
+    source = str(fingerprint.get("source", "the run's own"))
+    return f"{source} of {', '.join(map(str, parts))}" if parts else source
+
+
+def _files(fingerprint: Mapping[str, Any]) -> str | None:
+    """The files of all parts and splits together."""
+    files, size = (_sum(fingerprint, name) for name in ("files", "bytes"))
+    return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {size_text(size)}"
+
+
+def _sum(fingerprint: Mapping[str, Any], name: str) -> int:
+    return sum(
+        value for key, value in fingerprint.items() if isinstance(value, int) and key.rpartition(".")[2].removeprefix("eval_") == name
+    )
+
+
+def _splits(fingerprint: Mapping[str, Any]) -> Iterator[str]:
+    for unit in ("tokens", "samples"):
+        for split, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
+            count = fingerprint.get(f"{split}_{unit}")
+            if isinstance(count, int) and count:
+                yield f"{count:,} {unit if purpose == 'to train on' else ''}".rstrip() + f" {purpose}"
