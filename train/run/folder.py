@@ -30,12 +30,13 @@ from jgt.document import InputError, shown, suggestion
 
 from ..checkpoint.disk import DiskError, describe, kind, patiently
 from ..checkpoint.steps import FOLDER, Steps, find_steps
+from ..code.files import COPY, read_code
 from ..command_line import EndError
 from ..config import Run
 from ..profile.steps import PROFILE
 
-FIXED = ("model", "data", "run.seed")
-"""Keys that must not change between two starts of a run. Everything else (mesh, rules, steps, batch, ...) may."""
+FIXED = ("model", "data", "run.seed", "code")
+"""Keys that must not change between two starts of a run, and the code of the user's own. Everything else (mesh, rules, steps, batch, ...) may."""
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""
 LOGS = "logs"
@@ -46,7 +47,7 @@ _NOT_MOVED = ("data", LOGS, _LOCK)
 _FILES = re.compile(
     rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|loggers\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
 )
-_FOLDERS = ("checkpoints", CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
+_FOLDERS = ("checkpoints", COPY, CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 _MAX_BYTES = 1_000_000
 
 
@@ -119,9 +120,14 @@ def check_folder(run: Run, resume: Resume) -> None:
     if resume.never or not path.is_file():
         return
     before = document.read(path).plain()
-    problems = _changed(run, {key: _get(before, key) for key in FIXED}, str(path), resume.allow)
+    problems = _changed(run, {**{key: _get(before, key) for key in FIXED}, "code": code_of(folder)}, str(path), resume.allow)
     if problems:
         raise InputError(problems)
+
+
+def code_of(folder: Path) -> str | None:
+    """The checksum of a run directory's copy of the user's own code, if it has one."""
+    return read_code([folder / COPY]).checksum if document.is_folder(folder / COPY) else None
 
 
 def check_weights(run: Run) -> None:
@@ -273,7 +279,7 @@ def _place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
 def _fixed(run: Run) -> dict[str, Any]:
     # Written and read once more, so that values compare equal to the ones in a file: a tuple is a list there.
     resolved = document.parse(document.dump(run.resolved()), "config").plain()
-    return {key: _get(resolved, key) for key in FIXED}
+    return {**{key: _get(resolved, key) for key in FIXED}, "code": run.code.checksum or None}
 
 
 def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ The invariant: a start that trains no step changes no file here, and a kill at a
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,9 @@ from typing import Any
 from jgt import document
 from jgt.document import shown
 
+from ..code.files import COPY
 from ..config import Run
-from .folder import CONFIG, CONFIGS, DATA, write_whole
+from .folder import CONFIG, CONFIGS, DATA, code_of, write_whole
 
 _FREE = ("mesh", "rules", "pipeline", "budget")
 """Parts of a config whose keys are the user's own. In all others, a key that an older file lacks did not exist then."""
@@ -87,6 +89,17 @@ def begin_folder(run: Run, data: Mapping[str, Any]) -> None:
     for name, text in config_texts(run, data).items():
         if not (folder / name).exists():
             write_whole(folder / name, text)
+    _keep_code(run, folder)
+
+
+def _keep_code(run: Run, folder: Path) -> None:
+    """Copies the user's own code into the run directory. An earlier copy of other code stays, under a number."""
+    if not run.code.files or code_of(folder) == run.code.checksum:
+        return
+    if (folder / COPY).is_dir():
+        earlier = (folder / f"{COPY}.{number}" for number in itertools.count(1))
+        (folder / COPY).rename(next(path for path in earlier if not path.exists()))
+    run.code.copy(folder / COPY)
 
 
 def _keep(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,8 +72,8 @@ def train(
     """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
-    first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run cannot
-    continue.
+    first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError,
+    SaveError or DataChangedError if the run cannot continue.
     """
     resume, entered = resume or Resume(), time.time()
     folder, process, count = run.config.run.path, this_process(), number_of_processes()
@@ -100,15 +101,8 @@ def train(
         who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
         records.event("start", begun, entered - begun, **who, jax=jax.__version__)
         records.event("open", entered, time.time() - entered)
-        screen.say(describe_start(folder))
-        screen.setup(setup)
-        screen.say(describe_data(data.fingerprint))
-        screen.say(describe_size(setup))
-
-        def note_fault(fault: Fault) -> None:
-            records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
-
-        faults = Faults(run.config.debug.faults, folder, process, note_fault)
+        _introduce(screen, setup, data)
+        faults = Faults(run.config.debug.faults, folder, process, partial(_note_fault, records))
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         is_ours = (lambda: True) if lock is None else lock.is_held
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
@@ -138,6 +132,17 @@ def train(
     say(describe_lost(lost))
     # A code that was asked for has its own reader.
     return Exit.LOST if code == Exit.DONE else code
+
+
+def _introduce(screen: Screen, setup: Setup, data: Data) -> None:
+    screen.say(describe_start(setup.run.config.run.path))
+    screen.setup(setup)
+    screen.say(describe_data(data.fingerprint))
+    screen.say(describe_size(setup))
+
+
+def _note_fault(records: Records, fault: Fault) -> None:
+    records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
