@@ -36,7 +36,7 @@ class Vision(nnx.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         with signal.context("embed"):
             x = self.norm(self.patches(images))
-            x = x.reshape(len(x), -1, x.shape[-1]) + self.positions
+            x = x.reshape(len(x), -1, x.shape[-1]) + self.positions[...][None]
         with signal.context("layers"):
             for layer in self.layers:
                 x = layer(x)

@@ -44,7 +44,7 @@ class Layer(nnx.Module):
         normed = signal.tensor(self.norm(x), "normed")
         with signal.context("recurrence"):
             values = self.inward(normed)
-            decay = jax.nn.sigmoid(self.decay[...]).astype(values.dtype)
+            decay = jax.nn.sigmoid(self.decay[...])[None, None].astype(values.dtype)
             # Each pair (a, b) is the map h → a · h + b; a scan composes them in log(s) steps.
             pairs = jnp.broadcast_to(decay, values.shape), (1 - decay) * values
             _, states = jax.lax.associative_scan(lambda f, g: (f[0] * g[0], g[0] * f[1] + g[1]), pairs, axis=1)

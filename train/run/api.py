@@ -30,7 +30,7 @@ from ..code.names import PYTHON
 from ..compiled.jax_cache import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
-from ..records.records import read_metrics
+from ..records.rows import read_metrics
 from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices
@@ -143,7 +143,7 @@ def load_model(
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
     parts = ("params", "variables") if jax.tree.leaves(setup.shapes.variables) else ("params",)
     shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.shapes, setup.shardings))
-    arrays = restore_parts(saved, shapes, shardings)
+    arrays = restore_parts(saved, shapes, shardings, cast=False)
     return Loaded(setup=setup, params=arrays["params"], variables=arrays.get("variables", {}), step=saved.manifest.step)
 
 

@@ -36,7 +36,7 @@ from ..config import Run
 from ..profile.steps import PROFILE
 
 FIXED = ("model", "data", "run.seed", "code")
-"""Keys that must not change between two starts of a run, and the code of the user's own. Everything else (mesh, rules, steps, batch, ...) may."""
+"""Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""
 LOGS = "logs"
@@ -284,12 +284,17 @@ def _fixed(run: Run) -> dict[str, Any]:
 
 def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
     return [
-        f"{run.where(key)}: {key}: is {shown(new)}, but {where} was started with {shown(old)}. "
+        f"{run.where(key)}: {key}: is {_shown(key, new)}, but {where} was started with {_shown(key, old)}. "
         f"Change it back, give the run another name (run.name=...), or allow it (--allow-change {key})"
         for section, value in _fixed(run).items()
         for key, old, new in _differences(section, before.get(section), value)
         if not any(_is_below(key, allowed) for allowed in allow)
     ]
+
+
+def _shown(key: str, value: Any) -> str:
+    # Nobody reads a checksum.
+    return shown(value) if key != "code" else "no code of your own" if value is None else f"other code ({value[:8]})"
 
 
 def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
