@@ -1,11 +1,11 @@
 """`jgt plot` and `jgt compare`, on run directories that a test writes."""
 
 import json
-import tomllib
 
 import pytest
 
 from jgt import document
+from jgt.command.commands import find_command
 from train.curves.__main__ import compare, plot
 from train.curves.runs import Point, read_runs, thinned
 
@@ -158,7 +158,5 @@ def test_the_last_line_is_the_verdict(second, verdict, write, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == verdict
 
 
-def test_both_are_commands_of_jgt(root):
-    with (root / "pyproject.toml").open("rb") as file:
-        commands = tomllib.load(file)["project"]["entry-points"]["jgt.commands"]
-    assert {name: commands[name] for name in ("plot", "compare")} == {name: f"train.curves.__main__:{name}" for name in ("plot", "compare")}
+def test_both_are_commands_of_jgt():
+    assert {find_command("plot").load().plot, find_command("compare").load().compare} == {plot, compare}
