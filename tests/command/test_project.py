@@ -134,7 +134,6 @@ def test_every_matrix_is_split(program, project):
     assert split == {place.path for place in places if not place.path.endswith("/scale")}
 
 
-@pytest.mark.skip(reason="needs --code")
 @pytest.mark.slow
 def test_the_project_trains(tmp_path):
     environment = {"PYTHONPATH": str(ROOT)}
