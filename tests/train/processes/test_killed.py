@@ -155,7 +155,9 @@ def kill(children, moment, has_begun, chance):
 
 def check_end(folder, codes, *, killed):
     """The processes of a run ended well unless they were killed, and every listed step is complete."""
-    output = folder.with_suffix(".0.log").read_text()
+    log = folder.with_suffix(".0.log")
+    # A process that is killed at once has not opened its log.
+    output = log.read_text() if log.exists() else ""
     assert killed or not any(codes), output
     assert "damaged" not in output
     steps = Steps(folder / FOLDER)
