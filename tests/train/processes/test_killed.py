@@ -47,10 +47,10 @@ KEEP = 2
 TRASH = "trash"
 LATER = ["retention", "anywhere", "anywhere"]
 DEFAULT = [
-    (1, "auto", ["encode", "compile", "anywhere", "anywhere", "retention"]),
-    (1, "never", ["encode", "anywhere"]),
-    (1, "path", ["anywhere", "retention"]),
-    (2, "auto", ["anywhere", "retention"]),
+    (1, "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
+    (1, "never", ["encode", "anywhere", "anywhere", "anywhere"]),
+    (1, "path", ["encode", "encode", "anywhere", "retention"]),
+    (2, "auto", ["encode", "anywhere", "retention"]),
 ]
 SHARES = 9
 """The slow tests: so many shares of eight kills for each kind of start, with one process and with two."""
