@@ -235,7 +235,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:
-            plain = token_objective(model, tokens, is_training=is_training)
+            plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
         return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables")

@@ -77,8 +77,8 @@ def test_another_result_is_refused(result):
         stepped(Linear, lambda model, batch: result)
 
 
-def test_an_error_in_a_loss_names_it():
-    with pytest.raises(InputError, match=r"run\.yaml:1: train.loss failed: KeyError: 'z'"):
+def test_an_error_of_another_kind_keeps_its_traceback():
+    with pytest.raises(KeyError):
         stepped(Linear, lambda model, batch: batch["z"])
 
 

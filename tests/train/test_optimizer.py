@@ -12,6 +12,7 @@ from steps import roles_of
 from train.models.config import ModelConfig
 from train.models.decoder import build, stacked
 from train.models.model import Table, Vector, of_nnx
+from train.setup import prepare
 from train.step.config import OptimizerConfig
 from train.step.muon import orthogonalize
 from train.step.optimizer import build_optimizer
@@ -228,3 +229,14 @@ def test_slow_moments_are_not_kept_in_bf16():
     assert problems == {"b2": f"{lost}. Use at most 0.99, or optimizer.moments=f32"}
     assert [key for key, _ in OptimizerConfig(name="muon", b2=0.99, momentum=0.995, moments="bf16").problems()] == ["momentum"]
     assert not list(OptimizerConfig(b2=0.999).problems())
+
+
+def test_another_learning_rate_or_number_of_steps_is_the_same_program(tiny):
+    numbers = [
+        (),
+        ("optimizer.lr=0.5", "train.steps=7"),
+        ("optimizer.weight_decay=0.3", "optimizer.clip=2.0", "optimizer.schedule=wsd", "optimizer.warmup=3"),
+    ]
+    setups = [prepare(tiny(*overrides)) for overrides in numbers]
+    assert len({setup.train_step().lower(*setup.step_shapes).as_text() for setup in setups}) == 1
+    assert len({tuple(setup.settings(5).tolist()) for setup in setups}) == 3

@@ -8,6 +8,7 @@ from jgt.document import InputError
 from train.code.files import read_code
 from train.code.names import call_with, load_object, name_problem
 from train.config import load
+from train.setup import prepare
 
 MODELS = """
 import dangerous
@@ -127,3 +128,16 @@ def test_a_copy_has_the_checksum_of_the_code_and_a_change_another(code, tmp_path
     assert read_code([target]).checksum != code.checksum
     code.copy(target)
     assert read_code([target]).checksum == code.checksum
+
+
+def test_an_error_in_a_model_of_ones_own_has_its_line(tmp_path):
+    (tmp_path / "bad_model.py").write_text(
+        "from flax import nnx\n\n\nclass Bad(nnx.Module):\n    def __init__(self, rngs):\n        self.a = nnx.Linear(2, 2, rngs=rngs)\n\n"
+        "    def __call__(self, tokens):\n        return self.a(tokens.missing)\n"
+    )
+    (tmp_path / "run.yaml").write_text("model: {kind: 'bad_model:Bad'}\n")
+    run = load(tmp_path / "run.yaml", ["mesh=null"], code=read_code([tmp_path / "bad_model.py"]))
+    with pytest.raises(InputError) as caught:
+        prepare(run, num_devices=1)
+    (line,) = caught.value.problems
+    assert line.startswith(f"{tmp_path / 'run.yaml'}:1: model.kind failed: {tmp_path / 'bad_model.py'}:9: AttributeError: ")

@@ -13,8 +13,9 @@ counts by its rows, a sum by its weight, so both come out as they would over the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,11 +59,12 @@ class Objective:
     is_token_loss: bool
 
 
-def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], *, is_training: bool) -> ShardedLoss:
-    """The function of arrays of the trainer's own loss: Σ weights · nats."""
+def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:
+    """The function of arrays of the trainer's own loss: Σ weights · nats. where: the place and name of the model's key."""
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
-        value, variables = model.run(lambda module: loss(module, batch), params, variables, is_training)
+        with _reported(where):
+            value, variables = model.run(lambda module: loss(module, batch), params, variables, is_training)
         return value, Part(None, {}, variables)
 
     return total
@@ -76,18 +78,27 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
     told = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
-        try:
+        with _reported(f"{where}: train.loss"):
             result, variables = model.run(lambda module: loss(module, batch, **told), params, variables, is_training)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError([f"{where}: train.loss failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
         value, metrics = result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
         total, weight = _value_and_weight(value, f"{where}: train.loss")
         named = {str(name): _value_and_weight(x, f"{where}: train.loss: metric {name}") for name, x in metrics.items()}
         return total, Part(weight, named, variables)
 
     return total
+
+
+@contextlib.contextmanager
+def _reported(where: str) -> Iterator[None]:
+    """Inside, an error that the user's own code raises becomes an InputError with its line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if not (line := own_line(error)):
+            raise
+        raise InputError([f"{where} failed: {line}{type(error).__name__}: {error}"]) from error
 
 
 def joined(value: Any, weight: Any, parts: int) -> Any:
