@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import rows
 
-STEPS = 20_000
+STEPS = 8_000
 MOST = 1024
 """Bytes per step by which the second half of the run may grow. A list that gets a number in each step grows by about 40."""
 SECONDS = 1200
