@@ -101,3 +101,17 @@ def test_digits_are_recognised(tmp_path):
     train(load(config, [f"run.dir={folder}", "xla.cache=null"], code=read_code([EXAMPLES / "digits" / "model.py"])))
     rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
     assert rows[-1]["eval_accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_fine_tuning_begins_where_the_first_run_ended(tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    train(run_of("state_space", tmp_path / "first", steps=60))
+    code = read_code([EXAMPLES / "state_space" / "model.py"])
+    found = {}
+    for name, weights in (("tuned", f"checkpoint.weights={tmp_path / 'first'}"), ("fresh", "checkpoint.weights=null")):
+        overrides = [*arguments("state_space", tmp_path / name, weights, steps=5)]
+        train(load(EXAMPLES / "state_space" / "finetune.yaml", overrides, code=code))
+        found[name] = losses(tmp_path / name)
+    assert found["tuned"][0] < found["fresh"][0] - 0.3
+    assert found["tuned"][-1] < found["tuned"][0]
