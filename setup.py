@@ -14,7 +14,7 @@ class BuildWithConfigs(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "jgt" / "configs"
-            # An earlier build may have left files that are no longer shipped.
+            # The folder may contain files of an earlier build that are not shipped.
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree("configs", target, ignore=shutil.ignore_patterns("__pycache__"))
 

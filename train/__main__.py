@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jgt import document
-from jgt.document import InputError, collect
+from jgt.document import InputError
 
 from .checkpoint.signature import read_key
 from .code.files import read_code
@@ -38,7 +38,7 @@ from .command_line import (
 )
 from .config import Run, load
 from .profile.steps import StepRange, read_step_range
-from .run.folder import Resume, check_folder, check_weights, read_resume
+from .run.folder import Resume, check_places, read_resume
 from .sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
@@ -61,7 +61,7 @@ def _main(arguments: argparse.Namespace) -> int:
             print(document.dump(run.resolved()), end="")
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
-        _check_places(run, resume)
+        check_places(run, resume)
         read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
@@ -159,17 +159,6 @@ def _check_surroundings() -> None:
         Path.cwd()
     except OSError:
         raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
-
-
-def _check_places(run: Run, resume: Resume) -> None:
-    """Raises InputError with everything that is wrong with the run directory and the weights."""
-    problems: list[str] = []
-    with collect(problems):
-        check_folder(run, resume)
-    with collect(problems):
-        check_weights(run)
-    if problems:
-        raise InputError(problems)
 
 
 def _load(arguments: argparse.Namespace) -> Run:

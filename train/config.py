@@ -149,9 +149,8 @@ def load(
     """Reads and checks a run's file, or its contents as a mapping, with `key.sub=value` overrides. Raises InputError with every problem.
 
     code: the user's own code that the file may name. num_processes: the number of processes that share the mesh; None if a cluster decides
-    it later. problems: messages of earlier checks, which are reported together with the messages about the file. A valid file may still
-    have a batch that the mesh does not divide: `batch_problems` checks that, so that it is reported together with the parameters that the
-    mesh does not divide.
+    it later. problems: messages of earlier checks, which are reported together with the messages about the file. Whether the mesh divides
+    the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
     found = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)

@@ -109,7 +109,7 @@ def _described(name: str, text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text in single quotes, in a way that all three shells read alike."""
+    """The text in single quotes, which all three shells read in the same way."""
     # Between the quotes, bash takes a backslash literally and fish does not; a double quote is literal in all of them.
     return "'" + text.replace("\\", "/").replace("'", '"') + "'"
 

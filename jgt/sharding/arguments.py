@@ -168,7 +168,7 @@ class Arguments:
         return result, before, jax.tree.leaves((args, kwargs))
 
     def _changed(self, before: Sequence[Any], after: Sequence[Any]) -> list[int]:
-        """The leaves that the function replaced by others. Raises ValueError for changes that are no values of arrays."""
+        """The leaves that the function replaced. Raises ValueError if it changed anything other than the values of arrays."""
         if len(before) != len(after):
             raise ValueError(_lost(["the arguments' structure"]))
         # Compared by identity: a function that writes into its arguments leaves other objects there, even if the values are equal.

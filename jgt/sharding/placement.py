@@ -56,7 +56,7 @@ class ParameterPlace:
 class Placement:
     """Shardings for everything around one function.
 
-    tree: the tree of the first argument. others: by number, the dims of its leaves that are no parameters: state, or None for a leaf that
+    tree: the tree of the first argument. others: by number, the dims of its leaves that are not parameters: state, or None for a leaf that
     is not an array. signature: the names of the function's arguments. tensors: the names of the tensors in the program.
     """
 

@@ -26,7 +26,7 @@ class Item:
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A section. count, size: two numbers
-    over two lines. kind: which one. other: is no field.
+    over two lines. kind: which one. other: is not a field.
     """
 
     count: Annotated[int, Bound(low=1, high=9)] = 1
@@ -42,7 +42,11 @@ class Section:
 
 def test_the_text_of_a_field_ends_where_the_next_one_begins():
     said = {name: value["description"] for name, value in descriptions(Section).items()}
-    assert said == {"count": "two numbers over two lines.", "size": "two numbers over two lines.", "kind": "which one. other: is no field."}
+    assert said == {
+        "count": "two numbers over two lines.",
+        "size": "two numbers over two lines.",
+        "kind": "which one. other: is not a field.",
+    }
 
 
 def test_the_schema_is_json_and_has_the_defaults():

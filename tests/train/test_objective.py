@@ -77,6 +77,11 @@ def test_another_result_is_refused(result):
         stepped(Linear, lambda model, batch: result)
 
 
+def test_a_metric_cannot_replace_what_the_step_itself_reports():
+    with pytest.raises(InputError, match="a metric cannot be called 'applied'"):
+        stepped(Linear, lambda model, batch: (errors(model, batch).mean(), {"applied": 1.0}))
+
+
 def test_an_error_of_another_kind_keeps_its_traceback():
     with pytest.raises(KeyError):
         stepped(Linear, lambda model, batch: batch["z"])

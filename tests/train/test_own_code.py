@@ -1,5 +1,6 @@
 """Code of the user's own: which names a config may use, how objects are called, and what is reported."""
 
+import os
 import sys
 
 import pytest
@@ -126,8 +127,17 @@ def test_a_copy_has_the_checksum_of_the_code_and_a_change_another(code, tmp_path
     assert read_code([target]).checksum == code.checksum
     (target / "my_models.py").write_text(MODELS + "\n")
     assert read_code([target]).checksum != code.checksum
-    code.copy(target)
-    assert read_code([target]).checksum == code.checksum
+
+
+def test_a_changed_file_is_imported_anew_in_the_same_process(tmp_path):
+    for answer in (1, 2):
+        (tmp_path / "notebook_part.py").write_text(f"def answer(): return {answer}{' ' * answer}\n")
+        assert load_object("notebook_part:answer", "train.loss", read_code([tmp_path]), "x")() == answer
+
+
+def test_a_pipe_among_the_files_blocks_nobody(code, tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    assert read_code([tmp_path]).checksum == code.checksum
 
 
 def test_an_error_in_a_model_of_ones_own_has_its_line(tmp_path):

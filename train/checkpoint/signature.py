@@ -1,6 +1,6 @@
 """Signatures of manifests: a proof that a checkpoint was written by someone who has the run's key. Needs neither JAX nor Orbax.
 
-Checksums find accidents, not people: whoever can write to a run directory can compute them anew after changing a parameter. With
+Checksums detect accidents, not tampering: whoever can write to a run directory can change a parameter and recompute them. With
 `checkpoint.key` the manifest of each step contains an HMAC-SHA256 of all its other contents, computed with a key that is not in the run
 directory. The manifest contains the SHA-256 of each file, so the signature covers every byte of the step.
 

@@ -64,9 +64,7 @@ class Code:
         return sorted({name for statement in tree.body for name in _names(statement) if not name.startswith("_")})
 
     def copy(self, folder: Path) -> None:
-        """Writes all files below a folder, which it creates. Files of an earlier copy are removed."""
-        for old in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else ():
-            old.rmdir() if old.is_dir() and not old.is_symlink() else old.unlink()
+        """Writes all files below a new folder."""
         for inside, path in self.files.items():
             target = folder / inside
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +118,8 @@ def _python_files(folder: Path) -> Iterator[Path]:
             and not (here / name / "pyvenv.cfg").exists()
             and not (here / name / "config.yaml").exists()
         )
-        yield from (here / name for name in sorted(names) if name.endswith(".py"))
+        # A pipe in a folder from elsewhere would block whoever reads it.
+        yield from (here / name for name in sorted(names) if name.endswith(".py") and is_file(here / name))
 
 
 def _module_name(inside: str) -> str:

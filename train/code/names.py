@@ -135,12 +135,13 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, code: Code):
         self._paths = {name: path.resolve() for name, path in code.modules.items()}
+        self._checksum = code.checksum
 
     @classmethod
     def use(cls, code: Code) -> None:
-        """Lets import statements find this code. Modules of other code that have the same names are forgotten."""
+        """Lets import statements find this code. Modules of other code, or of these files before a change, are forgotten."""
         finder = cls(code)
-        if cls.current is not None and cls.current._paths == finder._paths:
+        if cls.current is not None and (cls.current._paths, cls.current._checksum) == (finder._paths, finder._checksum):
             return
         if cls.current is not None:
             sys.meta_path.remove(cls.current)

@@ -34,7 +34,7 @@ from ..records.rows import read_metrics
 from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices
-from .folder import check_folder, read_resume
+from .folder import check_places, read_resume
 from .loop import train
 
 _FOREVER = 1_000_000.0
@@ -97,7 +97,7 @@ def run_here(
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.path)
-    check_folder(checked, given)
+    check_places(checked, given)
     read_key(checked.config.checkpoint.key)
     found: list[tuple[Setup, Any]] = []
     with programs_on_trial():

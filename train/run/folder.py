@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgt import document
-from jgt.document import InputError, shown, suggestion
+from jgt.document import InputError, collect, shown, suggestion
 
 from ..checkpoint.disk import DiskError, describe, kind, patiently
 from ..checkpoint.steps import FOLDER, Steps, find_steps
@@ -106,6 +106,17 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
     return Resume(never=resume == "never", path=path, allow=tuple(allow))
 
 
+def check_places(run: Run, resume: Resume) -> None:
+    """Raises InputError with everything that is wrong with the run directory and the weights."""
+    problems: list[str] = []
+    with collect(problems):
+        check_folder(run, resume)
+    with collect(problems):
+        check_weights(run)
+    if problems:
+        raise InputError(problems)
+
+
 def check_folder(run: Run, resume: Resume) -> None:
     """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`; or DiskError."""
     folder = run.config.run.path
@@ -126,8 +137,11 @@ def check_folder(run: Run, resume: Resume) -> None:
 
 
 def code_of(folder: Path) -> str | None:
-    """The checksum of a run directory's copy of the user's own code, if it has one."""
-    return read_code([folder / COPY]).checksum if document.is_folder(folder / COPY) else None
+    """The checksum of a run directory's copy of the user's own code; None if it has none that can be read."""
+    if document.is_folder(folder / COPY):
+        with contextlib.suppress(InputError):
+            return read_code([folder / COPY]).checksum
+    return None
 
 
 def check_weights(run: Run) -> None:

@@ -142,6 +142,10 @@ class Feed:
         # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
         shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())
         self.eval_batch = data.eval_batch(self._batch, shards)
+        if not data.pads and 0 < data.eval_sequences < shards:
+            where, config = setup.run.where("data"), setup.run.config
+            few = f"{data.eval_sequences} held-out samples are fewer than the {shards} devices that split a batch"
+            raise InputError([f"{where}: data.source: {few}. Hold out more, or none ({getattr(config.data, 'source', '')})"])
 
     def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
         """Training batches without end, after the first `samples` sequences of the training data."""

@@ -31,6 +31,10 @@ Arrays = dict[str, jax.Array]
 """A batch on the devices: arrays [b, ...] by name."""
 
 
+RESERVED = ("loss", "grad_norm", "applied", "step", "lr", "time", "samples", "tokens", "epoch", "mfu")
+"""Names that a step's row has anyway, which a metric cannot have."""
+
+
 class Part(NamedTuple):
     """The results of a part of a batch beside its loss.
 
@@ -82,6 +86,10 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
             result, variables = model.run(lambda module: loss(module, batch, **told), params, variables, is_training)
         value, metrics = result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
         total, weight = _value_and_weight(value, f"{where}: train.loss")
+        if taken := [name for name in metrics if name in RESERVED]:
+            raise InputError(
+                [f"{where}: train.loss: a metric cannot be called {taken[0]!r}. Other names are free, except {', '.join(RESERVED)}"]
+            )
         named = {str(name): _value_and_weight(x, f"{where}: train.loss: metric {name}") for name, x in metrics.items()}
         return total, Part(weight, named, variables)
 
