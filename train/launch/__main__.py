@@ -20,9 +20,10 @@ from jgt.document import InputError
 
 from ..__main__ import parser as train_parser
 from ..checkpoint.steps import FOLDER, Steps
+from ..code.files import read_code
 from ..command_line import natural_number, read_token, seconds, whole_number
 from ..config import Run, load
-from ..run.folder import LOGS, check_folder, earlier_files, read_resume
+from ..run.folder import LOGS, check_places, earlier_files, read_resume
 from .group import End, Group, environments
 from .supervisor import Policy, supervise
 
@@ -136,8 +137,8 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
     if (options.min_processes or 0) > options.processes:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
     # With all processes, because a mesh is checked against their devices.
-    run = load(parsed.config, parsed.overrides, num_processes=options.processes, problems=problems)
-    check_folder(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
+    run = load(parsed.config, parsed.overrides, code=read_code(parsed.code), num_processes=options.processes, problems=problems)
+    check_places(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
     return run
 
