@@ -26,8 +26,8 @@ from train.checkpoint import checkpoint
 from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.processes.watch import Watch
-from train.run.loop import open_run
 from train.run.start import Feed
+from train.run.train import open_run
 from train.sections import CheckpointConfig, WatchdogConfig
 from train.step.step import State
 

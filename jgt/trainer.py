@@ -25,7 +25,7 @@ _LOCK = threading.RLock()
 
 
 def trainer(module: str = "") -> ModuleType:
-    """A module of the trainer, by its name there: `trainer("run.loop")`. Without a name, the package. Raises ImportError."""
+    """A module of the trainer, by its name there: `trainer("run.train")`. Without a name, the package. Raises ImportError."""
     package = _package()
     return importlib.import_module(f"{package}.{module}" if module else package)
 

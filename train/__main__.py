@@ -38,7 +38,7 @@ from .command_line import (
 )
 from .config import Run, load
 from .profile.steps import StepRange, read_step_range
-from .run.folder import Resume, check_places, read_resume
+from .run.identity import Resume, check_places, read_resume
 from .sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
@@ -224,7 +224,7 @@ def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argpar
 
     with garbage_collection_paused():
         from .records.clock import process_started
-        from .run.loop import train
+        from .run.train import train
 
     return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
 

@@ -145,6 +145,8 @@ class TrainConfig:
     layer, from its input; a list: each layer except the tensors of these names.
     loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
     with which the logits on a device take at most 1 GiB.
+    ema: the decay of a moving average of the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the
+    first steps it is at most (1 + step) / (10 + step).
     log_every: steps between logged steps.
     eval_every: steps between evaluations. 0: only at the end.
     eval_batches: the most batches in an evaluation. null: the whole held-out split.
@@ -160,6 +162,7 @@ class TrainConfig:
     loss: str | None = None
     remat: Literal["none", "attention", "block"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
+    ema: Fraction | None = None
     log_every: Count = 1
     eval_every: Natural = 0
     eval_batches: Count | None = None

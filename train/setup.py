@@ -9,8 +9,8 @@ The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepa
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jgt
 from jgt.document import InputError, nearest
-from jgt.pipeline.layout import axes_inside
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
 
@@ -31,19 +30,20 @@ from .code.names import load_object
 from .config import Run, batch_problems
 from .data.config import OwnData
 from .data.own import open_own
+from .layout import make_mesh, num_shards, shares_stage
 from .models.attention import AttentionChoice, choose_attention
 from .models.config import ModelConfig, OwnModel
 from .models.decoder import build
 from .models.linear import compute_type
 from .models.model import Model
 from .models.own import own_model
-from .sections import SpikesConfig
+from .sections import TrainConfig
 from .step.config import OwnOptimizer
 from .step.loss import loss_of_logits, make_loss, num_chunks
 from .step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from .step.schedule import Settings, settings_of_step
-from .step.step import State, make_eval_step, make_train_step, no_losses
+from .step.step import State, first_average, make_eval_step, make_train_step, no_losses
 from .step.update import update_all, update_in_turn
 
 _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
@@ -84,7 +84,12 @@ class Setup:
         moments = place.optimizer(self.shapes.opt_state, memory)
         # The window of losses is a few numbers, which every device keeps.
         losses = jax.tree.map(lambda _: whole, self.shapes.losses)
-        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"))
+        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"), self._average_shardings)
+
+    @property
+    def _average_shardings(self) -> Any:
+        # As the moments: an update reads both, and with ZeRO each device keeps its part alone.
+        return () if self.shapes.average == () else self.placement.gradients
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -105,6 +110,24 @@ class Setup:
         """The settings of a step, f32[3]: the third argument of the compiled step."""
         return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
 
+    def evaluated(self, state: State) -> Any:
+        """The parameters to evaluate, laid out as parameters: the state's, or their average if there is one."""
+        return state.params if state.average == () else self._cast(state.average)
+
+    def with_average(self, state: State) -> State:
+        """The state with an average of the parameters that starts here, if the run has one."""
+        first = functools.partial(first_average, ema=self.run.config.train.ema)
+        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
+
+    @functools.cached_property
+    def _cast(self) -> Callable[[Any], Any]:
+        """From the average, in f32 and laid out like moments, to parameters."""
+
+        def cast(average: Any) -> Any:
+            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
+
+        return jax.jit(cast, out_shardings=self.placement.params)
+
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
 
@@ -120,6 +143,7 @@ class Setup:
             clips=optimizer.clip is not None,
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
+            ema=config.ema,
         )
         shardings = self.shardings
         whole = self.placement.replicated()
@@ -167,7 +191,7 @@ def prepare(
     """
     config = run.config
     element = element or _element(run)
-    mesh, rules = _mesh_and_rules(run, num_devices, devices)
+    mesh, rules = make_mesh(run, num_devices, devices), run.rules
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
@@ -178,7 +202,7 @@ def prepare(
         model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
     else:
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
-        attention = _attention(run, config.model, device, shares_stage=_shares_stage(run, mesh))
+        attention = _attention(run, config.model, device, shares_stage=shares_stage(run, mesh))
         model = build(config.model, config.train.remat, attention.kernel)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -190,7 +214,7 @@ def prepare(
     placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
     make_optimizer = _optimizer(run, model, placement)
-    make_state = _state_maker(init, make_optimizer, config.train.skip_spikes)
+    make_state = _state_maker(init, make_optimizer, config.train)
     return Setup(
         run=run,
         mesh=mesh,
@@ -230,7 +254,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it."""
     own = _own_loss(run)
     # In a pipeline a device meets its own rows alone.
-    groups = _num_shards(run, mesh)[0] if run.pipeline is None else 1
+    groups = num_shards(run, mesh)[0] if run.pipeline is None else 1
     tokens = make_loss(lambda module, x: module.features(x), chunks=chunks, groups=groups) if model.has_features else loss_of_logits
 
     def sharded(is_training: bool) -> ShardedLoss:
@@ -257,11 +281,6 @@ def _optimizer(run: Run, model: Model, placement: Placement) -> MakeOptimizer:
     return build_optimizer(config, roles_of(model, placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
 
 
-def _shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether several devices of a pipeline's stage work on the same rows."""
-    return run.pipeline is not None and bool(axes_inside(dict(mesh.shape), run.pipeline.axis, run.batch_dims[0]))
-
-
 def _attention(run: Run, config: ModelConfig, device: Any, *, shares_stage: bool) -> AttentionChoice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
     choice = choose_attention(config, device, shares_stage=shares_stage)
@@ -281,15 +300,7 @@ def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh) -> int:
     train, model, pipeline = run.config.train, run.config.model, run.pipeline
     # The rows whose logits exist at once: those of one part of the batch, in a pipeline those of one microbatch.
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
-    return train.loss_chunks or num_chunks(
-        rows, model.seq, model.vocab, mesh.size, local_seq=max(model.seq // _num_shards(run, mesh)[1], 1)
-    )
-
-
-def _num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
-    """Over how many devices batch and sequence are split."""
-    batch, sequence = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
-    return batch, sequence
+    return train.loss_chunks or num_chunks(rows, model.seq, model.vocab, mesh.size, local_seq=max(model.seq // num_shards(run, mesh)[1], 1))
 
 
 def _check_remat(run: Run, tensors: Sequence[str]) -> None:
@@ -306,38 +317,12 @@ def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str,
     return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
-def _state_maker(init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, spikes: SpikesConfig | None) -> Callable[[Any], State]:
+def _state_maker(init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, config: TrainConfig) -> Callable[[Any], State]:
     def make_state(seed: jax.Array) -> State:
         params, variables = init(jax.random.key(seed))
         # The state does not depend on the settings.
         opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
-        return State(jnp.zeros((), jnp.int32), params, opt_state, no_losses(spikes), variables)
+        losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
+        return State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
 
     return make_state
-
-
-def _mesh_and_rules(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> tuple[Mesh | AbstractMesh, Rules]:
-    where = f"{run.where('mesh')}: mesh"
-    if run.rules is None:
-        if num_devices is None and jax.process_count() > 1:
-            raise InputError(
-                [f"{run.where('rules')}: rules: {jax.process_count()} processes need rules; without them a run is on one device"]
-            )
-        alone = {"data": 1}
-        mesh = jgt.make_mesh(alone, devices=(devices or jax.devices())[:1]) if num_devices is None else jgt.abstract_mesh(alone)
-        return mesh, Rules(default="replicate")
-    order = _axis_names(run)
-    if num_devices is not None:
-        return jgt.abstract_mesh(run.mesh, num_devices=num_devices, axis_names=order, where=where), run.rules
-    return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where), run.rules
-
-
-def _axis_names(run: Run) -> list[str]:
-    """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
-    names = list(run.mesh)
-    if run.pipeline is None or run.pipeline.axis not in names:
-        return names
-    # XLA requires the manual axes of nested shard_maps in the order of the mesh, and the outer one is over the batch.
-    batch = set(run.batch_dims[0]) - {run.pipeline.axis}
-    first = [name for name in names if name in batch]
-    return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]

@@ -20,7 +20,7 @@ from train.config import Run
 
 with garbage_collection_paused():
     # The command also pauses garbage collection during these imports.
-    import train.run.loop
+    import train.run.train
     from train.records.records import Records
     from train.setup import Setup
 
@@ -29,7 +29,7 @@ def main() -> None:
     """Trains, and exits right after the last step, because the rest is not part of the measurement."""
     clock = StepClock()
     setups: list[Setup] = []
-    prepare, log = train.run.loop.prepare, Records.metrics
+    prepare, log = train.run.train.prepare, Records.metrics
 
     def prepared(run: Run) -> Setup:
         setups.append(prepare(run))
@@ -45,7 +45,7 @@ def main() -> None:
             print(json.dumps(found | {"loss": values["loss"], "versions": versions}), flush=True)
             os._exit(0)
 
-    train.run.loop.prepare, Records.metrics = prepared, timed
+    train.run.train.prepare, Records.metrics = prepared, timed
     sys.exit(run(sys.argv[1:]))
 
 

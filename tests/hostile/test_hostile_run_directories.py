@@ -6,8 +6,8 @@ from hostile import PLACES, argument, assert_lines, content, diagonal, refused, 
 from jgt.document import InputError
 from train.config import load
 from train.records.records import Records
-from train.run.folder import Resume, check_data, check_folder
 from train.run.history import begin_folder
+from train.run.identity import Resume, check_data, check_folder
 
 DIRECTORIES = table("run_directories")
 DAMAGED = table("damaged_files")

@@ -136,7 +136,7 @@ TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4",
     ("config", "overrides", "calls"),
     [
         ("quickstart", [], 1),
-        ("quickstart", ["rules=null", "mesh=null"], 1),
+        ("quickstart", ["rules=null", "mesh={data: 1}"], 1),
         # The whole batch, and one microbatch: the two programs from which a pipeline learns how the loss adds up.
         ("pipeline", ["train.batch=32"], 2),
     ],

@@ -15,7 +15,7 @@ from runs import Nursery
 from jgt import document
 from train.config import Run, load
 from train.records.console import Screen
-from train.run.loop import train
+from train.run.train import train
 
 TINY = {
     "run": {"name": "tiny"},
@@ -72,7 +72,7 @@ def text_file(tmp_path_factory) -> Path:
 def tiny_file(tmp_path_factory, text_file) -> Path:
     """The YAML file of a run on one device, without rules."""
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(document.dump({**TINY, "data": {"source": "text", "path": str(text_file), "eval_tokens": 0}}))
+    path.write_text(document.dump({**TINY, "mesh": {"data": 1}, "data": {"source": "text", "path": str(text_file), "eval_tokens": 0}}))
     return path
 
 

@@ -49,7 +49,8 @@ def test_every_rules_file_is_printed_whole(tmp_path, capsys, path):
 def test_without_rules(tmp_path):
     (tmp_path / "run.yaml").write_text("train: {steps: 3}")
     run = load(tmp_path / "run.yaml")
-    assert run.rules is None
+    assert run.rules_root is None
+    assert run.batch_dims == (("data",), ())
     assert run.resolved()["rules"] is None
 
 

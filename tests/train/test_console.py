@@ -11,7 +11,7 @@ import pytest
 
 from train.records.console import Screen
 from train.records.summary import describe_data
-from train.run.loop import train
+from train.run.train import train
 
 
 def test_a_step_is_a_line_of_80_columns_in_a_file(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from train.checkpoint.saved import find_checkpoint
 from train.code.files import read_code
 from train.config import load
 from train.records.rows import read_metrics
-from train.run.loop import train
+from train.run.train import train
 from train.setup import prepare
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,8 +6,9 @@ import pytest
 
 from jgt.document import InputError
 from train.config import load
-from train.run.folder import InUseError, Resume, check_data, check_folder, check_weights, lock_folder, move_earlier_run, read_resume
+from train.run.folder import InUseError, lock_folder, move_earlier_run
 from train.run.history import begin_folder
+from train.run.identity import Resume, check_data, check_folder, check_weights, read_resume
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 

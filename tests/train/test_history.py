@@ -6,7 +6,7 @@ import pytest
 
 from jgt import document
 from train.run.history import begin_folder, replace_config
-from train.run.loop import train
+from train.run.train import train
 
 DATA = {"source": "text", "train_tokens": 100}
 
@@ -42,10 +42,10 @@ def test_the_same_config_again_keeps_nothing(tiny, tmp_path):
 
 
 def test_keys_of_the_users_own_are_compared_one_by_one(tiny, tmp_path):
-    begin_folder(tiny("mesh={data: 4, tensor: 2}"), DATA)
+    begin_folder(tiny("mesh={data: 4, fsdp: 2}"), DATA)
     change = replace_config(tiny("mesh={data: 8}", "train.remat=[a, b]"), DATA, 5)
-    assert [c for c in change.changes if c[0].startswith("mesh")] == [("mesh.data", 4, 8), ("mesh.tensor", 2, None)]
-    assert "  mesh.tensor: 2 -> (none)" in change.text.splitlines()
+    assert [c for c in change.changes if c[0].startswith("mesh")] == [("mesh.data", 4, 8), ("mesh.fsdp", 2, None)]
+    assert "  mesh.fsdp: 2 -> (none)" in change.text.splitlines()
 
 
 def test_a_key_that_an_older_file_lacks_has_not_changed(tiny, tmp_path):

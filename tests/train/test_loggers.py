@@ -14,7 +14,7 @@ from train.config import load
 from train.records import services
 from train.records.loggers import open_loggers
 from train.records.records import Records
-from train.run.loop import train
+from train.run.train import train
 
 CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}
 

@@ -19,7 +19,7 @@ from train.command_line import Exit
 from train.config import load
 from train.models.decoder import build
 from train.processes.watch import Watch
-from train.run.loop import train
+from train.run.train import train
 from train.setup import prepare
 
 RULES = "rules={axes: {batch: [data]}, default: replicate}"

@@ -13,8 +13,8 @@ from runs import flags, run_both
 
 from train.config import load
 from train.data.batches import open_data
-from train.run.loop import train
 from train.run.start import Feed
+from train.run.train import train
 from train.setup import prepare
 
 CONFIG = Path(__file__).parents[2] / "configs" / "pipeline.yaml"
@@ -38,7 +38,7 @@ SMALL = (
     "data.source=text",
     "data.eval_tokens=1000",
 )
-ONE_DEVICE = ("pipeline=null", "rules=null", "sample.tokens=20")
+ONE_DEVICE = ("pipeline=null", "rules=null", "mesh={data: 1}", "sample.tokens=20")
 TWO_STAGES = ("sample.tokens=20",)
 FOUR_STAGES = (
     "mesh={data: 1, fsdp: 2, stage: 4, tensor: 1}",

@@ -11,7 +11,7 @@ from train.__main__ import main
 from train.config import load
 from train.processes.watch import Watch
 from train.profile.steps import MAX_STEPS, StepRange
-from train.run.loop import train
+from train.run.train import train
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from steps import step_of
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.records.progress import SkippedError, StepResult, UpdateGuard
-from train.run.loop import train
 from train.run.start import Feed, restore_state
+from train.run.train import train
 from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
 from train.step.step import State, no_losses

@@ -10,9 +10,9 @@ import pytest
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
-from train.run.folder import Resume
-from train.run.loop import open_run, train
+from train.run.identity import Resume
 from train.run.start import Start, restore_state
+from train.run.train import open_run, train
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.run.loop import train
+from train.run.train import train
 from train.setup import prepare
 
 MESH = (

@@ -17,7 +17,7 @@ from train.checkpoint.saved import find_checkpoint
 from train.command_line import Exit
 from train.processes.watch import Watch
 from train.run.faults import Faults
-from train.run.loop import train
+from train.run.train import train
 from train.sections import WatchdogConfig
 
 TICK = 0.5

@@ -20,7 +20,7 @@ from jgt.document import InputError
 
 from ..config import Run
 from ..records.console import Screen
-from ..run.loop import open_run
+from ..run.train import open_run
 from ..setup import Setup, prepare
 
 
@@ -56,14 +56,11 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
 def check_placement(run: Run) -> Setup:
     """Places the run's parameters on a mesh that is only described. Raises InputError with every problem.
 
-    The number of devices is `devices.virtual_cpu`, or else the product of the mesh's sizes; without rules it is 1.
+    The number of devices is `devices.virtual_cpu`, or else the product of the mesh's sizes; without a mesh it is 1.
     """
     # Tracing needs some backend. The CPU's leaves the accelerators of this machine to whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
-    count = run.config.devices.virtual_cpu
-    # Without rules the model runs on one device, whatever the mesh.
-    if run.rules is None:
-        count = 1
+    count = run.config.devices.virtual_cpu or (1 if run.config.mesh is None else None)
     if count is None:
         # The size that is left over cannot be known without a number of devices.
         if -1 in run.mesh.values():

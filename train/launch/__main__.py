@@ -23,7 +23,8 @@ from ..checkpoint.steps import FOLDER, Steps
 from ..code.files import read_code
 from ..command_line import natural_number, read_token, seconds, whole_number
 from ..config import Run, load
-from ..run.folder import LOGS, check_places, earlier_files, read_resume
+from ..run.folder import LOGS, earlier_files
+from ..run.identity import check_places, read_resume
 from .group import End, Group, environments
 from .supervisor import Policy, supervise
 

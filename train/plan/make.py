@@ -42,9 +42,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
 
 
 def _num_devices(run: Run, num_devices: int | None) -> int:
-    if run.rules is None:
-        return 1
-    count = num_devices or run.config.devices.virtual_cpu
+    count = num_devices or run.config.devices.virtual_cpu or (1 if run.config.mesh is None else None)
     if count is None and -1 in run.mesh.values():
         raise InputError(
             [f"{run.where('mesh')}: mesh: a size is -1, so the number of devices is unknown. Give it by --devices N, or --target"]

@@ -117,8 +117,14 @@ def describe_mesh(setup: Setup) -> str:
         return f"Mesh: {axes} = {setup.mesh.size} devices, none of them used here"
     devices = setup.mesh.devices
     kinds = ", ".join(sorted({d.device_kind for d in devices.flat}))
-    # Processes of the mesh, not of the run: a mesh without rules has one device.
+    # Processes of the mesh, not of the run, which may be on one device.
     hosts = len({d.process_index for d in devices.flat})
     processes = f" on {hosts} processes" if hosts > 1 else ""
-    unsharded = "" if setup.run.rules is not None else " (no rules: the model runs unsharded on one device)"
-    return f"Mesh: {axes} = {devices.size} x {kinds}{processes}{unsharded}"
+    return f"Mesh: {axes} = {devices.size} x {kinds}{processes}{_without_rules(setup)}"
+
+
+def _without_rules(setup: Setup) -> str:
+    if setup.run.rules_root is not None:
+        return ""
+    axes = " x ".join(axis for axis in setup.run.batch_dims[0] if setup.mesh.shape[axis] > 1)
+    return f" (no rules: data-parallel, {axes} splits the batch)" if axes else " (no rules: the model runs unsharded on one device)"

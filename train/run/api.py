@@ -34,8 +34,8 @@ from ..records.rows import read_metrics
 from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices
-from .folder import check_places, read_resume
-from .loop import train
+from .identity import check_places, read_resume
+from .train import train
 
 _FOREVER = 1_000_000.0
 """Seconds. A notebook may be suspended, and its process is not the run's to end."""
@@ -130,7 +130,7 @@ def load_model(
         raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
     objects = {"model.kind": model, "train.loss": loss, "data.source": data}
     objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
-    alone = () if sharded else ("rules=null", "mesh=null", "pipeline=null")
+    alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null")
     try:
         checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=replace(_code(code), objects=objects))
     except InputError as error:
@@ -141,10 +141,13 @@ def load_model(
     saved, reports = find_checkpoint(path, read_key(checked.config.checkpoint.key))
     if saved is None:
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
-    parts = ("params", "variables") if jax.tree.leaves(setup.shapes.variables) else ("params",)
+    # With an average of the parameters, that is the model: evaluations were of it.
+    main = "params" if setup.shapes.average == () else "average"
+    parts = (main, "variables") if jax.tree.leaves(setup.shapes.variables) else (main,)
     shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.shapes, setup.shardings))
     arrays = restore_parts(saved, shapes, shardings, cast=False)
-    return Loaded(setup=setup, params=arrays["params"], variables=arrays.get("variables", {}), step=saved.manifest.step)
+    params = setup.evaluated(State(saved.manifest.step, None, None)._replace(**arrays))
+    return Loaded(setup=setup, params=params, variables=arrays.get("variables", {}), step=saved.manifest.step)
 
 
 def _module(setup: Setup, params: Any, variables: Any) -> Any:

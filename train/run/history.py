@@ -22,7 +22,8 @@ from jgt.document import shown
 
 from ..code.files import COPY
 from ..config import Run
-from .folder import CONFIG, CONFIGS, DATA, code_of, write_whole
+from .folder import CONFIG, CONFIGS, DATA, write_whole
+from .identity import code_of
 
 _FREE = ("mesh", "rules", "pipeline", "budget")
 """Parts of a config whose keys are the user's own. In all others, a key that an older file lacks did not exist then."""

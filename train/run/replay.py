@@ -37,9 +37,9 @@ from ..setup import Setup
 from ..sink import say
 from ..step.objective import joined
 from ..step.step import State
-from .folder import Resume
-from .loop import open_run
+from .identity import Resume
 from .start import Feed, Start, restore_state
+from .train import open_run
 
 _WORST = 5
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -107,7 +107,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
             state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
             replayed[number] = ReplayedStep(
-                loss=loss, grad_norm=norm, digest=int(_digest((state.params, state.opt_state, state.variables)))
+                loss=loss, grad_norm=norm, digest=int(_digest((state.params, state.opt_state, state.variables, state.average)))
             )
         passes.append(replayed)
     assert before is not None

@@ -50,7 +50,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
     run = jax.jit(generate, out_shardings=setup.placement.replicated())
-    ids = np.asarray(run(state.params, state.variables, tokens, jax.random.key(config.run.seed)))[0, : len(prompt) + count]
+    ids = np.asarray(run(setup.evaluated(state), state.variables, tokens, jax.random.key(config.run.seed)))[0, : len(prompt) + count]
     return tokenizer.decode(ids.tolist())
 
 

@@ -34,7 +34,7 @@ from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
 from ..step.step import State, no_losses
-from .folder import Resume, check_origin
+from .identity import Resume, check_origin
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -80,7 +80,7 @@ class Start:
         where = f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights"
         saved, params = self._restored_elsewhere(where, Path(self._config.weights), self._restore_params)
         self._say(f"Starts with the parameters of {saved.folder}")
-        return state._replace(params=params)
+        return self._setup.with_average(state._replace(params=params))
 
     def _restored_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         found = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
@@ -126,11 +126,14 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
     """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit."""
     shapes, shardings, config = setup.shapes, setup.shardings, setup.run.config
     has_losses = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in saved.manifest.arrays)
-    if has_losses:
-        return restore(saved, shapes, shardings, cast=config.checkpoint.cast)
-    # train.skip_spikes may be switched on, or its window changed, between two starts. The window of losses then starts empty.
-    state = restore(saved, shapes._replace(losses=()), shardings._replace(losses=()), cast=config.checkpoint.cast)
-    return state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
+    has_average = any(entry.path.startswith("average/") for entry in saved.manifest.arrays)
+    # Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that
+    # is switched on starts at the parameters.
+    absent: dict[str, Any] = ({} if has_losses else {"losses": ()}) | ({} if has_average else {"average": ()})
+    state = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
+    if not has_losses:
+        state = state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
+    return state if has_average else setup.with_average(state)
 
 
 class Feed:

@@ -28,7 +28,8 @@ class State(NamedTuple):
     """What a checkpoint stores: the number of steps so far, parameters, optimizer state. Also a tree of their shapes or shardings.
 
     losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise (). variables:
-    everything else that the model keeps from step to step, such as running statistics and random keys.
+    everything else that the model keeps from step to step, such as running statistics and random keys. average: with `train.ema`, the
+    moving average of the parameters in f32; otherwise ().
     """
 
     step: Any
@@ -36,6 +37,7 @@ class State(NamedTuple):
     opt_state: Any
     losses: Any = ()
     variables: Any = ()
+    average: Any = ()
 
 
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -50,12 +52,15 @@ def make_train_step(
     clips: bool = False,
     spikes: SpikesConfig | None = None,
     update: Update = update_all,
+    ema: float | None = None,
 ) -> StepFn:
     """step(state, batch of arrays [b, ...], settings f32[3]) → new state and {loss, grad_norm, applied, and the loss's own metrics}.
 
     accumulate: the number of parts that the batch runs in; loss and gradient are the whole batch's. pin_gradients: gives a tree of
     gradients its shardings. clips: whether the gradient that the optimizer gets has at most the norm of the settings; grad_norm is the norm
-    before. applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
+    before. ema: the decay of the average of the parameters.
+
+    applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
     then stay the same, while state.step counts the step.
     """
 
@@ -86,11 +91,23 @@ def make_train_step(
                 gradients = jax.tree.map(lambda g: g * factor, gradients)
             params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, applied)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), part.variables, state.variables)
+            average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
             metrics = {name: joined(*pair, accumulate) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, losses, variables)
+        after = State(state.step + 1, params, opt_state, losses, variables, average)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
+
+
+def first_average(params: Any, ema: float | None) -> Any:
+    """`State.average` before the first step."""
+    return () if ema is None else jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+
+def _averaged(average: Any, params: Any, step: jax.Array, applied: jax.Array, decay: float) -> Any:
+    # As TensorFlow's ExponentialMovingAverage with num_updates: a short run's average would otherwise be its first parameters.
+    weight = jnp.where(applied, 1 - jnp.minimum(decay, (1 + step) / (10 + step)), 0.0)
+    return jax.tree.map(lambda a, p: a + weight * (p.astype(jnp.float32) - a), average, params)
 
 
 def no_losses(spikes: SpikesConfig | None) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
-from train.run.loop import train
+from train.run.train import train
 
 
 @pytest.fixture

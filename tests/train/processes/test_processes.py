@@ -16,8 +16,8 @@ from train.command_line import Cluster, cluster_problems, exit_code, find_cluste
 from train.config import load
 from train.processes.join import Place
 from train.processes.processes import start_jax
-from train.run.loop import train
 from train.run.start import local_rows
+from train.run.train import train
 from train.setup import prepare
 
 STEPS = 20

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.run.folder import Resume
-from train.run.loop import train
+from train.run.identity import Resume
 from train.run.replay import ReplayedStep, judge, replay
 from train.run.start import Feed
+from train.run.train import train
 from train.setup import Setup
 
 NAN = float("nan")

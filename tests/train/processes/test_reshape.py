@@ -20,7 +20,7 @@ from jgt.sharding.paths import path_text
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load
-from train.run.loop import train
+from train.run.train import train
 from train.setup import prepare
 
 HERE = Path(__file__).parent

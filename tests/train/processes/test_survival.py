@@ -10,7 +10,7 @@ from train.checkpoint.steps import FOLDER, Steps
 from train.command_line import Exit
 from train.config import load
 from train.processes.watch import Watch
-from train.run.loop import train
+from train.run.train import train
 from train.sections import WatchdogConfig
 
 SOON = 60

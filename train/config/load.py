@@ -1,9 +1,8 @@
-"""A run's YAML file: read, completed with overrides and defaults, and checked as a whole. Imports no JAX.
+"""Reads and checks a run's YAML file as a whole. Imports no JAX.
 
-One file describes one run. `load` reads it, applies the `key.sub=value` overrides of the command line, fills the sections
-(`sections.py`), and checks what one section alone cannot know: the mesh against the devices, the rules against the axes of
-the mesh, the pipeline's schedule against its stages, the batch against the axes that split it. None of this needs JAX, so a
-typo is answered in well under a second, and on a machine without accelerators.
+`load` reads the file, applies the `key.sub=value` overrides of the command line, fills the sections, and checks what one section alone
+cannot know: the mesh against the devices, the rules against the axes of the mesh, the pipeline's schedule against its stages, the batch
+against the axes that split it. None of this needs JAX, so a typo is answered in well under a second, and on a machine without accelerators.
 
 All problems are reported together, so that a user fixes them in one pass. That takes care: after a problem the check
 continues with everything that could be read, and a section that could not be read must not cause further messages that only
@@ -13,7 +12,7 @@ follow from its defaults (see `_readable_sections` and the end of `_check`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,121 +20,23 @@ from jgt import document
 from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import Pipeline
-from jgt.planner.budget import Limit, read_budget
-from jgt.rules import SHIPPED_RULES, Rules, expand, match_input, misfits, rules_from_node
-from jgt.rules.spec import SpecRule, misfit_problem
+from jgt.planner.budget import read_budget
+from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
+from jgt.rules.spec import misfit_problem
 from jgt.schedule.find import find_table
 
-from .code.files import Code
-from .code.names import is_name, name_problem
-from .data.config import DataConfig, OwnData, path_problems
-from .models.config import ModelConfig, OwnModel
-from .sections import (
-    CheckpointConfig,
-    DebugConfig,
-    DevicesConfig,
-    LoggerName,
-    RunConfig,
-    SampleConfig,
-    TrainConfig,
-    WatchdogConfig,
-    XlaConfig,
+from ..code.files import Code
+from ..code.names import name_problem
+from ..data.config import path_problems
+from ..models.config import OwnModel
+from ..sections import (
     logger_problem,
     missing_loggers,
 )
-from .step.config import OptimizerConfig, OwnOptimizer
+from .config import OWN, Config, Run
 
-OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
-"""The keys that may name code of the user's own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget.
-
-    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed.
-    """
-
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig | OwnModel = field(default_factory=ModelConfig)
-    devices: DevicesConfig = field(default_factory=DevicesConfig)
-    xla: XlaConfig = field(default_factory=XlaConfig)
-    mesh: Node | None = None
-    rules: Node | None = None
-    pipeline: Pipeline | None = None
-    data: DataConfig | OwnData = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    log: tuple[LoggerName, ...] | None = None
-    debug: DebugConfig = field(default_factory=DebugConfig)
-    budget: Node | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
-
-    mesh: axis names and sizes, outermost first, where one size may be -1. root: the run's document; rules_root: the document of the
-    rules, which may be another file. code: the user's own code that the config may name.
-    """
-
-    config: Config
-    mesh: dict[str, int]
-    rules: Rules | None
-    pipeline: Pipeline | None
-    budget: tuple[Limit, ...]
-    root: Node
-    rules_root: Node | None
-    code: Code = field(default_factory=Code)
-
-    def own(self, key: str) -> str | None:
-        """The name of the user's own object that a key of `OWN` names; None if the trainer's own is meant."""
-        section, _, name = key.partition(".")
-        value = getattr(getattr(self.config, section), name)
-        return value if is_name(value) else None
-
-    @property
-    def batch_rule(self) -> SpecRule | None:
-        """The rule that lays out the arrays of a batch, [batch, seq]; None if they are not sharded."""
-        return None if self.rules is None else match_input(self.rules, "batch/inputs", 2).rule
-
-    @property
-    def batch_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The mesh axes that split the batch, and those that split the sequence."""
-        batch, sequence = ((), ()) if self.batch_rule is None else expand(self.batch_rule.spec, 2)
-        return batch, sequence
-
-    def where(self, key: str) -> str:
-        """The file:line of a dotted key, or of the nearest key around it that the file contains."""
-        return self.root.find(key).where
-
-    def resolved(self) -> dict[str, Any]:
-        """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
-        # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
-        separate = ("mesh", "rules", "pipeline", "budget", "log")
-        sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
-        pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
-        rules = None if self.rules_root is None else self.rules_root.plain()
-        budget = None if self.config.budget is None else self.config.budget.plain()
-        log = None if self.config.log is None else list(self.config.log)
-        return {**sections, "log": log, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
-
-
-def _section(section: Any) -> Any:
-    """A section as the file has it: keys that the section only passes on are keys like all others."""
-    values = _lists(asdict(section))
-    arguments = values.pop(section.REST) if hasattr(section, "REST") else {}
-    return {**values, **arguments}
-
-
-def _lists(value: Any) -> Any:
-    """The value with lists in the place of tuples, as YAML has them."""
-    if isinstance(value, dict):
-        return {k: _lists(v) for k, v in value.items()}
-    return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
+_DATA_AXES = ("replica", "data", "fsdp")
+"""The axes that split a batch where no rules say it."""
 
 
 def load(
@@ -193,32 +94,21 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code) -> Run:
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
-    config = bound or _readable_sections(root)
-    mesh = {} if config.mesh is None else read_sizes(config.mesh, problems)
-    rules_root = _rules_root(config.rules, folder, problems)
-    rules = None
-    if rules_root is not None:
-        with collect(problems):
-            rules = rules_from_node(rules_root)
+    config = _without_nulls(bound or _readable_sections(root))
+    mesh = {"data": -1} if config.mesh is None else read_sizes(config.mesh, problems)
+    rules_root, rules = _read_rules(config, root, mesh, folder, problems)
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
-    # An empty mesh had problems of its own, or is absent.
+    # An empty mesh had problems of its own.
     if mesh and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
-    if rules is not None and config.mesh is None:
-        problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
-    if rules is not None and mesh:
-        problems += rules.axis_problems(mesh)
     pipeline = None
     if config.pipeline is not None:
         pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder)
-        problems += _pipeline_problems(pipeline, root, mesh, rules_root is not None)
+        problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
-    # The mesh is a placeholder if there is none: rules without a mesh are an error, and a run without rules is on one device.
-    run = Run(
-        config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code
-    )
+    run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
     problems += _own_problems(run)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
@@ -226,6 +116,36 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
+
+
+def _without_nulls(config: Config) -> Config:
+    """The config without the parts whose value is null, which an override may have set."""
+    nulls = [name for name in ("mesh", "rules", "budget") if (node := getattr(config, name)) is not None and node.value is None]
+    return replace(config, **dict.fromkeys(nulls))
+
+
+def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Path, problems: list[str]) -> tuple[Node | None, Rules]:
+    """The document of the rules, if there is one, and the rules: without any, each device has the whole model and its rows of the batch."""
+    if config.rules is None:
+        # A pipeline has a message of its own.
+        problems += () if config.pipeline is not None else _axes_that_need_rules(config.mesh, mesh)
+        tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
+        return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
+    if config.mesh is None:
+        problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
+    rules_root, rules = _rules_root(config.rules, folder, problems), Rules()
+    if rules_root is not None:
+        with collect(problems):
+            rules = rules_from_node(rules_root)
+            problems += rules.axis_problems(mesh) if mesh and config.mesh is not None else ()
+    return rules_root, rules
+
+
+def _axes_that_need_rules(node: Node | None, mesh: Mapping[str, int]) -> Iterator[str]:
+    names = ", ".join(axis for axis, size in mesh.items() if size != 1 and axis not in _DATA_AXES)
+    if names and node is not None:
+        remedy = f"Add rules, for example rules: jgt:fsdp_tensor, or use {', '.join(_DATA_AXES[:-1])} or {_DATA_AXES[-1]}"
+        yield node.problem(f"without rules a run is data-parallel, and does not use the axis {names}. {remedy}")
 
 
 def _own_problems(run: Run) -> Iterator[str]:
@@ -262,10 +182,8 @@ def _readable_sections(root: Node) -> Config:
     return Config(**values)
 
 
-def _rules_root(node: Node | None, folder: Path, problems: list[str]) -> Node | None:
-    """The mapping of the rules, which is inline or in a file of its own. None if there are no rules or they cannot be read."""
-    if node is None or node.value is None:
-        return None
+def _rules_root(node: Node, folder: Path, problems: list[str]) -> Node | None:
+    """The mapping of the rules, which is inline or in a file of its own. None if it cannot be read."""
     if isinstance(node.value, dict):
         return node
     if not isinstance(node.value, str):
@@ -316,7 +234,8 @@ def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has
 
 def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_processes: int | None) -> Iterator[str]:
     # Without virtual devices, only JAX knows how many there are.
-    if config.devices.virtual_cpu is None or num_processes is None:
+    is_alone = config.rules is None and all(size == 1 for size in mesh.values())
+    if config.devices.virtual_cpu is None or num_processes is None or is_alone:
         return
     problem = size_problem(mesh, config.devices.virtual_cpu * num_processes)
     if problem:

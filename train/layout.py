@@ -1,0 +1,50 @@
+"""The mesh of a run, the rules on it, and over how many devices a batch is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+import jgt
+from jgt.document import InputError
+from jgt.pipeline.layout import axes_inside
+
+from .config import Run
+
+
+def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
+    """The run's mesh over all devices, or over `devices`. With `num_devices` it is abstract. Raises InputError."""
+    where, order = f"{run.where('mesh')}: mesh", _axis_names(run)
+    if run.is_alone and jax.process_count() > 1:
+        raise InputError([f"{where}: is one device, but the run has {jax.process_count()} processes. Remove the key, or raise a size"])
+    if num_devices is not None:
+        return jgt.abstract_mesh(run.mesh, num_devices=1 if run.is_alone else num_devices, axis_names=order, where=where)
+    if run.is_alone:
+        devices = (devices or jax.devices())[:1]
+    return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where)
+
+
+def _axis_names(run: Run) -> list[str]:
+    """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
+    names = list(run.mesh)
+    if run.pipeline is None or run.pipeline.axis not in names:
+        return names
+    # XLA requires the manual axes of nested shard_maps in the order of the mesh, and the outer one is over the batch.
+    batch = set(run.batch_dims[0]) - {run.pipeline.axis}
+    first = [name for name in names if name in batch]
+    return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]
+
+
+def num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
+    """Over how many devices batch and sequence are split."""
+    batch, sequence = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
+    return batch, sequence
+
+
+def shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether several devices of a pipeline's stage work on the same rows."""
+    return run.pipeline is not None and bool(axes_inside(dict(mesh.shape), run.pipeline.axis, run.batch_dims[0]))

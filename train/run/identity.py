@@ -1,0 +1,191 @@
+"""The identity of a run: whether a start continues the run in its directory, or the one whose checkpoint it takes.
+
+Starting a changed model or other data in an old run's directory would resume the old state and train on with it, and days later nobody
+could say what was trained. So the directory and each checkpoint store the config and a fingerprint of the data, and a start that differs in
+a key of `FIXED` is refused, by name, unless `--allow-change` permits it.
+
+The checks of the config need no JAX, and happen before anything is written. Those of the data follow when it is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jgt import document
+from jgt.document import InputError, collect, shown, suggestion
+
+from ..checkpoint.disk import DiskError, describe
+from ..checkpoint.steps import FOLDER, Steps, find_steps
+from ..code.files import COPY, read_code
+from ..config import Run
+from .folder import CONFIG, DATA, place_problems
+
+FIXED = ("model", "data", "run.seed", "code")
+"""Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
+_MAX_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What a run resumes from: its own newest checkpoint, or the newest one in `path` if it has none of its own.
+
+    never: start from step 0 instead. allow: keys below `FIXED` that may differ from the run that is resumed.
+    """
+
+    never: bool = False
+    path: Path | None = None
+    allow: tuple[str, ...] = ()
+
+
+def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
+    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
+    problems = []
+    for key in allow:
+        if not any(_is_below(key, section) for section in FIXED):
+            keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
+            near = suggestion(key, FIXED)
+            why = f"unknown key.{near}" if near else "is not a key that needs to be allowed."
+            problems.append(f"command line: --allow-change: {key}: {why} {keys}")
+    path = None if resume in ("auto", "never") else Path(resume)
+    # A run with checkpoints of its own goes on from them, and its origin may be gone.
+    if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():
+        problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
+    if problems:
+        raise InputError(problems)
+    return Resume(never=resume == "never", path=path, allow=tuple(allow))
+
+
+def check_places(run: Run, resume: Resume) -> None:
+    """Raises InputError with everything that is wrong with the run directory and the weights."""
+    problems: list[str] = []
+    with collect(problems):
+        check_folder(run, resume)
+    with collect(problems):
+        check_weights(run)
+    if problems:
+        raise InputError(problems)
+
+
+def check_folder(run: Run, resume: Resume) -> None:
+    """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`; or DiskError."""
+    folder = run.config.run.path
+    path = folder / CONFIG
+    try:
+        problems = [f"{run.where('run.dir')}: run.dir: {problem}" for problem in place_problems(folder, moved=resume.never)]
+    except OSError as error:
+        raise DiskError(f"{describe(error, folder)}. No checkpoint was changed") from None
+    if problems:
+        raise InputError(problems)
+    # No config.yaml: no run was started here yet.
+    if resume.never or not path.is_file():
+        return
+    before = document.read(path).plain()
+    problems = _changed(run, {**{key: _get(before, key) for key in FIXED}, "code": code_of(folder)}, str(path), resume.allow)
+    if problems:
+        raise InputError(problems)
+
+
+def code_of(folder: Path) -> str | None:
+    """The checksum of a run directory's copy of the user's own code; None if it has none that can be read."""
+    if document.is_folder(folder / COPY):
+        with contextlib.suppress(InputError):
+            return read_code([folder / COPY]).checksum
+    return None
+
+
+def check_weights(run: Run) -> None:
+    """Raises InputError if there is no checkpoint at `checkpoint.weights`, also if this start is not going to use it; or OSError."""
+    weights = run.config.checkpoint.weights
+    if weights is None:
+        return
+    steps, named = find_steps(Path(weights))
+    if named is None and not steps.listed():
+        why = f"no checkpoint in {weights}" if os.path.lexists(weights) else f"{weights} does not exist"
+        remedy = "Name a run directory, or one of the steps in its checkpoints/"
+        raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {why}. {remedy}"])
+
+
+def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
+    """Raises InputError if the data's fingerprint differs from the one in the run directory."""
+    path = run.config.run.path / DATA
+    if resume.never or not path.is_file():
+        return
+    try:
+        before = json.loads(document.read_bytes(path, _MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        before = error
+    if not isinstance(before, dict):
+        why = before if isinstance(before, Exception) else "it is not a JSON object"
+        raise InputError([f"{path}: is damaged: {why}. Remove it if the data has not changed"])
+    if problems := _changed_data(run, before, fingerprint, str(run.config.run.path), resume.allow):
+        raise InputError(problems)
+
+
+def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], where: str, allow: Sequence[str]) -> None:
+    """Raises InputError if another run's checkpoint, whose fingerprints are `before`, was made with another model or other data."""
+    config, old = (value if isinstance(value := before.get(key), dict) else {} for key in ("config", "data"))
+    problems = [*_changed(run, config, where, allow), *_changed_data(run, old, data, where, allow)]
+    if problems:
+        raise InputError(problems)
+
+
+def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint records about its run, as plain values."""
+    return {"config": _fixed(run), "data": dict(data)}
+
+
+def _fixed(run: Run) -> dict[str, Any]:
+    # Written and read once more, so that values compare equal to the ones in a file: a tuple is a list there.
+    resolved = document.parse(document.dump(run.resolved()), "config").plain()
+    return {**{key: _get(resolved, key) for key in FIXED}, "code": run.code.checksum or None}
+
+
+def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    return [
+        f"{run.where(key)}: {key}: is {_shown(key, new)}, but {where} was started with {_shown(key, old)}. "
+        f"Change it back, give the run another name (run.name=...), or allow it (--allow-change {key})"
+        for section, value in _fixed(run).items()
+        for key, old, new in _differences(section, before.get(section), value)
+        if not any(_is_below(key, allowed) for allowed in allow)
+    ]
+
+
+def _shown(key: str, value: Any) -> str:
+    # Nobody reads a checksum.
+    return shown(value) if key != "code" else "no code of your own" if value is None else f"other code ({value[:8]})"
+
+
+def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+    keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    changed = [f"{key} was {shown(before.get(key))}, is {shown(after.get(key))}" for key in keys]
+    if not changed or any(_is_below(key, "data") for key in allow):
+        return []
+    return [
+        f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. "
+        "Give the run another name (run.name=...), or allow it (--allow-change data)"
+    ]
+
+
+def _is_below(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        # A key that is missing in the run's file was introduced after the run started. Its default is what the run was started with.
+        for name in [name for name in old if name in new]:
+            yield from _differences(f"{key}.{name}", old[name], new[name])
+    elif old != new:
+        yield key, old, new
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,164 @@
+"""A start of a run in this process: open the directory, train, and leave everything as the next start needs it.
+
+Any process may fail at any line, and all others then wait in their next collective. So whatever only one process can see (wrong input, a
+directory in use) is found before training and exchanged by `agree_on_input` or a barrier, and the watch, which ends a process whose peers
+are gone, is entered first and left last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jgt.document import collect
+
+from ..checkpoint.checkpoint import Checkpoints, Identity
+from ..checkpoint.disk import DiskError
+from ..checkpoint.steps import FOLDER
+from ..command_line import Exit
+from ..config import Run
+from ..data.batches import Data, open_data, open_own_data
+from ..data.config import OwnData
+from ..data.mapped import DataChangedError
+from ..data.own import open_own
+from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
+from ..processes.watch import Watch
+from ..profile.profiler import Profiler
+from ..profile.steps import StepRange
+from ..records.console import Screen
+from ..records.loggers import open_loggers
+from ..records.records import Records
+from ..records.summary import describe_data, describe_size, describe_start
+from ..sections import Fault
+from ..setup import Setup, prepare
+from ..sink import describe_lost, say
+from ..xla import open_devices
+from .faults import Faults
+from .folder import InUseError, Lock, lock_folder, move_earlier_run
+from .history import begin_folder
+from .identity import Resume, check_data, fingerprints
+from .loop import Loop, lost_records
+from .start import Position
+
+_LAST_SAVE_SECONDS = 10
+"""How long a failing process waits for a save that needs the other processes, which may be gone."""
+
+
+def train(
+    run: Run,
+    resume: Resume | None = None,
+    *,
+    profiled: StepRange | None = None,
+    begun: float | None = None,
+    stopped_code: int = Exit.DONE,
+    on_end: Callable[[Setup, Position], None] | None = None,
+) -> int:
+    """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
+
+    profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
+    first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError,
+    SaveError or DataChangedError if the run cannot continue.
+    """
+    resume, entered = resume or Resume(), time.time()
+    folder, process, count = run.config.run.path, this_process(), number_of_processes()
+    screen, done = Screen(enabled=process == 0), False
+    # Only the first process has one: it alone names and removes files that belong to all.
+    lock: Lock | None = None
+    with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
+        # With several processes this waits until each of them has told the others which devices it has.
+        open_devices()
+        watch.begin_unlimited("opening model and data")
+        setup, data = open_run(run, resume)
+        if process == 0:
+            # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.
+            lock = closing.enter_context(lock_folder(folder))
+            if resume.never and (moved := move_earlier_run(folder)):
+                screen.say(f"The earlier run was moved to {moved}")
+            begin_folder(run, data.fingerprint)
+        # The others write into the directory only now, after an earlier run was moved out of it.
+        barrier("run directory")
+        loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
+        records = Records(folder, process=process, loggers=loggers)
+        closing.callback(records.close)
+        watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
+        begun = begun or entered
+        who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
+        records.event("start", begun, entered - begun, **who, jax=jax.__version__)
+        records.event("open", entered, time.time() - entered)
+        _introduce(screen, setup, data)
+        faults = Faults(run.config.debug.faults, folder, process, partial(_note_fault, records))
+        identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
+        is_ours = (lambda: True) if lock is None else lock.is_held
+        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
+        profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
+        try:
+            position = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
+            done = position.step >= run.config.train.steps
+        except Exception as error:
+            # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
+            checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
+            # The directory may belong to another run by now.
+            if not isinstance(error, InUseError):
+                records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            if isinstance(error, DataChangedError):
+                unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
+                raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
+            # Where the disk cannot be read, there is nothing to describe.
+            if not isinstance(error, InUseError | DiskError):
+                say(f"the run failed; {checkpoints.describe()}")
+            raise
+        checkpoints.close()
+    if on_end is not None:
+        on_end(setup, position)
+    code = Exit.DONE if done else stopped_code
+    if not (lost := lost_records(screen, records)):
+        return code
+    say(describe_lost(lost))
+    # A code that was asked for has its own reader.
+    return Exit.LOST if code == Exit.DONE else code
+
+
+def _introduce(screen: Screen, setup: Setup, data: Data) -> None:
+    screen.say(describe_start(setup.run.config.run.path))
+    screen.setup(setup)
+    screen.say(describe_data(data.fingerprint))
+    screen.say(describe_size(setup))
+
+
+def _note_fault(records: Records, fault: Fault) -> None:
+    records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
+
+
+def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
+    """The program and the data of a run. Raises InputError, on all processes, with everything that is wrong with either."""
+    config = run.config
+    problems: list[str] = []
+    setup = data = None
+    if isinstance(config.data, OwnData):
+        # First, because its samples say which arrays the program gets.
+        with collect(problems):
+            source = open_own(config.data, run.code, run.where, seq=config.model.seq, vocab=config.model.vocab)
+            data = open_own_data(source, config.data, seed=config.run.seed)
+    # The data is opened even if the program is wrong, so that all problems are reported at once.
+    if data is not None or not problems:
+        with collect(problems):
+            setup = prepare(run, element=None if data is None else data.element)
+    if not isinstance(config.data, OwnData):
+        in_data: list[str] = []
+        with collect(in_data):
+            cache = config.run.path / "data"
+            data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
+        problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+    # One process suffices for this check: if it fails, the others stop in agree_on_input too.
+    if data is not None and jax.process_index() == 0:
+        with collect(problems):
+            check_data(run, data.fingerprint, resume or Resume())
+    agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
+    assert setup is not None and data is not None
+    return setup, data
