@@ -137,7 +137,9 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, most: int = _MAX_SHOWN) -> str:
-    """The repr of a value, shortened to about `most` characters."""
+    """A value as YAML writes it, shortened to about `most` characters."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return repr(value) if len(value) <= most else f"{value[:most]!r}..."
     text = repr(value)

@@ -106,8 +106,8 @@ def parse_target(text: str) -> Target:
     name = match[1].lower() if match else text
     if name not in chip_names():
         raise InputError(
-            [f"--target {text}: there is no chip {name!r}. {nearest(name, chip_names())} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
+            [f"target {text}: there is no chip {name!r}. {nearest(name, chip_names())} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
         )
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
-        raise InputError([f"--target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
+        raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
     return Target(chip=load_chip(name), text=f"{name}:{int(match[2])}x{int(match[3])}", num_hosts=int(match[2]), per_host=int(match[3]))

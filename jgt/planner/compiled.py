@@ -243,7 +243,7 @@ def _check_size(axes: Mapping[str, int], target: Target, *, is_named: bool) -> N
     if num_devices != target.num_devices:
         shown = " x ".join(f"{axis}={size}" for axis, size in axes.items()) if is_named else "of a function without shardings"
         raise InputError(
-            [f"--target {target.text} has {target.num_devices} devices, but the mesh {shown} has {num_devices}. Make them equal"]
+            [f"target {target.text} has {target.num_devices} devices, but the mesh {shown} has {num_devices}. Make them equal"]
         )
 
 

@@ -42,7 +42,7 @@ def devices_of(target: Target) -> Sequence[Any]:
     except Exception as error:
         # jaxlib raises exceptions of several types here; only the message says what the plugin does not support.
         raise InputError(
-            [f"--target {target.text}: jaxlib {metadata.version('jaxlib')} cannot compile for it: {str(error).splitlines()[0]}"]
+            [f"target {target.text}: jaxlib {metadata.version('jaxlib')} cannot compile for it: {str(error).splitlines()[0]}"]
         ) from error
     return cast("Sequence[Any]", topology.devices)
 
@@ -52,15 +52,15 @@ def _check_plugin(target: Target) -> None:
     if plugin is None:
         raise InputError(
             [
-                f"--target {target.text}: planning for a GPU needs JAX's CUDA plugin (about 130 MB, no driver, no GPU): {EXTRA}. "
-                "Without --target, jgt plans for CPU devices"
+                f"target {target.text}: planning for a GPU needs JAX's CUDA plugin (about 130 MB, no driver, no GPU): {EXTRA}. "
+                "Without a target, jgt plans for CPU devices"
             ]
         )
     version, jaxlib = metadata.version(plugin.replace("_", "-")), metadata.version("jaxlib")
     if version != jaxlib:
         raise InputError(
             [
-                f"--target {target.text}: the CUDA plugin is version {version}, but jaxlib is {jaxlib}. "
+                f"target {target.text}: the CUDA plugin is version {version}, but jaxlib is {jaxlib}. "
                 f"Install the plugin of jaxlib's version: {EXTRA}"
             ]
         )

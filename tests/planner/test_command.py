@@ -76,14 +76,14 @@ def refused(command):
 
 def test_an_unknown_chip(refused):
     (problem,) = refused("--config", "run.yaml", "--target", "mi300:1x8")
-    assert problem.startswith("--target mi300:1x8: there is no chip 'mi300'.")
+    assert problem.startswith("target mi300:1x8: there is no chip 'mi300'.")
     assert all(name in problem for name in chip_names())
 
 
 @pytest.mark.parametrize("target", ["h100", "h100:8", "h100:0x8", "h100:1x0"])
 def test_a_target_without_hosts_and_gpus(refused, target):
     (problem,) = refused("--config", "run.yaml", "--target", target)
-    assert problem.startswith(f"--target {target}: ") and "h100:8x8" in problem
+    assert problem.startswith(f"target {target}: ") and "h100:8x8" in problem
 
 
 @pytest.mark.parametrize("arguments", [["--target", "h100:2x8"], ["--devices", "16"]])

@@ -164,7 +164,7 @@ def test_rules_against_the_mesh(write, refused):
         ),
         ("model: {embed: 10, heads: 4}", ":1: model.heads: embed 10 is not divisible by heads 4"),
         ("model: {heads: 4, kv_heads: 3}", ":1: model.kv_heads: heads 4 is not divisible by kv_heads 3. Use a divisor of 4"),
-        ("model: {embed: 12, heads: 4}", ":1: model.head_dim: RoPE rotates pairs, but heads have the odd size 3"),
+        ("model: {embed: 12, heads: 4}", ":1: model.heads: embed 12 / heads 4 is 3, but RoPE needs an even size of heads. Use heads 1, 2"),
         ("model: {kind: gpt, kv_heads: 2}", ":1: model.kv_heads: gpt has as many key/value heads as heads (4)"),
         ("train:\n  steps: 1\n  steps: 2", ":3: train.steps: this key is given twice; the first is at"),
         ("train: &a {}\nmodel: 3", ":1: train: the anchor &a is not allowed"),

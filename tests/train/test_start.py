@@ -166,3 +166,10 @@ def test_its_own_damaged_step_is_set_aside(copied, tiny, position, capsys):
     assert position(tiny(f"run.dir={copied}"))[0].step == 4
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["2", "4", "6.broken"]
     assert "the checkpoint of step 6 is damaged" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_name_the_keys_that_differ(earlier, tiny, position):
+    with pytest.raises(InputError) as caught:
+        position(tiny("model.embed=64", "model.ffn=128", f"checkpoint.weights={earlier}"))
+    (problem,) = caught.value.problems
+    assert f"checkpoint.weights: {earlier}/checkpoints/6: model.embed is 32 there and 64 here, model.ffn is 64 there and 128 here." in problem

@@ -161,7 +161,15 @@ class ModelConfig:
         if self.heads % self.num_kv_heads:
             yield "kv_heads", f"heads {self.heads} is not divisible by kv_heads {self.num_kv_heads}. Use a divisor of {self.heads}"
         if self.facts.positions == "rotary" and self.head_size % 2:
-            yield "head_dim", f"RoPE rotates pairs, but heads have the odd size {self.head_size}. Use an even size"
+            if self.head_dim is not None:
+                yield "head_dim", f"RoPE rotates pairs, but heads have the odd size {self.head_size}. Use an even size"
+            elif self.embed % self.heads == 0:
+                fits = [n for n in range(1, self.heads) if self.embed % n == 0 and self.embed // n % 2 == 0]
+                remedy = f"Use heads {', '.join(map(str, fits[-8:]))}" if fits else "Change embed, or give head_dim"
+                yield (
+                    "heads",
+                    f"embed {self.embed} / heads {self.heads} is {self.head_size}, but RoPE needs an even size of heads. {remedy}",
+                )
         if not self.facts.has_kv_heads and self.kv_heads not in (None, self.heads):
             others = " or ".join(name for name, kind in KINDS.items() if kind.has_kv_heads)
             yield "kv_heads", f"{self.kind} has as many key/value heads as heads ({self.heads}). Leave kv_heads out, or use kind: {others}"

@@ -135,6 +135,15 @@ def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], w
         raise InputError(problems)
 
 
+def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
+    """Raises InputError with the keys in which the model differs from that of a checkpoint, whose fingerprints are `before`."""
+    old = _get(before, "config.model")
+    different = [f"{key} is {shown(old)} there and {shown(new)} here" for key, old, new in _differences("model", old, _fixed(run)["model"])]
+    if isinstance(old, dict) and different:
+        remedy = "Write the same model section, or name other weights"
+        raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
+
+
 def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint records about its run, as plain values."""
     return {"config": _fixed(run), "data": dict(data)}

@@ -34,7 +34,7 @@ from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
 from ..step.step import State, no_losses
-from .identity import Resume, check_origin
+from .identity import Resume, check_model, check_origin
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -119,7 +119,12 @@ class Start:
 
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
-            return restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
+            try:
+                return restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
+            except InputError:
+                # Where the models differ, a list of all arrays that differ adds nothing.
+                check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
+                raise
 
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:
