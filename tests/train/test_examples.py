@@ -1,5 +1,7 @@
 """The examples: the same losses on one device, on a mesh and in a pipeline, no bit lost by a kill, and what they learn."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from runs import Processes
 
+from jgt.document import InputError
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.code.files import read_code
@@ -50,7 +53,7 @@ def alone(tmp_path_factory):
     def _alone(name):
         if name not in known:
             folder = tmp_path_factory.mktemp(name)
-            train(run_of(name, folder))
+            train(run_of(name, folder, "mesh={data: 1}"))
             known[name] = losses(folder)
         return known[name]
 
@@ -91,6 +94,38 @@ def test_a_killed_run_of_ones_own_code_resumes_bit_for_bit(tmp_path, nursery, py
         states.append(jax.device_get(restore(found, setup.shapes, setup.shardings)))
     assert jax.tree.leaves(states[0].variables)
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.slow
+def test_the_launcher_restarts_a_run_of_ones_own_code_bit_for_bit(tmp_path):
+    """Two processes, one of which is killed: batches of own data are cut for both, and its position is in the checkpoint."""
+    run_of("digits", tmp_path)
+    layout = ("devices.virtual_cpu=2", "mesh={data: -1}", "checkpoint.every=2")
+    for name, fault in (("straight", ()), ("broken", ("debug.faults=[{at_step: 5, kind: kill, process: 1}]",))):
+        common = arguments("digits", tmp_path / name, *layout, *fault, steps=8)
+        run = [str(EXAMPLES / "digits" / "run.yaml"), "--code", str(EXAMPLES / "digits" / "model.py"), *common]
+        command = [sys.executable, "-m", "train.launch", "--processes", "2", "--", *run]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    np.testing.assert_array_equal(losses(tmp_path / "straight"), losses(tmp_path / "broken"))
+
+
+def test_held_out_samples_that_cannot_be_split_are_refused(tmp_path):
+    few = run_of("digits", tmp_path / "run", "mesh={data: 8}", "data.held_out=2")
+    with pytest.raises(InputError, match=r"data\.source: 2 held-out samples are fewer than the 8 devices that split a batch"):
+        train(few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_can_be_planned(tmp_path, name):
+    run_of(name, tmp_path)
+    layout = [*arguments(name, tmp_path / "run", *CUBE, "devices.virtual_cpu=8")]
+    code = ["--code", str(EXAMPLES / name / "model.py")]
+    command = [sys.executable, "-m", "jgt", "plan", str(EXAMPLES / name / "run.yaml"), *code, *layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "layers" in done.stdout and "collectives" in done.stdout.lower()
 
 
 @pytest.mark.slow

@@ -172,4 +172,6 @@ def test_weights_of_another_model_name_the_keys_that_differ(earlier, tiny, posit
     with pytest.raises(InputError) as caught:
         position(tiny("model.embed=64", "model.ffn=128", f"checkpoint.weights={earlier}"))
     (problem,) = caught.value.problems
-    assert f"checkpoint.weights: {earlier}/checkpoints/6: model.embed is 32 there and 64 here, model.ffn is 64 there and 128 here." in problem
+    assert (
+        f"checkpoint.weights: {earlier}/checkpoints/6: model.embed is 32 there and 64 here, model.ffn is 64 there and 128 here." in problem
+    )
