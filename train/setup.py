@@ -31,15 +31,15 @@ from .config import Run, batch_problems
 from .data.config import OwnData
 from .data.own import open_own
 from .layout import make_mesh, num_shards, shares_stage
-from .models.attention import AttentionChoice, choose_attention
+from .models.attention import CUDNN, AttentionChoice, choose_attention, has_foreign_mask
 from .models.config import ModelConfig, OwnModel
 from .models.decoder import build
 from .models.linear import compute_type
-from .models.model import Model
+from .models.model import Model, takes_segments
 from .models.own import own_model
 from .sections import TrainConfig
 from .step.config import OwnOptimizer
-from .step.loss import loss_of_logits, make_loss, num_chunks
+from .step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from .step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from .step.schedule import Settings, settings_of_step
@@ -157,8 +157,11 @@ class Setup:
         )
 
     def compile_train_step(self) -> Any:
-        """The compiled step."""
-        return self.train_step().lower(*self.step_shapes).compile()
+        """The compiled step. Raises InputError if its attention would mask wrongly."""
+        compiled = self.train_step().lower(*self.step_shapes).compile()
+        if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
+            _check_masks(self.run, compiled.as_text())
+        return compiled
 
     @property
     def step_shapes(self) -> tuple[Any, ...]:
@@ -204,6 +207,7 @@ def prepare(
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
         attention = _attention(run, config.model, device, shares_stage=shares_stage(run, mesh))
         model = build(config.model, config.train.remat, attention.kernel)
+    _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
     # Under jit, what is traced here is not traced again where the state is made.
@@ -236,6 +240,8 @@ def _element(run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
         return open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab).element
     seq = (run.config.model.seq,)
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if run.config.data.documents == "mask":
+        kinds["segments"] = jnp.int32
     return {name: jax.ShapeDtypeStruct(seq, kind) for name, kind in kinds.items()}
 
 
@@ -247,7 +253,9 @@ def _own_loss(run: Run) -> Callable[..., Any] | None:
 def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[..., Any] | None, module: Any) -> Any:
     """The loss of a batch of zeros, or the model's result without a loss of the user's own."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
-    return module(zeros["inputs"]) if loss is None else loss(module, zeros)
+    if loss is not None:
+        return loss(module, zeros)
+    return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
 def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
@@ -255,7 +263,9 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     own = _own_loss(run)
     # In a pipeline a device meets its own rows alone.
     groups = num_shards(run, mesh)[0] if run.pipeline is None else 1
-    tokens = make_loss(lambda module, x: module.features(x), chunks=chunks, groups=groups) if model.has_features else loss_of_logits
+    tokens = loss_of_logits
+    if model.has_features:
+        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups)
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:
@@ -293,6 +303,31 @@ def _attention(run: Run, config: ModelConfig, device: Any, *, shares_stage: bool
             ]
         )
     return choice
+
+
+def _check_segments(run: Run, model: Model) -> None:
+    """Raises InputError if the documents are to be masked from each other, but the model would not learn where they begin."""
+    data = run.config.data
+    # A loss of the user's own has the batch, and calls the model as it likes.
+    if isinstance(data, OwnData) or data.documents != "mask" or run.config.train.loss is not None or model.has_segments:
+        return
+    raise InputError(
+        [
+            f"{run.where('data.documents')}: data.documents: mask needs a model that takes segments [b, s], and {run.own('model.kind')} "
+            "does not. Add the argument to it, or use documents: join"
+        ]
+    )
+
+
+def _check_masks(run: Run, program: str) -> None:
+    """Raises InputError if a device would mask its rows by those of others."""
+    if has_foreign_mask(program):
+        raise InputError(
+            [
+                f"{run.where('rules')}: inputs: the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel "
+                "needs it with data.documents: mask. Split both over the same axes, or use model.attention: xla"
+            ]
+        )
 
 
 def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh) -> int:

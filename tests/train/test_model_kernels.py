@@ -1,5 +1,6 @@
 """The attention kernel that a run gets, the values that its recompute keeps, and 8-bit matmuls."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -7,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
+from plugin import needs_plugin
 
+from jgt import document
 from jgt.document import InputError
-from jgt.planner.described import described
+from jgt.planner.chip import parse_target
+from jgt.planner.compiled import compile_function
+from jgt.planner.described import described, devices_of
 from jgt.program import kernels
 from train.config import load
-from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, attend_with, choose_attention
+from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, attend_with, choose_attention, has_foreign_mask
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.linear import fp8_dot
@@ -62,6 +67,42 @@ def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
 def test_a_kernel_is_known_by_one_name():
     assert {kernel.name for kernel in KERNELS} == {"xla", *(kernel.name for kernel in kernels.ATTENTION)}
     assert KERNELS[-1] is XLA
+
+
+# -- masks -------------------------------------------------------------------------------------------------------
+
+
+def planned_text(tiny_file, rules, *overrides):
+    """The training step with masked documents, compiled for 8 GPUs, and its setup."""
+    target, small = parse_target("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
+    run = load(
+        tiny_file, [small, f"rules={rules}", "mesh={data: 2, fsdp: 2, tensor: 2}", "train.batch=16", "data.documents=mask", *overrides]
+    )
+    with described():
+        setup = prepare(run, num_devices=8, like=devices_of(target)[0])
+    return compile_function(setup.train_step(), setup.step_shapes, target).text, setup
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_cudnns_kernel_gets_the_mask_of_its_devices_rows(tiny_file, rules_dir, remat):
+    text, setup = planned_text(tiny_file, str(rules_dir / "fsdp_tensor.yaml"), f"train.remat={remat}")
+    assert setup.attention.kernel is CUDNN
+    calls = [line for line in text.splitlines() if 'custom_call_target="__cudnn$fmha' in line]
+    # 16 rows on 4 devices, and no score of a head in memory.
+    assert len(calls) >= 2
+    assert all("ScaleBiasSoftmax" in call and "bf16[4,1,64,64]" in call and "CAUSAL" in call for call in calls)
+    assert not re.search(r"\[4,2,64,64\]", text)
+    assert not has_foreign_mask(text)
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_a_mask_of_other_rows_is_noticed(tiny_file, rules_dir):
+    whole = tiny_file.with_name("whole.yaml")
+    whole.write_text(document.dump({"extends": str(rules_dir / "fsdp_tensor.yaml"), "inputs": {"segments": [], "**": ["batch", "..."]}}))
+    assert has_foreign_mask(planned_text(tiny_file, str(whole))[0])
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------

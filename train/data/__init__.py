@@ -4,7 +4,7 @@ Read `config.py` for the section's keys, then `batches.py`, which is the door: `
 batches. Between the two, `sources.py` opens one source of the mixture. `files.py` finds its files. `tokens.py` maps files
 that already contain token ids, and `mapped.py` notices if such a file changes while the run reads it. `documents.py` reads
 text, which `encoded.py` sends through `tokenizer.py` once and keeps. All of them end in a `Stream` (`stream.py`): one sequence
-of ids over many files.
+of ids over many files. `boundaries.py` marks where documents begin in a window, if they are to be masked from each other.
 
 The names below load on first use, so that a config is checked before JAX, numpy and Grain are imported.
 """

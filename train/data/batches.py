@@ -25,6 +25,7 @@ import numpy as np
 
 from jgt.document import InputError
 
+from .boundaries import check_ends, end_of_documents, masked
 from .config import DataConfig, OwnData, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
@@ -34,7 +35,10 @@ from .stream import Stream, Windows, num_windows
 from .tokenizer import Tokenizer, open_tokenizer
 
 Batch = dict[str, np.ndarray]
-"""Arrays [rows, ...] by name. Of tokens {"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]; weight 0 is padding."""
+"""Arrays [rows, ...] by name. Of tokens {"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]; weight 0 is padding.
+
+With masked documents also `segments`: see `boundaries.py`.
+"""
 Stack = Callable[[Sequence[Any]], Batch]
 """The batch of some samples; None stands for a row of padding."""
 
@@ -55,6 +59,8 @@ class Data:
     train_sequences: int
     """The number of training samples, in all parts together: one epoch."""
     tokenizer: Tokenizer | None = None
+    end: int | None = None
+    """The token that ends a document; None if documents are not masked from each other."""
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
     """Of data of the user's own: the arrays of one row."""
     pads: bool = True
@@ -127,14 +133,17 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
     _raise_if_any([f"data.{key}: {message}" for key, message in path_problems(config)])
     # `DataConfig.problems` made sure that all parts use one tokenizer.
     tokenizer = open_tokenizer(config.parts()[0].tokenizer)
-    splits = _open_all(config, tokenizer, vocab, cache_dir)
+    end = end_of_documents(config, tokenizer, vocab)
+    splits = _open_all(config, tokenizer, vocab, end, cache_dir)
     _raise_if_any(list(_size_problems(config, splits, seq)))
+    check_ends(config, [split.train for split in splits], end)
     held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq, vocab=vocab)) for s in splits if s.held_out is not None]
     return Data(
         tokenizer=tokenizer,
+        end=end,
         fingerprint=_fingerprint(config, splits),
         train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
-        _stack=partial(_stack_tokens, seq),
+        _stack=partial(_stack_tokens, seq, end),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
         _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,
@@ -154,12 +163,12 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
     )
 
 
-def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> list[Splits]:
+def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> list[Splits]:
     splits, problems = [], []
     # Every part is opened, even after one has failed, so that the problems of all files are reported together.
     for part in config.parts():
         try:
-            opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, cache_dir=cache_dir)
+            opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
             splits.append(opened)
         except InputError as error:
             problems += error.problems
@@ -198,14 +207,15 @@ def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: i
     return stack([samples[position] if position < len(samples) else None for position in positions])
 
 
-def _stack_tokens(seq: int, samples: Sequence[Any]) -> Batch:
+def _stack_tokens(seq: int, end: int | None, samples: Sequence[Any]) -> Batch:
     tokens = np.zeros((len(samples), seq + 1), np.int32)
     weights = np.zeros((len(samples), seq), np.float32)
     for row, sample in enumerate(samples):
         if sample is not None:
             tokens[row], weights[row] = np.asarray(sample), 1.0
     # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
-    return {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
+    batch = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
+    return batch if end is None else masked(batch, end)
 
 
 def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:

@@ -86,12 +86,17 @@ class DataConfig(_SourceKeys):
     source: as for a part of a mixture, or mixture.
     eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
     shuffle: whether training reads the windows in a random order, another one in each epoch.
+    documents: join lets the tokens of a window attend to earlier documents in it; mask does not, and counts positions from the beginning
+    of each document.
+    end_of_text: the id that ends a document in token files; for documents: mask.
     mixture: the parts, each with a weight; for the source mixture.
     """
 
     source: Literal["stdlib", "text", "tokens", "jsonl", "mixture"] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] = 500_000
     shuffle: bool = True
+    documents: Literal["join", "mask"] = "join"
+    end_of_text: Annotated[int, Bound(low=0, high=2**31 - 1)] | None = None
     mixture: tuple[MixturePart, ...] = ()
 
     @staticmethod
@@ -108,12 +113,27 @@ class DataConfig(_SourceKeys):
 
     def problems(self) -> Iterator[Problem]:
         """Problems of the parts; keys beside a mixture that belong into its parts; parts that cannot be mixed."""
+        yield from self._end_problems()
         if self.source == "mixture":
             yield from self._mixture_problems()
             return
         yield from self.parts()[0].problems()
         if self.mixture:
             yield "mixture", f"has {len(self.mixture)} parts, but source is {self.source}. Set source to mixture, or remove the parts"
+
+    def _end_problems(self) -> Iterator[Problem]:
+        token_parts = [part for part in self.parts() if part.source == "tokens"]
+        if self.end_of_text is None:
+            # A tokenizer.json has such an id. The tokenizer of bytes is only the default, and says nothing of ids that were made elsewhere.
+            if self.documents == "mask" and any(part.tokenizer == BYTES for part in token_parts):
+                yield (
+                    "end_of_text",
+                    "documents: mask needs the id that ends a document in token files. Give it, or a tokenizer.json that has one",
+                )
+        elif self.documents != "mask":
+            yield "end_of_text", "only documents: mask reads it. Remove the key, or set documents to mask"
+        elif not token_parts:
+            yield "end_of_text", "only the source tokens reads it, because other sources end documents themselves. Remove the key"
 
     def _mixture_problems(self) -> Iterator[Problem]:
         # A key with its default may have been written all the same; it means nothing either way.

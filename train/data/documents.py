@@ -46,6 +46,15 @@ def read_blocks(files: FileSet) -> Iterator[str | Unreadable]:
             yield from _blocks_of(file, path)
 
 
+def read_files(files: FileSet) -> Iterator[str | Unreadable]:
+    """The whole text of each plain UTF-8 file, which is one document."""
+    for path in files.paths:
+        if path.stat().st_size > MAX_LINE_BYTES:
+            yield Unreadable(f"{path}: the file is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+        else:
+            yield _decoded(path.read_bytes(), 1, path)
+
+
 def _blocks_of(file: BinaryIO, path: Path) -> Iterator[str | Unreadable]:
     line, rest = 1, b""
     while block := file.read(_BLOCK_BYTES):

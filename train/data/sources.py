@@ -16,8 +16,9 @@ from pathlib import Path
 
 from jgt.document import InputError
 
+from .boundaries import with_ends
 from .config import BYTES, MixturePart
-from .documents import read_blocks, read_documents
+from .documents import read_blocks, read_documents, read_files
 from .encoded import open_encoded
 from .files import FileSet, find_files, standard_library
 from .stream import Stream, vocab_problems
@@ -40,10 +41,13 @@ class Splits:
     fingerprint: dict[str, str | int]
 
 
-def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> Splits:
-    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError."""
+def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> Splits:
+    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError.
+
+    end: the token that is to end every document, also where files of text otherwise just follow each other; None if they shall.
+    """
     files = find_files(part.path) if part.path is not None else standard_library()
-    train = _open_checked(part, files, tokenizer, vocab, cache_dir)
+    train = _open_checked(part, files, tokenizer, vocab, end, cache_dir)
     fingerprint = {"source": part.source, **_identity(files)}
     # The ids of token files do not depend on a tokenizer.
     if part.source != "tokens":
@@ -51,7 +55,7 @@ def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vo
     held_out = None
     if part.eval_path is not None:
         eval_files = find_files(part.eval_path)
-        held_out = _open_checked(part, eval_files, tokenizer, vocab, cache_dir)
+        held_out = _open_checked(part, eval_files, tokenizer, vocab, end, cache_dir)
         fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
     elif eval_tokens:
         train, held_out = train.split(max(len(train) - eval_tokens, 0))
@@ -59,21 +63,23 @@ def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vo
     return Splits(train=train, held_out=held_out, fingerprint=fingerprint)
 
 
-def _open_checked(part: MixturePart, files: FileSet, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> Stream:
-    stream = _open(part, files, tokenizer, cache_dir)
+def _open_checked(part: MixturePart, files: FileSet, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> Stream:
+    stream = _open(part, files, tokenizer, end, cache_dir)
     if problems := list(islice(vocab_problems(stream, vocab), _MAX_VOCAB_PROBLEMS)):
         raise InputError(problems)
     return stream
 
 
-def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
+def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, end: int | None, cache_dir: Path) -> Stream:
     if part.source == "tokens":
         return open_tokens(files, part.dtype)
     if part.source == "jsonl":
         return _open_jsonl(part, files, tokenizer, cache_dir)
     # Bytes of text are ids already, so even a large text needs no cache.
     if part.tokenizer == BYTES:
-        return open_bytes(files)
+        return open_bytes(files) if end is None else with_ends(open_bytes(files), end)
+    if end is not None:
+        return open_encoded(files, read_files, tokenizer=tokenizer, separator=end, kind="files", cache_dir=cache_dir)
     # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
     return open_encoded(files, read_blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
 

@@ -6,11 +6,15 @@ reason why it is not available to a model on a device, if there is one. `model.a
 reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its names in JAX and XLA, its FLOPs) is an
 object of the same name in `jgt/program/kernels.py`.
 
+Tokens of one window may belong to several documents. `segments` [b, s] then tells them apart: for each token, the position at which its
+document begins. Equal entries are one document, and a token's position in its document is its position less its entry.
+
 b batch, s seq, d embed, n query heads, k key/value heads, h head size.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +29,11 @@ from jgt import signal
 from .config import ModelConfig
 from .linear import adding_init, linear
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h]) → [b, s, n, h]: causal attention. A key/value head serves n / k query heads."""
+Attend = Callable[..., jax.Array]
+"""attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
+
+A key/value head serves n / k query heads. mask: which pairs of a query and a key may meet, apart from their order; None: all of them.
+"""
 
 
 class Attention(nnx.Module):
@@ -43,17 +50,18 @@ class Attention(nnx.Module):
         self.head_size = config.head_size
         self.rope_theta = config.rope_theta if config.facts.positions == "rotary" else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         # [b, s, n · h] → [b, s, n, h]
         q, k, v = (proj(x).reshape(*x.shape[:2], -1, self.head_size) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.rope_theta is not None:
-            q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
+            q, k = rotate(q, self.rope_theta, segments), rotate(k, self.rope_theta, segments)
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
-        heads = signal.tensor(self.attend(q, k, v), "heads")  # [b, s, n, h]
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
+        heads = signal.tensor(self.attend(q, k, v, mask=mask), "heads")  # [b, s, n, h]
         return self.out(heads.reshape(*x.shape[:2], -1))  # [b, s, n · h] → [b, s, d]
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
+def rotate(x: jax.Array, theta: float, segments: jax.Array | None = None) -> jax.Array:
     """Rotary positions (RoFormer, arXiv 2104.09864) on [b, s, n, h].
 
     Element i is paired with element i + h/2, as in Llama's weights on Hugging Face, not with its neighbour as in the paper.
@@ -61,9 +69,14 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     half = x.shape[-1] // 2
     # Angles are f32 whatever the model's type: bf16 cannot tell position 256 from 257.
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]  # [s, h/2]
-    # [s, h/2] → [1, s, 1, h/2], to be multiplied with all heads of all rows.
-    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
+    if segments is None:
+        angle = positions[:, None] * frequency[None, :]  # [s, h/2]
+        # [s, h/2] → [1, s, 1, h/2], to be multiplied with all heads of all rows.
+        cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    else:
+        angle = (positions[None, :] - segments)[..., None] * frequency[None, None, :]  # [b, s, h/2]
+        cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [b, s, n, h/2] each
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -144,6 +157,19 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, shares_stage: bool) -> str
         # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
         return str(error).splitlines()[0].rstrip(".")
     return ""
+
+
+def has_foreign_mask(program: str) -> bool:
+    """Whether cuDNN's kernel gets the mask of other rows than those of its queries, in the text of a compiled program.
+
+    JAX splits the kernel's operands over devices as it finds them, and compares the rows of q, k and v, but not those of the mask
+    (`_check_qkv_bias_mask_spec` in jax/_src/cudnn/fused_attention_stablehlo.py).
+    """
+    calls = (line for line in program.splitlines() if '"__cudnn$fmhaScaleBias' in line)
+    operands = (re.search(r"operand_layout_constraints=\{([^=]*)\}", line) for line in calls)
+    # Those with four dims are q, k, v, the mask, and backward the output and its cotangent.
+    rows = (set(re.findall(r"\[(\d+)(?:,\d+){3}\]", found[1])) for found in operands if found)
+    return any(len(counts) > 1 for counts in rows)
 
 
 CUDNN = AttentionKernel(

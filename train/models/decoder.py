@@ -62,20 +62,22 @@ class Decoder(nnx.Module):
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.remat = remat
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x, table = self.features(tokens)
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        x, table = self.features(tokens, segments)
         with signal.context("head"):
             return scores(x, table)
 
-    def features(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits: normed activations [b, s, d] and a table [v, d]."""
+    def features(self, tokens: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """The two factors of the logits: normed activations [b, s, d] and a table [v, d].
+
+        segments: for each token [b, s], the position at which its document begins; None if each row is one document.
+        """
         with signal.context("embed"):
             x = self.embed(tokens)
             if self.positions is not None:
-                # [seq, d] → [1, s, d]
-                x = x + self.positions[...][None, : tokens.shape[1]].astype(x.dtype)
+                x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
         with signal.context("layers"):
-            x = scan_layers(self.layers, x, self.remat)
+            x = scan_layers(self.layers, x, segments, self.remat)
         with signal.context("head"):
             # [b, s, d] and [v, d]
             return self.norm(x), (self.head or self.embed).table()
@@ -90,9 +92,9 @@ class Block(nnx.Module):
         self.mlp_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
         self.mlp = kind.make_mlp(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         with signal.context("attn"):
-            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"))
+            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"), segments)
         with signal.context("mlp"):
             return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
 
@@ -102,8 +104,8 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
-    """x [b, s, d] through stacked layers.
+def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, remat: Remat) -> jax.Array:
+    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s].
 
     remat: `block` computes each layer again from its input; a tuple of tensor names keeps those tensors and computes the rest again;
     `none` keeps whatever the backward pass reads. So does `attention`, which is done inside attention (`attend_with`).
@@ -112,7 +114,7 @@ def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
     graphdef, params = nnx.split(layers)
 
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-        return nnx.merge(graphdef, params)(x), None
+        return nnx.merge(graphdef, params)(x, segments), None
 
     if remat not in ("none", "attention"):
         names = () if isinstance(remat, str) else remat
@@ -122,6 +124,12 @@ def scan_layers(layers: Any, x: jax.Array, remat: Remat) -> jax.Array:
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     x, _ = jax.lax.scan(layer, x, params)
     return x
+
+
+def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Array:
+    """The learned position of each token in its document, from a table [seq, d]: [b, s, d], or [1, s, d] without segments."""
+    # The first is a slice. A lookup would cost a gather, and a scatter backward.
+    return table[None, :seq] if segments is None else table[jnp.arange(seq)[None, :] - segments]
 
 
 class Embedding(nnx.Module):

@@ -21,6 +21,7 @@ module, and otherwise follows from the parameter's rank where it is used, within
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,13 +50,15 @@ class Model:
 
     init(key) → params and variables. run(use, params, variables, is_training) → the result of `use` and the variables after it. declared:
     by path, the roles that do not follow from a parameter's rank. has_features: whether the module has `features` (see
-    `train.step.loss.make_loss`). is_trained_differently: whether `is_training` makes a difference.
+    `train.step.loss.make_loss`). has_segments: whether the module takes `segments`, by which documents are masked from each other.
+    is_trained_differently: whether `is_training` makes a difference.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     run: Callable[[Use, Any, Any, bool], tuple[Any, Any]]
     declared: Mapping[str, Role] = field(default_factory=dict[str, Role])
     has_features: bool
+    has_segments: bool
     is_trained_differently: bool
 
     def apply(self, params: Any, variables: Any, tokens: jax.Array) -> jax.Array:
@@ -113,6 +116,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         run=run,
         declared=_declared_by_nnx(module),
         has_features=hasattr(module, "features"),
+        has_segments=takes_segments(getattr(module, "features", module)),
         is_trained_differently=graphs[True] != graphs[False],
     )
 
@@ -152,7 +156,19 @@ def of_linen(module: linen.Module, call: Callable[[Any], Any]) -> Model:
         if path[-1].key == "embedding":
             declared["/".join(k.key for k in path)] = "table"
     # A module learns by an argument whether it is trained, if at all.
-    return Model(init=init, run=run, declared=declared, has_features=hasattr(module, "features"), is_trained_differently=False)
+    return Model(
+        init=init,
+        run=run,
+        declared=declared,
+        has_features=hasattr(module, "features"),
+        has_segments=takes_segments(getattr(module, "features", module)),
+        is_trained_differently=False,
+    )
+
+
+def takes_segments(called: Any) -> bool:
+    """Whether a module, or a method of it, has the argument `segments`."""
+    return callable(called) and "segments" in inspect.signature(called).parameters
 
 
 def _draws(apply: Callable[..., Any], params: Any, collections: Any) -> bool:

@@ -11,7 +11,7 @@ b batch, s seq, d embed, v vocab, g groups: devices that split the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..models.decoder import scores
 from .objective import Arrays
 
 Loss = Callable[[Any, Arrays], jax.Array]
-Features = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+Features = Callable[..., tuple[jax.Array, jax.Array]]
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 """x [b, s, d], targets [b, s] and weights [b, s] of some positions."""
 
@@ -36,13 +36,14 @@ LOGITS_BYTES = 1 << 30
 def make_loss(features: Features, *, chunks: int = 1, groups: int = 1) -> Loss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
-    features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. chunks: a divisor of s. groups: the number of
+    features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
+    begin, features gets them too, by that name. chunks: a divisor of s. groups: the number of
     devices that split the batch. With several chunks each device adds up the table's gradient from its own rows, and they are summed
     over devices once, after the last chunk.
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
-        x, table = features(model, batch["inputs"])
+        x, table = features(model, batch["inputs"], **segments_of(batch))
         with signal.context("head"):
             return _loss(chunks, groups, x, table, batch["targets"], batch["weights"])
 
@@ -51,12 +52,17 @@ def make_loss(features: Features, *, chunks: int = 1, groups: int = 1) -> Loss:
 
 def loss_of_logits(model: Any, batch: Arrays) -> jax.Array:
     """As the loss of `make_loss`, of a model that is a function from tokens [b, s] to logits [b, s, v]."""
-    logits, tokens = model(batch["inputs"]), list(batch["inputs"].shape)
+    logits, tokens = model(batch["inputs"], **segments_of(batch)), list(batch["inputs"].shape)
     shape = list(getattr(logits, "shape", ()))
     if shape[:-1] != tokens:
         raise InputError([f"model: returned {shape or type(logits).__name__} for tokens {tokens}. Return logits [b, s, vocab]"])
     with signal.context("loss"):
         return jnp.sum(batch["weights"] * cross_entropy(logits.astype(jnp.float32), batch["targets"]))
+
+
+def segments_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch's segments by name, as an argument of a model; nothing if it has none."""
+    return {"segments": batch["segments"]} if "segments" in batch else {}
 
 
 def num_chunks(rows: int, seq: int, vocab: int, num_devices: int, *, local_seq: int) -> int:
