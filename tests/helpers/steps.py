@@ -5,7 +5,7 @@ import numpy as np
 
 import jgt
 from jgt.rules import Rules
-from train import setup
+from train.setup import program
 from train.step.objective import Objective, Part
 from train.step.step import make_train_step
 
@@ -33,4 +33,4 @@ def roles_of(model, inputs):
     def call(params, inputs):
         return model.run(lambda module: module(inputs), params, variables, True)[0]
 
-    return setup.roles_of(model, jgt.place(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}), params, inputs))
+    return program.roles_of(model, jgt.place(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}), params, inputs))

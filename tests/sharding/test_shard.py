@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jgt
-from train import setup
 from train.config import load
+from train.setup import program
 
 RULES = jgt.make_rules({"axes": {"batch": ["data"]}, "params": {"w": [None, "tensor"]}, "default": "replicate"})
 SIZES = {"data": 2, "tensor": 4}
@@ -144,7 +144,7 @@ TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4",
 )
 def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, calls, monkeypatch):
     counted = []
-    make_loss = setup.make_loss
+    make_loss = program.make_loss
 
     def make(*args, **kwargs):
         loss = make_loss(*args, **kwargs)
@@ -155,8 +155,8 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
 
         return counting
 
-    monkeypatch.setattr(setup, "make_loss", make)
-    made = setup.prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
+    monkeypatch.setattr(program, "make_loss", make)
+    made = program.prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
     made.train_step().lower(*made.step_shapes)
     jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)
     assert len(counted) == calls

@@ -134,7 +134,7 @@ def after(module, name, what):
     return f"import {module}\nplain = {module}.{name}\ndef broken(*a, **b):\n    plain(*a, **b)\n    {what}\n{module}.{name} = broken\n"
 
 
-COMPILE = ("train.setup", "Setup.compile_train_step")
+COMPILE = ("train.setup.setup", "Setup.compile_train_step")
 SAVE = ("train.checkpoint.checkpoint", "Checkpoints.save")
 RESTORE = ("train.run.start", "restore_state")
 CONNECT = ("jax.distributed", "initialize")

@@ -13,7 +13,7 @@ import jgt
 from jgt.document import InputError
 from jgt.pipeline.layout import axes_inside
 
-from .config import Run
+from ..config import Run
 
 
 def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:

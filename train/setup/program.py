@@ -1,180 +1,47 @@
-"""Everything of a run that exists before its first step: devices, model, placement, compiled functions.
+"""From a run to its `Setup`: the mesh, the model, the loss under its rules, the optimizer, and the place of every array.
 
 Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
-all of them call `prepare`, which makes the whole program from shapes: mesh, model, loss under its rules, optimizer, and the place of
-every array. Nothing in it needs devices: on an abstract mesh, a laptop checks a run for hardware that it does not have.
+all of them call `prepare`, which makes the whole program from shapes. Nothing in it needs devices: on an abstract mesh, a laptop checks a
+run for hardware that it does not have.
 
 The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepare`, before anything is compiled or allocated.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError, nearest
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
 
-from .code.names import load_object
-from .config import Run, batch_problems
-from .data.config import OwnData
-from .data.own import open_own
+from ..code.names import load_object
+from ..config import Run, batch_problems
+from ..data.config import OwnData
+from ..data.own import open_own
+from ..models.attention import AttentionChoice, choose_attention
+from ..models.config import ModelConfig, OwnModel
+from ..models.decoder import build
+from ..models.linear import compute_type
+from ..models.model import Model, takes_segments
+from ..models.own import own_model
+from ..sections import TrainConfig
+from ..step.config import OwnOptimizer
+from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
+from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
+from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
+from ..step.schedule import Settings
+from ..step.step import State, first_average, no_losses
 from .layout import make_mesh, num_shards, shares_stage
-from .models.attention import CUDNN, AttentionChoice, choose_attention, has_foreign_mask
-from .models.config import ModelConfig, OwnModel
-from .models.decoder import build
-from .models.linear import compute_type
-from .models.model import Model, takes_segments
-from .models.own import own_model
-from .sections import TrainConfig
-from .step.config import OwnOptimizer
-from .step.loss import loss_of_logits, make_loss, num_chunks, segments_of
-from .step.objective import Objective, ShardedLoss, own_objective, token_objective
-from .step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
-from .step.schedule import Settings, settings_of_step
-from .step.step import State, first_average, make_eval_step, make_train_step, no_losses
-from .step.update import update_all, update_in_turn
-
-_COMPILED_ONCE = {"xla_backend_optimization_level": 1}
-"""For a program that runs once, LLVM's expensive passes take longer than they save."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
-
-    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
-    one row of a batch, by name.
-    """
-
-    run: Run
-    mesh: Mesh | AbstractMesh
-    model: Model
-    attention: AttentionChoice | None
-    loss_chunks: int
-    make_optimizer: MakeOptimizer
-    objective: Objective
-    make_state: Callable[[Any], State]
-    placement: Placement
-    shapes: State
-    element: Mapping[str, jax.ShapeDtypeStruct]
-
-    @property
-    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch."""
-        return rows_of(self.element, self.run.config.train.batch)
-
-    @property
-    def shardings(self) -> State:
-        """Where each part of the state goes."""
-        place = self.placement
-        whole = place.replicated()
-        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
-        moments = place.optimizer(self.shapes.opt_state, memory)
-        # The window of losses is a few numbers, which every device keeps.
-        losses = jax.tree.map(lambda _: whole, self.shapes.losses)
-        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"), self._average_shardings)
-
-    @property
-    def _average_shardings(self) -> Any:
-        # As the moments: an update reads both, and with ZeRO each device keeps its part alone.
-        return () if self.shapes.average == () else self.placement.gradients
-
-    @property
-    def batch_shardings(self) -> dict[str, NamedSharding]:
-        """Where each array of a batch goes."""
-        return self.placement.inputs(self.batch_shapes)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model."""
-        return sum(x.size for x in jax.tree.leaves(self.shapes.params))
-
-    def init(self) -> State:
-        """The state before the first step, born sharded; the same values on every mesh."""
-        # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
-        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
-
-    def settings(self, step: int) -> np.ndarray:
-        """The settings of a step, f32[3]: the third argument of the compiled step."""
-        return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
-
-    def evaluated(self, state: State) -> Any:
-        """The parameters to evaluate, laid out as parameters: the state's, or their average if there is one."""
-        return state.params if state.average == () else self._cast(state.average)
-
-    def with_average(self, state: State) -> State:
-        """The state with an average of the parameters that starts here, if the run has one."""
-        first = functools.partial(first_average, ema=self.run.config.train.ema)
-        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
-
-    @functools.cached_property
-    def _cast(self) -> Callable[[Any], Any]:
-        """From the average, in f32 and laid out like moments, to parameters."""
-
-        def cast(average: Any) -> Any:
-            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
-
-        return jax.jit(cast, out_shardings=self.placement.params)
-
-    def train_step(self) -> Any:
-        """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
-
-        def pin(gradients: Any) -> Any:
-            return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
-
-        config, optimizer = self.run.config.train, self.run.config.optimizer
-        step = make_train_step(
-            self.objective,
-            self.make_optimizer,
-            accumulate=config.accumulate,
-            pin_gradients=pin,
-            clips=optimizer.clip is not None,
-            spikes=config.skip_spikes,
-            update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
-            ema=config.ema,
-        )
-        shardings = self.shardings
-        whole = self.placement.replicated()
-        return jax.jit(
-            step,
-            in_shardings=(shardings, self.batch_shardings, whole),
-            # The new state has the layout of the old one, the only one that the compiled step takes.
-            out_shardings=(shardings, whole),
-            # The new state takes the memory of the old one.
-            donate_argnums=0,
-        )
-
-    def compile_train_step(self) -> Any:
-        """The compiled step. Raises InputError if its attention would mask wrongly."""
-        compiled = self.train_step().lower(*self.step_shapes).compile()
-        if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
-            _check_masks(self.run, compiled.as_text())
-        return compiled
-
-    @property
-    def step_shapes(self) -> tuple[Any, ...]:
-        """The arguments of the step, as shapes."""
-        return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
-
-    def compile_eval_step(self, batch: int) -> Any:
-        """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
-        shardings, whole = self.shardings, self.placement.replicated()
-        jitted = jax.jit(
-            make_eval_step(self.objective), in_shardings=(shardings.params, shardings.variables, self.batch_shardings), out_shardings=whole
-        )
-        return jitted.lower(self.shapes.params, self.shapes.variables, rows_of(self.element, batch)).compile()
+from .setup import Setup, rows_of
 
 
 def prepare(
@@ -319,17 +186,6 @@ def _check_segments(run: Run, model: Model) -> None:
     )
 
 
-def _check_masks(run: Run, program: str) -> None:
-    """Raises InputError if a device would mask its rows by those of others."""
-    if has_foreign_mask(program):
-        raise InputError(
-            [
-                f"{run.where('rules')}: inputs: the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel "
-                "needs it with data.documents: mask. Split both over the same axes, or use model.attention: xla"
-            ]
-        )
-
-
 def _loss_chunks(run: Run, mesh: Mesh | AbstractMesh) -> int:
     """As few chunks as fit, or as many as the file says."""
     train, model, pipeline = run.config.train, run.config.model, run.pipeline
@@ -345,11 +201,6 @@ def _check_remat(run: Run, tensors: Sequence[str]) -> None:
     if unknown:
         where = run.where("train.remat")
         raise InputError([f"{where}: train.remat: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
-
-
-def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch of rows, [rows, ...] each."""
-    return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
 def _state_maker(init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, config: TrainConfig) -> Callable[[Any], State]:

@@ -1,0 +1,171 @@
+"""What exists of a run before its first step: the shapes of its state, where everything goes, and its compiled functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jgt.document import InputError
+from jgt.sharding.placement import Placement
+
+from ..config import Run
+from ..models.attention import CUDNN, AttentionChoice, has_foreign_mask
+from ..models.model import Model
+from ..step.objective import Objective
+from ..step.optimizer import MakeOptimizer
+from ..step.schedule import Settings, settings_of_step
+from ..step.step import State, first_average, make_eval_step, make_train_step
+from ..step.update import update_all, update_in_turn
+
+_COMPILED_ONCE = {"xla_backend_optimization_level": 1}
+"""For a program that runs once, LLVM's expensive passes take longer than they save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
+
+    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
+    one row of a batch, by name.
+    """
+
+    run: Run
+    mesh: Mesh | AbstractMesh
+    model: Model
+    attention: AttentionChoice | None
+    loss_chunks: int
+    make_optimizer: MakeOptimizer
+    objective: Objective
+    make_state: Callable[[Any], State]
+    placement: Placement
+    shapes: State
+    element: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch."""
+        return rows_of(self.element, self.run.config.train.batch)
+
+    @property
+    def shardings(self) -> State:
+        """Where each part of the state goes."""
+        place = self.placement
+        whole = place.replicated()
+        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
+        moments = place.optimizer(self.shapes.opt_state, memory)
+        # The window of losses is a few numbers, which every device keeps.
+        losses = jax.tree.map(lambda _: whole, self.shapes.losses)
+        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"), self._average_shardings)
+
+    @property
+    def _average_shardings(self) -> Any:
+        # As the moments: an update reads both, and with ZeRO each device keeps its part alone.
+        return () if self.shapes.average == () else self.placement.gradients
+
+    @property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        """Where each array of a batch goes."""
+        return self.placement.inputs(self.batch_shapes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(x.size for x in jax.tree.leaves(self.shapes.params))
+
+    def init(self) -> State:
+        """The state before the first step, born sharded; the same values on every mesh."""
+        # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
+        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
+
+    def settings(self, step: int) -> np.ndarray:
+        """The settings of a step, f32[3]: the third argument of the compiled step."""
+        return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
+
+    def evaluated(self, state: State) -> Any:
+        """The parameters to evaluate, laid out as parameters: the state's, or their average if there is one."""
+        return state.params if state.average == () else self._cast(state.average)
+
+    def with_average(self, state: State) -> State:
+        """The state with an average of the parameters that starts here, if the run has one."""
+        first = functools.partial(first_average, ema=self.run.config.train.ema)
+        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
+
+    @functools.cached_property
+    def _cast(self) -> Callable[[Any], Any]:
+        """From the average, in f32 and laid out like moments, to parameters."""
+
+        def cast(average: Any) -> Any:
+            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
+
+        return jax.jit(cast, out_shardings=self.placement.params)
+
+    def train_step(self) -> Any:
+        """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
+
+        def pin(gradients: Any) -> Any:
+            return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
+
+        config, optimizer = self.run.config.train, self.run.config.optimizer
+        step = make_train_step(
+            self.objective,
+            self.make_optimizer,
+            accumulate=config.accumulate,
+            pin_gradients=pin,
+            clips=optimizer.clip is not None,
+            spikes=config.skip_spikes,
+            update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
+            ema=config.ema,
+        )
+        shardings = self.shardings
+        whole = self.placement.replicated()
+        return jax.jit(
+            step,
+            in_shardings=(shardings, self.batch_shardings, whole),
+            # The new state has the layout of the old one, the only one that the compiled step takes.
+            out_shardings=(shardings, whole),
+            # The new state takes the memory of the old one.
+            donate_argnums=0,
+        )
+
+    def compile_train_step(self) -> Any:
+        """The compiled step. Raises InputError if its attention would mask wrongly."""
+        compiled = self.train_step().lower(*self.step_shapes).compile()
+        if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
+            _check_masks(self.run, compiled.as_text())
+        return compiled
+
+    @property
+    def step_shapes(self) -> tuple[Any, ...]:
+        """The arguments of the step, as shapes."""
+        return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
+
+    def compile_eval_step(self, batch: int) -> Any:
+        """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
+        shardings, whole = self.shardings, self.placement.replicated()
+        jitted = jax.jit(
+            make_eval_step(self.objective), in_shardings=(shardings.params, shardings.variables, self.batch_shardings), out_shardings=whole
+        )
+        return jitted.lower(self.shapes.params, self.shapes.variables, rows_of(self.element, batch)).compile()
+
+
+def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch of rows, [rows, ...] each."""
+    return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
+
+
+def _check_masks(run: Run, program: str) -> None:
+    """Raises InputError if a device would mask its rows by those of others."""
+    if has_foreign_mask(program):
+        raise InputError(
+            [
+                f"{run.where('rules')}: inputs: the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel "
+                "needs it with data.documents: mask. Split both over the same axes, or use model.attention: xla"
+            ]
+        )
