@@ -20,7 +20,7 @@ from train.data.batches import open_data
 from train.data.boundaries import masked
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.run.loop import train
+from train.run.train import train
 from train.run.sample import sample_text
 from train.run.start import Feed
 from train.setup import prepare
