@@ -147,7 +147,7 @@ class TrainConfig:
     with which the logits on a device take at most 1 GiB.
     log_every: steps between logged steps.
     eval_every: steps between evaluations. 0: only at the end.
-    eval_batches: the most batches in an evaluation. null: the whole held-out split.
+    eval_batches: the most batches in an evaluation, of each part of a mixture. null: the whole held-out split.
     on_nonfinite: what happens after an update whose loss or gradient is not finite. The update is never applied; the run stops, or
     skips the update and continues.
     skip_spikes: when to skip updates with an extreme loss. null: never.
@@ -252,7 +252,7 @@ class SampleConfig:
 
 def missing_loggers(names: Sequence[str]) -> list[str]:
     """The loggers among these whose package is not installed."""
-    return [name for name in dict.fromkeys(names) if name in _PACKAGES and not _is_installed(_PACKAGES[name])]
+    return [name for name in dict.fromkeys(names) if name in _PACKAGES and not is_installed(_PACKAGES[name])]
 
 
 def logger_problem(name: str) -> str:
@@ -260,7 +260,8 @@ def logger_problem(name: str) -> str:
     return f"{name} needs the package {_PACKAGES[name]}. Install it (pip install 'jgt[{name}]'), or take {name} out of the list"
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. Does not import it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

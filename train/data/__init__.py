@@ -2,9 +2,9 @@
 
 Read `config.py` for the section's keys, then `batches.py`, which is the door: `open_data` returns `Data`, and `Data` yields
 batches. Between the two, `sources.py` opens one source of the mixture. `files.py` finds its files. `tokens.py` maps files
-that already contain token ids, and `mapped.py` notices if such a file changes while the run reads it. `documents.py` reads
-text, which `encoded.py` sends through `tokenizer.py` once and keeps. All of them end in a `Stream` (`stream.py`): one sequence
-of ids over many files.
+that already contain token ids, `headers.py` knows them by their first bytes, and `mapped.py` notices if such a file changes while
+the run reads it. `documents.py` and `columns.py` read text, out of files that `packed.py` unpacks; `encoded.py` sends it through
+`tokenizer.py` once and keeps the ids. All of them end in a `Stream` (`stream.py`): one sequence of ids over many files.
 
 The names below load on first use, so that a config is checked before JAX, numpy and Grain are imported.
 """

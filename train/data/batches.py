@@ -13,6 +13,7 @@ index to a part by weight.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,8 @@ from .config import DataConfig, OwnData, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
-from .sources import Splits, open_splits
-from .stream import Stream, Windows, num_windows
+from .sources import PartKeys, Splits, open_splits, spared_tokens
+from .stream import Windows, num_windows
 from .tokenizer import Tokenizer, open_tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -63,7 +64,8 @@ class Data:
     _mapped: tuple[MappedFile, ...] = ()
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
-    _held_out: grain.MapDataset | None
+    _held_out: Mapping[str, grain.MapDataset]
+    """By the name of the part of a mixture; under one name, or none, otherwise."""
 
     def train_batches(self, start_sample: int, batch: int, rows: Sequence[int], num_batches: int | None = None) -> Iterator[Batch]:
         """The given rows of global batches 0, 1, ... of a run that starts at sample `start_sample`. Endless without `num_batches`.
@@ -76,19 +78,21 @@ class Data:
         make = partial(_rows_of_batch, self._train, self._stack, start_sample, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
-    def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """The given rows of the held-out samples, once and in order.
+    def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None, *, part: str | None = None) -> Iterator[Batch]:
+        """The given rows of the held-out samples, once and in order, of all parts one after another or of one of `eval_parts`.
 
-        The last batch is completed by rows of padding, or left out if the data has none.
+        The last batch of a part is completed by rows of padding, or left out if the data has none. max_batches: of each part.
         """
         _check_rows(batch, rows)
-        if self._held_out is None:
-            return iter(())
+        parts = self.eval_parts if part is None else (part,)
+        return itertools.chain.from_iterable(self._eval_batches(self._held_out[part], batch, rows, max_batches) for part in parts)
+
+    def _eval_batches(self, held_out: grain.MapDataset, batch: int, rows: Sequence[int], max_batches: int | None) -> Iterator[Batch]:
         # Rounded up where the last batch is padded.
-        num_batches = -(-len(self._held_out) // batch) if self.pads else len(self._held_out) // batch
+        num_batches = -(-len(held_out) // batch) if self.pads else len(held_out) // batch
         if max_batches is not None:
             num_batches = min(num_batches, max_batches)
-        make = partial(_rows_of_batch, self._held_out, self._stack, 0, batch, tuple(rows))
+        make = partial(_rows_of_batch, held_out, self._stack, 0, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
     def check(self) -> None:
@@ -100,36 +104,50 @@ class Data:
             mapped.check_contents()
 
     @property
-    def has_eval(self) -> bool:
-        """Whether any data is held out."""
-        return self._held_out is not None
+    def eval_parts(self) -> tuple[str, ...]:
+        """The names of the parts that hold data out."""
+        return tuple(self._held_out)
 
     @property
     def eval_sequences(self) -> int:
         """The number of held-out samples."""
-        return 0 if self._held_out is None else len(self._held_out)
+        return sum(map(len, self._held_out.values()))
 
     def eval_batch(self, batch: int, multiple: int) -> int:
         """The rows of a batch of an evaluation: `batch`, or without padding a smaller multiple that leaves out the fewest samples."""
-        if self.pads or self._held_out is None:
+        if self.pads or not self._held_out:
             return batch
-        fits = range(multiple, min(batch, max(len(self._held_out), multiple)) + 1, multiple)
+        count = self.eval_sequences
+        fits = range(multiple, min(batch, max(count, multiple)) + 1, multiple)
         # Of equal ones the largest.
-        return min(reversed(fits), key=lambda size: len(self._held_out or ()) % size)
+        return min(reversed(fits), key=lambda size: count % size)
 
 
-def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir: Path) -> Data:
+def open_data(
+    config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir: Path, where: Callable[[str], str] = lambda key: ""
+) -> Data:
     """Opens every file, checks every token against `vocab`, and sets the evaluation split apart.
 
-    seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. Raises InputError with all problems.
+    seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. where(key): file and line of a dotted key,
+    for messages. Raises InputError with all problems.
     """
     remove_leftovers(cache_dir)
-    _raise_if_any([f"data.{key}: {message}" for key, message in path_problems(config)])
-    # `DataConfig.problems` made sure that all parts use one tokenizer.
-    tokenizer = open_tokenizer(config.parts()[0].tokenizer)
-    splits = _open_all(config, tokenizer, vocab, cache_dir)
-    _raise_if_any(list(_size_problems(config, splits, seq)))
-    held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq, vocab=vocab)) for s in splits if s.held_out is not None]
+    whole = PartKeys(prefix="data.", where=where)
+    _raise_if_any([whole.at(key, f"data.{key}: {message}") for key, message in path_problems(config)])
+    is_mixture = config.source == "mixture"
+    places = [PartKeys(prefix=f"data.mixture[{i}]." if is_mixture else "data.", where=where) for i in range(len(config.parts()))]
+    try:
+        # `DataConfig.problems` made sure that all parts use one tokenizer.
+        tokenizer = open_tokenizer(config.parts()[0].tokenizer)
+    except InputError as error:
+        raise InputError([places[0].at("tokenizer", problem) for problem in error.problems]) from None
+    splits = _open_all(config, places, tokenizer, seq, vocab, cache_dir)
+    _raise_if_any(list(_size_problems(config, places, splits, seq)))
+    held_out = {
+        name: grain.MapDataset.source(Windows(stream=split.held_out, seq=seq, vocab=vocab))
+        for name, split in zip(config.part_names(), splits, strict=True)
+        if split.held_out is not None
+    }
     return Data(
         tokenizer=tokenizer,
         fingerprint=_fingerprint(config, splits),
@@ -137,7 +155,7 @@ def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir:
         _stack=partial(_stack_tokens, seq),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
-        _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,
+        _held_out=held_out,
     )
 
 
@@ -150,17 +168,17 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
         pads=False,
         _stack=source.stack,
         _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
-        _held_out=source.held_out,
+        _held_out={} if source.held_out is None else {"eval": source.held_out},
     )
 
 
-def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, cache_dir: Path) -> list[Splits]:
+def _open_all(config: DataConfig, places: Sequence[PartKeys], tokenizer: Tokenizer, seq: int, vocab: int, cache_dir: Path) -> list[Splits]:
     splits, problems = [], []
     # Every part is opened, even after one has failed, so that the problems of all files are reported together.
-    for part in config.parts():
+    open_part = partial(open_splits, eval_tokens=config.eval_tokens, tokenizer=tokenizer, seq=seq, vocab=vocab, cache_dir=cache_dir)
+    for part, keys in zip(config.parts(), places, strict=True):
         try:
-            opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, cache_dir=cache_dir)
-            splits.append(opened)
+            splits.append(open_part(part, keys))
         except InputError as error:
             problems += error.problems
     _raise_if_any(problems)
@@ -218,21 +236,41 @@ def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:
         iterator.close()
 
 
-def _size_problems(config: DataConfig, splits: list[Splits], seq: int) -> Iterator[str]:
+def _size_problems(config: DataConfig, places: Sequence[PartKeys], splits: list[Splits], seq: int) -> Iterator[str]:
     """A split without a single window cannot be trained on or evaluated."""
-    for part, split in zip(config.parts(), splits, strict=True):
-        is_cut_off = part.eval_path is None and config.eval_tokens > 0
-        lower = f"lower data.eval_tokens ({config.eval_tokens})" if is_cut_off else None
-        yield from _size_problem(f"the train split of {part.name}", split.train, seq, lower)
-        if split.held_out is not None:
-            higher = f"raise data.eval_tokens ({config.eval_tokens}; 0 for no evaluation)" if is_cut_off else None
-            yield from _size_problem(f"the eval split of {part.eval_path or part.name}", split.held_out, seq, higher)
+    # One key holds out the tokens of all parts.
+    whole = PartKeys(prefix="data.", where=places[0].where)
+    for part, keys, split in zip(config.parts(), places, splits, strict=True):
+        train, held_out = len(split.train), len(split.held_out or ())
+        if part.eval_path is not None:
+            if message := _too_short(part.eval_path, held_out, seq):
+                yield keys.at("eval_path", message)
+            held_out = 0
+        if message := _too_short(part.label, train + held_out, seq):
+            yield keys.at("path", message)
+        elif config.eval_tokens and part.eval_path is None and (message := _bad_share(config.eval_tokens, train + held_out, seq)):
+            yield whole.at("eval_tokens", f"data.eval_tokens: {message.format(part.label)}")
 
 
-def _size_problem(split: str, stream: Stream, seq: int, remedy: str | None) -> Iterator[str]:
-    if num_windows(len(stream), seq) == 0:
-        remedies = ", ".join(filter(None, ("Give more data", remedy, "or lower model.seq")))
-        yield f"data: {split} has {len(stream)} tokens, but one window of seq {seq} needs {seq + 1}. {remedies}"
+def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
+    if num_windows(num_tokens, seq):
+        return None
+    return f"data: {name} has {num_tokens:,} tokens, but one window of seq {seq} needs {seq + 1:,}. Give more data, or lower model.seq"
+
+
+def _bad_share(held_out: int, num_tokens: int, seq: int) -> str | None:
+    """What is wrong with the number of tokens to hold out of so many, which are at least one window. `{}` is the name of the data."""
+    window = f"one window of seq {seq} needs {seq + 1:,}"
+    if num_tokens < 2 * (seq + 1):
+        none = "Set data.eval_tokens=0 for no evaluation, or lower model.seq"
+        return f"{{}} has {num_tokens:,} tokens, too few to train on some and hold others out: {window}. {none}"
+    if held_out <= seq:
+        enough = f"Set data.eval_tokens={seq + 1} or more, or 0 for no evaluation"
+        return f"{held_out:,} tokens are not enough to evaluate on: {window}. {enough}"
+    if num_tokens - held_out <= seq:
+        left = f"{max(num_tokens - held_out, 0):,} of the {num_tokens:,} tokens of {{}} remain to train on, but {window}"
+        return f"{left}. Remove the key, which holds out {spared_tokens(num_tokens, seq):,}, or set it to at most {num_tokens - seq - 1}"
+    return None
 
 
 def _fingerprint(config: DataConfig, splits: list[Splits]) -> dict[str, str | int]:

@@ -18,7 +18,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,11 +160,15 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
         with collect(problems):
             setup = prepare(run, element=None if data is None else data.element)
     if not isinstance(config.data, OwnData):
-        in_data: list[str] = []
-        with collect(in_data):
-            cache = config.run.path / "data"
-            data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
-        problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+        with collect(problems):
+            data = open_data(
+                config.data,
+                seq=config.model.seq,
+                vocab=config.model.vocab,
+                seed=config.run.seed,
+                cache_dir=config.run.path / "data",
+                where=run.where,
+            )
     # One process suffices for this check: if it fails, the others stop in agree_on_input too.
     if data is not None and jax.process_index() == 0:
         with collect(problems):
@@ -265,7 +269,7 @@ class Loop:
             done, samples = step, samples + config.batch
             if self._profiler.ends(step):
                 self._profile(step, train_step, progress)
-            if self._due(step, config.eval_every) and self._data.has_eval:
+            if self._due(step, config.eval_every) and self._data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
@@ -338,14 +342,27 @@ class Loop:
                 self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            sums, in_flight = [], InFlight(steps_ahead(self._setup.mesh))
-            for batch in self._feed.evaluation(self._config.train.eval_batches):
-                sums.append(self._eval_step(state.params, state.variables, batch))
-                in_flight.add(sums[-1])
-            totals: dict[str, tuple[float, float]] = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
-        row = {f"eval_{name}": total / weight for name, (total, weight) in totals.items()} | {"time": round(time.time(), 3)}
+            sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
+            for part in self._data.eval_parts:
+                for batch in self._feed.evaluation(self._config.train.eval_batches, part):
+                    sums.append((part, self._eval_step(state.params, state.variables, batch)))
+                    in_flight.add(sums[-1][1])
+            row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
         self._records.metrics(step, row)
         self._screen.step(step, self._config.train.steps, row)
+
+
+def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
+    """The means of an evaluation, from part, sum and weight of each batch: over all parts and, if there are several, over each of them."""
+    totals: dict[str, list[float]] = {}
+    has_parts = len({part for part, _ in sums}) > 1
+    for part, metrics in sums:
+        for name, (total, weight) in metrics.items():
+            for key in (f"eval_{name}", *((f"eval_{name}/{part}",) if has_parts else ())):
+                so_far = totals.setdefault(key, [0.0, 0.0])
+                so_far[0] += float(total)
+                so_far[1] += float(weight)
+    return {key: total / weight for key, (total, weight) in totals.items()}
 
 
 def _nothing() -> None: ...
