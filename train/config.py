@@ -79,7 +79,8 @@ class Run:
     """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
 
     mesh: axis names and sizes, outermost first, where one size may be -1. root: the run's document; rules_root: the document of the
-    rules, which may be another file. code: the user's own code that the config may name.
+    rules, which may be another file. code: the user's own code that the config may name. epoch_steps: the number of steps that
+    `train.epochs` makes; None until the data is open.
     """
 
     config: Config
@@ -90,6 +91,15 @@ class Run:
     root: Node
     rules_root: Node | None
     code: Code = field(default_factory=Code)
+    epoch_steps: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """The updates of the whole run. With `train.epochs` they are known once the data is open, and 1 until then."""
+        if self.config.train.epochs is not None:
+            return self.epoch_steps or 1
+        assert self.config.train.steps is not None
+        return self.config.train.steps
 
     def own(self, key: str) -> str | None:
         """The name of the user's own object that a key of `OWN` names; None if the trainer's own is meant."""
@@ -117,6 +127,8 @@ class Run:
         # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
         separate = ("mesh", "rules", "pipeline", "budget", "log")
         sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
+        if self.config.train.epochs is not None:
+            sections["train"]["steps"] = None
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
         budget = None if self.config.budget is None else self.config.budget.plain()
@@ -219,13 +231,22 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     run = Run(
         config=config, mesh=mesh or {"data": -1}, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code
     )
-    problems += _own_problems(run)
+    problems += [*_own_problems(run), *_length_problems(run)]
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
         # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
+
+
+def _length_problems(run: Run) -> Iterator[str]:
+    """A run with a number of steps and a number of epochs."""
+    # The default of steps gives way.
+    steps, epochs = run.root.find("train").children.get("steps"), run.config.train.epochs
+    if epochs is not None and steps is not None and steps.value is not None:
+        remedy = "Remove one of them, or set train.steps=null or train.epochs=null"
+        yield run.root.find("train.epochs").problem(f"is {epochs:g}, but train.steps is {steps.value} ({steps.where}). {remedy}")
 
 
 def _own_problems(run: Run) -> Iterator[str]:

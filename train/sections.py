@@ -137,7 +137,8 @@ class SpikesConfig:
 class TrainConfig:
     """The `train:` section.
 
-    steps: updates of the whole run, including the ones before a resume.
+    steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes.
+    epochs: instead of steps, passes of the whole run over the training data.
     batch: sequences in an update, over all devices.
     accumulate: the number of equal parts of the batch, which run one after another to save memory.
     loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
@@ -154,7 +155,8 @@ class TrainConfig:
     max_skipped: this many skipped updates in a row end the run.
     """
 
-    steps: Count = 100
+    steps: Count | None = 100
+    epochs: Annotated[float, Bound(above=0, high=1_000_000)] | None = None
     batch: BatchSize = 32
     accumulate: BatchSize = 1
     loss: str | None = None
@@ -168,7 +170,9 @@ class TrainConfig:
     max_skipped: Count = 10
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Accumulation needs parts of equal size."""
+        """Accumulation needs parts of equal size, and a run an end."""
+        if self.steps is None and self.epochs is None:
+            yield "steps", "null is for runs with train.epochs. Write a number of steps, or add train.epochs"
         if self.batch % self.accumulate:
             # All divisors: the user chooses by memory, which is not known here.
             fits = ", ".join(str(n) for n in range(1, self.batch + 1) if self.batch % n == 0)

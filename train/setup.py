@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,18 @@ class Setup:
 
     def settings(self, step: int) -> np.ndarray:
         """The settings of a step, f32[3]: the third argument of the compiled step."""
-        return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
+        return settings_of_step(self.run.config.optimizer, self.run.steps, step)
+
+    def with_epochs(self, samples_of_epoch: int, step: int = 0, samples: int = 0) -> Setup:
+        """The setup with the number of steps that `train.epochs` makes, for a run that has taken `step` steps and read `samples` samples.
+
+        The last step completes the last epoch, whatever batches the steps so far had.
+        """
+        train = self.run.config.train
+        if train.epochs is None:
+            return self
+        left = math.ceil(train.epochs * samples_of_epoch) - samples
+        return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""

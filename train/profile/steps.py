@@ -41,7 +41,7 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
     if text is None:
         return None
     # Ten digits at most, because int() raises ValueError for thousands of them.
-    found, total, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), run.config.train.steps, f"{_WHERE}: {text}"
+    found, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), f"{_WHERE}: {text}"
     if not found:
         raise InputError([f"{where}: is not a range of steps. Write A:B, the first and the last step, such as 5:14"])
     steps = StepRange(first=int(found[1]), last=int(found[2]))
@@ -50,8 +50,9 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
         raise InputError([f"{where}: there is no step {steps.first}. {hint}"])
     if steps.last < steps.first:
         raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write {steps.last}:{steps.first}"])
-    if steps.last > total:
-        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
+    # How many steps epochs make, is not known yet.
+    if run.config.train.epochs is None and steps.last > run.steps:
+        raise InputError([f"{where}: the run has {run.steps} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
     if steps.num > MAX_STEPS:
         fewer = f"{steps.first}:{steps.first + 9}"
         raise InputError([f"{where}: these are {steps.num} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as {fewer}"])

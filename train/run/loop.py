@@ -69,7 +69,7 @@ def train(
     stopped_code: int = Exit.DONE,
     on_end: Callable[[Setup, Position], None] | None = None,
 ) -> int:
-    """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
+    """Trains until the last step, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
     first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError,
@@ -108,8 +108,9 @@ def train(
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
-            position = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
-            done = position.step >= run.config.train.steps
+            loop = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock)
+            position = loop.run(resume)
+            done = position.step >= loop.num_steps
         except Exception as error:
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
@@ -175,7 +176,7 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
-    return setup, data
+    return setup.with_epochs(data.train_sequences), data
 
 
 class Loop:
@@ -209,9 +210,12 @@ class Loop:
         self._profiler.check(position.step)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self._records.forget_after(position.step)
-        first, last, begun = position.step, self._config.train.steps, time.perf_counter()
+        self._count_epochs(position)
+        first, last, begun = position.step, self.num_steps, time.perf_counter()
         if position.step >= last:
-            more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
+            epochs = self._config.train.epochs
+            longer = f"train.steps={position.step * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
+            more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
             self._replace_config(position.step)
@@ -228,6 +232,17 @@ class Loop:
         if position.step > first:
             self._summarize(position, time.perf_counter() - begun)
         return position
+
+    @property
+    def num_steps(self) -> int:
+        """The updates of the whole run."""
+        return self._setup.run.steps
+
+    def _count_epochs(self, position: Position) -> None:
+        epochs, samples = self._config.train.epochs, self._data.train_sequences
+        self._setup = self._setup.with_epochs(samples, position.step, position.samples)
+        if epochs is not None:
+            self._screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
 
     def _summarize(self, position: Position, seconds: float) -> None:
         if self._is_first:
@@ -252,7 +267,7 @@ class Loop:
         progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
         # The feed has no end, so the range of steps decides.
-        for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
+        for step, batch in zip(range(done + 1, self.num_steps + 1), self._feed.train(samples), strict=False):
             self._check_lock()
             if self._watch.must_save(step):
                 self._save(progress, Position(state=state, step=done, samples=samples))
@@ -321,13 +336,13 @@ class Loop:
             yield
         except SaveError as error:
             self._has_failed = True
-            if step == self._config.train.steps:
+            if step == self.num_steps:
                 raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
             say(f"a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
-        return step == self._config.train.steps or (every > 0 and step % every == 0)
+        return step == self.num_steps or (every > 0 and step % every == 0)
 
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
@@ -349,7 +364,7 @@ class Loop:
                     in_flight.add(sums[-1][1])
             row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
         self._records.metrics(step, row)
-        self._screen.step(step, self._config.train.steps, row)
+        self._screen.step(step, self.num_steps, row)
 
 
 def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
