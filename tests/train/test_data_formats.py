@@ -254,8 +254,8 @@ def test_the_index_of_megatron(opened, refused, tmp_path, code, dtype):
 
 STARTS = {
     "a .npy file": (b"\x93NUMPY\1\0", "set data.source=tokens"),
-    "a Parquet file": (b"PAR1", "set data.source=parquet"),
-    "an Arrow file": (b"ARROW1\0\0", "set data.source=arrow"),
+    "a Parquet file": (b"PAR1", "Set data.source=parquet"),
+    "an Arrow file": (b"ARROW1\0\0", "Set data.source=arrow"),
     "Zstandard data": (b"\x28\xb5\x2f\xfd", "End its name in .zst"),
     "gzip data": (b"\x1f\x8b\x08\0", "End its name in .gz"),
     "a zip archive": (b"PK\3\4", "Unpack it"),

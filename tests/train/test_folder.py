@@ -48,7 +48,7 @@ def test_another_model_data_and_seed_are_named_at_once(tiny, started, tmp_path):
     config = tmp_path / "run" / "config.yaml"
     assert [problem.partition(". Change it back")[0] for problem in found] == [
         f"command line: model.layers=3: model.layers: is 3, but {config} was started with 2",
-        f"command line: model.tied=true: model.tied: is True, but {config} was started with False",
+        f"command line: model.tied=true: model.tied: is true, but {config} was started with false",
         f"command line: data.eval_tokens=7: data.eval_tokens: is 7, but {config} was started with 0",
         f"command line: run.seed=5: run.seed: is 5, but {config} was started with 0",
     ]
@@ -59,7 +59,7 @@ def test_the_same_path_with_other_contents(tiny, started, tiny_file, tmp_path):
     (problem,) = problems(check_data, tiny(), {"source": "text", "train_tokens": 90, "eval_tokens": 10}, Resume())
     assert problem == (
         f"{tiny_file}:{load(tiny_file).where('data').rpartition(':')[2]}: data: is not the data that {tmp_path}/run was started with: "
-        "eval_tokens was None, is 10; train_tokens was 100, is 90. Give the run another name (run.name=...), "
+        "eval_tokens was not there, is 10; train_tokens was 100, is 90. Give the run another name (run.name=...), "
         "or allow it (--allow-change data)"
     )
 

@@ -29,15 +29,15 @@ _LLM_C_OTHER = frozenset({20240326, 20240327, 20240522})
 _INDEX, _OLD_INDEX, _INDEX_HEADER = b"MMIDIDX\0\0", b"TNTIDX\0\0", 34
 _INDEX_TYPES: Mapping[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _FORMATS = (
-    (re.compile(rb"\x93NUMPY"), "a .npy file", "End its name in .npy, and set data.source=tokens"),
-    (re.compile(rb"PAR1"), "a Parquet file", "End its name in .parquet, and set data.source=parquet"),
-    (re.compile(rb"ARROW1"), "an Arrow file", "End its name in .arrow, and set data.source=arrow"),
+    (re.compile(rb"\x93NUMPY"), "a .npy file", "End its name in .npy and set data.source=tokens"),
+    (re.compile(rb"PAR1"), "a Parquet file", "Set data.source=parquet"),
+    (re.compile(rb"ARROW1"), "an Arrow file", "Set data.source=arrow"),
     (re.compile(rb"\x28\xb5\x2f\xfd"), "Zstandard data", "End its name in .zst if it is packed text; otherwise unpack it"),
     (re.compile(rb"\x1f\x8b\x08[\0-\x1f]"), "gzip data", "End its name in .gz if it is packed text; otherwise unpack it"),
     (re.compile(rb"PK\x03\x04"), "a zip archive", "Unpack it"),
     (re.compile(rb"BZh[1-9]1AY&SY"), "bzip2 data", "Unpack it"),
     (re.compile(rb"\xfd7zXZ\0"), "xz data", "Unpack it"),
-    (re.compile(rb"(MMIDIDX|TNTIDX)\0\0"), "an index of Megatron's", "Name the .bin file beside it, and set data.source=tokens"),
+    (re.compile(rb"(MMIDIDX|TNTIDX)\0\0"), "an index of Megatron's", "Name the .bin file beside it and set data.source=tokens"),
 )
 
 
