@@ -133,7 +133,7 @@ def test_a_dictionary_that_expands_too_far_is_refused(refused, tmp_path, monkeyp
     refused("a.parquet", "times as large as the file, too much for text", source="parquet")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(9), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(9, 300))])
 def test_a_flipped_byte_is_a_message_or_a_text(opened, tmp_path, seed):
     rng = np.random.default_rng(seed)
     form, name = [("parquet", "a.parquet"), ("file", "a.arrow"), ("stream", "a.ipc")][seed % 3]
