@@ -266,6 +266,16 @@ def test_a_mixture_lists_the_problems_of_every_part(opened, tmp_path):
     assert [problem.split(":")[0] for problem in caught.value.problems] == [part.path for part in parts]
 
 
+def test_one_vocabulary_would_do_for_all_parts(opened, tmp_path):
+    parts = []
+    for name, largest in (("a", 2000), ("b", 3000)):
+        np.arange(largest, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        parts.append(MixturePart(weight=1.0, source="tokens", path=str(tmp_path / f"{name}.bin")))
+    with pytest.raises(InputError) as caught:
+        opened(source="mixture", path=None, mixture=tuple(parts))
+    assert ["Set model.vocab=3000, or" in problem for problem in caught.value.problems] == [True, True]
+
+
 def test_a_missing_file_is_an_input_error(opened):
     with pytest.raises(InputError, match=r"data\.path: no such file or folder: absent"):
         opened(path="absent")

@@ -6,12 +6,15 @@ import jax
 import numpy as np
 import pytest
 
+from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load
+from train.profile.steps import StepRange
 from train.run.loop import train
 from train.run.replay import replay
 from train.setup import prepare
+from train.step.schedule import learning_rate
 
 SMALL = ("model.layers=1", "model.embed=16", "model.ffn=16", "train.batch=8")
 
@@ -79,16 +82,16 @@ def epochs(tiny, tmp_path):
     return _epochs
 
 
-def test_epochs_make_steps_also_when_the_batch_changes(epochs, tmp_path, stopped_at, rows, capsys):
+def test_epochs_make_steps_also_when_the_batch_changes(epochs, tmp_path, stopped_at, rows, read_rows, capsys):
     train(epochs("three", "train.epochs=3"))
     out = capsys.readouterr().out
     assert "3 epochs of 24 samples are 9 steps" in out
     assert [(row["step"], row["epoch"]) for row in rows(tmp_path / "three")][-1] == (9, 3.0)
     train(epochs("three", "train.epochs=3"))
     assert "Already at step 9 of 9. To train further, raise train.epochs, for example train.epochs=6" in capsys.readouterr().out
-    # The same steps, counted: the schedule knows the length of the run.
-    train(epochs("counted", "train.steps=9"))
-    assert rows(tmp_path / "counted") == rows(tmp_path / "three")
+    # The schedule ends with the run.
+    last = read_rows(tmp_path / "three" / "metrics.jsonl")[-1]
+    assert last["lr"] == learning_rate(epochs("three", "train.epochs=3").config.optimizer, 9, 9)
     with stopped_at(3):
         train(epochs("changed", "train.epochs=2.5", "checkpoint.every=2"))
     # 16 of 60 samples are read. 44 more in batches of 4 are 11 steps.
@@ -97,6 +100,8 @@ def test_epochs_make_steps_also_when_the_batch_changes(epochs, tmp_path, stopped
     written = load(tmp_path / "changed" / "config.yaml")
     assert (written.config.train.steps, written.config.train.epochs) == (None, 2.5)
     assert replay(epochs("three", "train.epochs=3"), 8).fault == "none"
+    with pytest.raises(InputError, match=r"--profile: 9:10: the run has 9 steps\. Name earlier ones, or raise train\.epochs"):
+        train(epochs("profiled", "train.epochs=3"), profiled=StepRange(first=9, last=10))
 
 
 def test_a_run_has_one_length(tiny_file, tmp_path):

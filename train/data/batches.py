@@ -30,7 +30,7 @@ from .config import DataConfig, OwnData, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
-from .sources import PartKeys, Splits, open_splits, spared_tokens
+from .sources import PartKeys, SmallVocabError, Splits, open_splits, spared_tokens
 from .stream import Windows, num_windows
 from .tokenizer import Tokenizer, open_tokenizer
 
@@ -174,14 +174,19 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
 
 def _open_all(config: DataConfig, places: Sequence[PartKeys], tokenizer: Tokenizer, seq: int, vocab: int, cache_dir: Path) -> list[Splits]:
     splits, problems = [], []
+    small: list[SmallVocabError] = []
     # Every part is opened, even after one has failed, so that the problems of all files are reported together.
     open_part = partial(open_splits, eval_tokens=config.eval_tokens, tokenizer=tokenizer, seq=seq, vocab=vocab, cache_dir=cache_dir)
     for part, keys in zip(config.parts(), places, strict=True):
         try:
             splits.append(open_part(part, keys))
+        except SmallVocabError as error:
+            small.append(error)
         except InputError as error:
             problems += error.problems
-    _raise_if_any(problems)
+    needed = max((error.needed for error in small), default=0)
+    remedy = f"Set model.vocab={needed}, or encode the data with a smaller vocabulary"
+    _raise_if_any([*problems, *(f"{problem}. {remedy}" for error in small for problem in error.problems)])
     return splits
 
 

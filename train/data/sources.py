@@ -74,10 +74,18 @@ class Splits:
     fingerprint: dict[str, str | int]
 
 
+class SmallVocabError(InputError):
+    """Ids are outside of the vocabulary. needed: the vocabulary that would do for this part; the caller says which does for all of them."""
+
+    def __init__(self, problem: str, needed: int):
+        super().__init__([problem])
+        self.needed = needed
+
+
 def open_splits(
     part: MixturePart, keys: PartKeys, *, eval_tokens: int | None, tokenizer: Tokenizer, seq: int, vocab: int, cache_dir: Path
 ) -> Splits:
-    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError."""
+    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError, and SmallVocabError."""
     files = find_files(part.path) if part.path is not None else standard_library()
     open_files = partial(_open_checked, part, keys, tokenizer=tokenizer, vocab=vocab, cache_dir=cache_dir)
     train = open_files("path", files)
@@ -115,7 +123,7 @@ def _open_checked(
     except InputError as error:
         raise InputError([keys.at(key, problem) for problem in error.problems]) from None
     if outside := find_outside(stream, vocab):
-        raise InputError([_vocab_problem(part, keys, key, tokenizer, outside)])
+        raise _vocab_error(part, keys, key, tokenizer, outside)
     return stream
 
 
@@ -126,15 +134,15 @@ def _field_problem(part: MixturePart, keys: PartKeys, error: UnreadableError) ->
     return keys.at("field", f"{message}. Set {keys.setting('field', best if best.isidentifier() else shown(best))}")
 
 
-def _vocab_problem(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokenizer, outside: Outside) -> str:
+def _vocab_error(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokenizer, outside: Outside) -> InputError:
     needed = outside.needed
     # The next text may have ids that this one lacks.
     if needed is not None and (part.source != "tokens" or part.tokenizer != BYTES):
         needed = max(needed, tokenizer.vocab_size)
     if needed is None or needed > _MAX_VOCAB:
         kind = f" or {keys.prefix}dtype ({part.dtype}) is wrong" if part.source == "tokens" else ""
-        return keys.at(key, f"{outside.message}. No vocabulary has such ids: the file is damaged{kind}")
-    return keys.of_model(f"{outside.message}. Set model.vocab={needed}, or encode the data with a smaller vocabulary")
+        return InputError([keys.at(key, f"{outside.message}. No vocabulary has such ids: the file is damaged{kind}")])
+    return SmallVocabError(keys.of_model(outside.message), needed)
 
 
 def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:

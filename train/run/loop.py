@@ -207,10 +207,10 @@ class Loop:
     def run(self, resume: Resume) -> Position:
         """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
-        self._profiler.check(position.step)
+        self._count_epochs(position)
+        self._profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self._records.forget_after(position.step)
-        self._count_epochs(position)
         first, last, begun = position.step, self.num_steps, time.perf_counter()
         if position.step >= last:
             epochs = self._config.train.epochs
