@@ -46,6 +46,7 @@ def test_the_default_is_the_standard_library():
         ),
         ("source: mixture\nmixture: [{weight: 1, name: a/b}]", "mixture[0].name: 'a/b' cannot be part of a metric's name"),
         ("source: mixture\nmixture: [{weight: 1, name: a}, {weight: 1, name: a}]", "mixture: several parts have the name a"),
+        ("source: mixture\nmixture: [{weight: 1, name: stdlib-1}, {weight: 1}, {weight: 1}]", "several parts have the name stdlib-1"),
         ("source: mixture\nmixture: [{weight: 1}, {weight: 1e-9}]", "differ by more than a factor of 1e+06"),
     ],
 )

@@ -159,9 +159,8 @@ class DataConfig(_SourceKeys):
             return
         if len(self.mixture) > MAX_PARTS:
             yield "mixture", f"has {len(self.mixture):,} parts; at most {MAX_PARTS} are allowed. Join sources of equal weight with a glob"
-        names = Counter(part.name for part in self.mixture if part.name is not None)
-        if twice := [name for name, count in names.items() if count > 1]:
-            yield "mixture", f"several parts have the name {twice[0]}. Give each part another name, or none"
+        if twice := [name for name, count in Counter(self.part_names()).items() if count > 1]:
+            yield "mixture", f"several parts have the name {twice[0]}. Give each of them another name"
         tokenizers = sorted({part.tokenizer for part in self.mixture})
         if len(tokenizers) > 1:
             yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers[:_MAX_PROBLEMS])}. Use one for all of them"
