@@ -23,7 +23,7 @@ from jgt.planner.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import load
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.models.linear import compute_type
 from train.processes.processes import start_jax
 from train.run.start import Feed

@@ -22,7 +22,7 @@ from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import Run, load
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.records.progress import peak_flops
 from train.run.start import Feed
 from train.setup import Setup, prepare

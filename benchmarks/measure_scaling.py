@@ -19,7 +19,7 @@ import jax
 from benchmarks.harness import interleave, spread
 from benchmarks.measure import Stepper
 from train.config import load
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.processes.processes import start_jax
 from train.run.start import Feed
 from train.setup import prepare

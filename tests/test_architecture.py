@@ -152,6 +152,11 @@ def test_only_the_data_knows_grain():
     assert offenders("train", "grain", allowed=["train/data"]) == []
 
 
+def test_only_these_read_packed_files_and_columns():
+    assert offenders("train", "pyarrow", allowed=["train/data/columns.py"]) == []
+    assert offenders("train", "zstandard", allowed=["train/data/packed.py"]) == []
+
+
 def test_only_these_draw():
     assert offenders("jgt", "rich", allowed=["jgt/console.py", "jgt/schedule/timeline.py", "jgt/planner/table.py"]) == []
     assert offenders("train", "rich", allowed=["train/records/console.py", "train/report/table.py", "train/curves/table.py"]) == []

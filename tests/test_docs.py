@@ -29,7 +29,7 @@ from train.__main__ import parser as train_parser
 from train.config import Config
 from train.data import config as data_config
 from train.data import documents as data_documents
-from train.data import files, tokenizer
+from train.data import files, packed, tokenizer
 from train.data.config import MixturePart
 from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
@@ -239,7 +239,8 @@ def test_every_key_of_a_section_stands_with_its_default(name):
 def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):
     found = keys_and_defaults(section(TRAINING, f"## {name}"))
     documented = {key.removeprefix(inner): default.strip("`") for key, default in found.items() if key.startswith(inner)}
-    fields = {f.name: "required" if f.default is dataclasses.MISSING else str(f.default) for f in dataclasses.fields(kind)}
+    shown = {dataclasses.MISSING: "required", None: "null"}
+    fields = {f.name: shown.get(f.default, str(f.default)) for f in dataclasses.fields(kind)}
     # What a part of a mixture shares with `data` stands there.
     assert documented == {key: fields[key] for key in documented}
     assert kind is MixturePart or documented.keys() == fields.keys()
@@ -288,7 +289,7 @@ def test_the_limits_of_files_stand_there():
     ]
     numbers += [document.node.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, find.MAX_CELLS, custom.MAX_TABLE_BYTES]
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_FILES, files.MAX_NAMES]
-    numbers += [data_documents.MAX_LINE_BYTES, data_documents.MAX_RATIO, data_documents.MAX_EXPANDED, tokenizer.MAX_BYTES]
+    numbers += [data_documents.MAX_LINE_BYTES, packed.MAX_RATIO, packed.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []
     assert load.MAX_AXES == sizes.MAX_MESH_AXES
     assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
@@ -312,7 +313,7 @@ def test_every_section_stands_there():
 def test_the_keys_of_a_part_of_a_mixture_stand_there():
     text = section(TRAINING, "## data")
     (sentence,) = re.findall(r"A part of a mixture has the keys (.*) as above", text)
-    assert {*re.findall(r"`(\w+)`", sentence), "weight"} == set(MixturePart.__dataclass_fields__)
+    assert {*re.findall(r"`(\w+)`", sentence), "weight", "name"} == set(MixturePart.__dataclass_fields__)
 
 
 def test_every_key_of_the_rules_stands_there():

@@ -137,7 +137,8 @@ class SpikesConfig:
 class TrainConfig:
     """The `train:` section.
 
-    steps: updates of the whole run, including the ones before a resume.
+    steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes.
+    epochs: instead of steps, passes of the whole run over the training data.
     batch: sequences in an update, over all devices.
     accumulate: the number of equal parts of the batch, which run one after another to save memory.
     loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
@@ -149,14 +150,15 @@ class TrainConfig:
     first steps it is at most (1 + step) / (10 + step).
     log_every: steps between logged steps.
     eval_every: steps between evaluations. 0: only at the end.
-    eval_batches: the most batches in an evaluation. null: the whole held-out split.
+    eval_batches: the most batches in an evaluation, of each part of a mixture. null: the whole held-out split.
     on_nonfinite: what happens after an update whose loss or gradient is not finite. The update is never applied; the run stops, or
     skips the update and continues.
     skip_spikes: when to skip updates with an extreme loss. null: never.
     max_skipped: this many skipped updates in a row end the run.
     """
 
-    steps: Count = 100
+    steps: Count | None = 100
+    epochs: Annotated[float, Bound(above=0, high=1_000_000)] | None = None
     batch: BatchSize = 32
     accumulate: BatchSize = 1
     loss: str | None = None
@@ -171,7 +173,9 @@ class TrainConfig:
     max_skipped: Count = 10
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Accumulation needs parts of equal size."""
+        """Accumulation needs parts of equal size, and a run an end."""
+        if self.steps is None and self.epochs is None:
+            yield "steps", "null is for runs with train.epochs. Write a number of steps, or add train.epochs"
         if self.batch % self.accumulate:
             # All divisors: the user chooses by memory, which is not known here.
             fits = ", ".join(str(n) for n in range(1, self.batch + 1) if self.batch % n == 0)
@@ -255,7 +259,7 @@ class SampleConfig:
 
 def missing_loggers(names: Sequence[str]) -> list[str]:
     """The loggers among these whose package is not installed."""
-    return [name for name in dict.fromkeys(names) if name in _PACKAGES and not _is_installed(_PACKAGES[name])]
+    return [name for name in dict.fromkeys(names) if name in _PACKAGES and not is_installed(_PACKAGES[name])]
 
 
 def logger_problem(name: str) -> str:
@@ -263,7 +267,8 @@ def logger_problem(name: str) -> str:
     return f"{name} needs the package {_PACKAGES[name]}. Install it (pip install 'jgt[{name}]'), or take {name} out of the list"
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. Does not import it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

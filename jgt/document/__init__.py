@@ -22,6 +22,7 @@ from jgt.document.node import Node as Node
 from jgt.document.node import collect as collect
 from jgt.document.node import describe as describe
 from jgt.document.node import from_python as from_python
+from jgt.document.node import most_similar as most_similar
 from jgt.document.node import nearest as nearest
 from jgt.document.node import printable as printable
 from jgt.document.node import shown as shown

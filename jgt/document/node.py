@@ -98,12 +98,16 @@ class Node:
         return self.value if isinstance(self.value, dict) else {}
 
     def find(self, key: str) -> Node:
-        """The node at a dotted key or, if the document does not have it, its nearest ancestor."""
+        """The node at a dotted key, such as `a.b[0].c`, or, if the document does not have it, its nearest ancestor."""
         node = self
-        for part in filter(None, key.split(".")):
-            if part not in node.children:
+        for part in filter(None, key.replace("[", ".[").split(".")):
+            index = part[1:-1] if part.startswith("[") else ""
+            if isinstance(node.value, list) and index.isdecimal() and int(index) < len(node.value):
+                node = node.value[int(index)]
+            elif part in node.children:
+                node = node.children[part]
+            else:
                 break
-            node = node.children[part]
         return node
 
     def problem(self, message: str) -> str:

@@ -89,9 +89,14 @@ def test_a_node_knows_its_line_and_key():
 
 
 def test_find_goes_as_far_as_was_written():
-    root = parse("a:\n  b: 1\n", "f.yaml")
+    root = parse("a:\n  b: 1\n  c:\n  - d: 2\n  -\n    - 3\n", "f.yaml")
     assert root.find("a.b").where == "f.yaml:2"
     assert root.find("a.x.y").where == "f.yaml:1"
+    assert (root.find("a.c[0].d").key, root.find("a.c[0].d").where) == ("a.c[0].d", "f.yaml:4")
+    assert root.find("a.c[1][0]").value == 3
+    for beyond in ("a.c[2].d", "a.c[-1]", "a.c[x]", "a.c.d"):
+        assert root.find(beyond).key == "a.c"
+    assert root.find("a[0]").key == "a"
 
 
 # -- refusals

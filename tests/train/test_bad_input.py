@@ -223,7 +223,7 @@ def test_all_that_does_not_divide_comes_at_once_with_what_is_wrong_in_the_data(w
         "which tensor=4 does not divide. A size of 60 or 64 would fit, or tensor of 1, 2",
         f"{rules}:5: hidden: dim 2 of the tensor hidden at layers/mlp [7, 33, 62] has size 62, which tensor=4 does not divide",
         f"{rules}:7: layers: dim 0 of the value that leaves layers [7, 33, 30] has size 7, which data=2 does not divide",
-        f"{path}:5: {tmp_path}/tokens.bin: token 255 is 255, but the vocabulary has 255 ids (0 to 254)",
+        f"{path}:2: {tmp_path}/tokens.bin: token 255 is 255, but the vocabulary has 255 ids (0 to 254). Set model.vocab=300, or",
     ):
         assert sum(expected in problem for problem in problems) == 1, (expected, problems)
     assert not (tmp_path / "run").exists()
@@ -277,15 +277,28 @@ def test_a_mesh_that_does_not_use_all_devices(tiny_file, refused, tmp_path):
 
 
 def test_a_split_without_a_window(tiny_file, refused, tmp_path):
-    assert_found(
-        refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=20"),
-        "data: the eval split of",
-    )
+    (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=20")
+    few = "20 tokens are not enough to evaluate on: one window of seq 32 needs 33. Set data.eval_tokens=33 or more, or 0"
+    assert problem.startswith(f"command line: data.eval_tokens=20: data.eval_tokens: {few}")
     (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=1000000")
-    assert "data: the train split of" in problem
-    assert (
-        "has 0 tokens, but one window of seq 32 needs 33. Give more data, lower data.eval_tokens (1000000), or lower model.seq" in problem
-    )
+    assert "remain to train on, but one window of seq 32 needs 33. Remove the key, which holds out" in problem
+
+
+def test_values_that_would_do_are_named_with_the_line_of_their_key(write, refused, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"content": "some text", "n": 1}\n' * 300)
+    texts = "{source: jsonl, path: PATH/*.jsonl, field: body}".replace("PATH", str(tmp_path))
+    path = write("run.yaml", f"model: {{layers: 1, embed: 8, heads: 2, seq: 4}}\ndata: {texts}\n")
+    missing = "a.jsonl:1: has no field 'body' (and 19 or more others). It has: 'content', 'n'. Set data.field=content"
+    (problem,) = refused(path, f"run.dir={tmp_path}/run")
+    assert problem == f"{path}:2: {tmp_path}/{missing}"
+    (problem,) = refused(path, f"run.dir={tmp_path}/run", "data.field=body")
+    assert problem == f"command line: data.field=body: {tmp_path}/{missing}"
+    part = texts.replace("{source", "{weight: 1, source")
+    path = write("mixed.yaml", f"model: {{layers: 1, embed: 8, heads: 2, seq: 4}}\ndata:\n  source: mixture\n  mixture:\n  - {part}\n")
+    (problem,) = refused(path, f"run.dir={tmp_path}/run")
+    assert problem.startswith(f"{path}:5: ")
+    assert problem.endswith("Set field: content in data.mixture[0]")
 
 
 def test_a_name_to_keep_is_a_tensor_of_the_model(write, refused):

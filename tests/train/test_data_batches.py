@@ -151,7 +151,7 @@ def test_evaluation_covers_each_held_out_token_once(opened, batch):
     data = opened()
     seen = stacked(data.eval_batches(batch, range(batch)))
     num_windows_ = (203 - 1) // SEQ
-    assert data.has_eval
+    assert len(data.eval_parts) == 1
     assert data.eval_sequences == num_windows_ == 40
     assert len(seen["weights"]) % batch == 0
     first = NUM_TOKENS - 203
@@ -178,7 +178,7 @@ def test_training_and_evaluation_share_no_token(opened):
 
 def test_no_evaluation(opened):
     data = opened(eval_tokens=0)
-    assert not data.has_eval
+    assert data.eval_parts == ()
     assert data.eval_sequences == 0
     assert list(data.eval_batches(4, range(4))) == []
     assert data.fingerprint["train_tokens"] == NUM_TOKENS
@@ -195,19 +195,27 @@ def test_held_out_data_of_its_own(opened, tmp_path):
 @pytest.mark.parametrize(
     ("seq", "eval_tokens", "expected"),
     [
-        (5, 1000, ["the train split of {path} has 3 tokens, but one window of seq 5 needs 6"]),
-        (5, 5, ["the eval split of {path} has 5 tokens, but one window of seq 5 needs 6"]),
-        (1200, 500, ["the train split of {path} has 503 tokens", "the eval split of {path} has 500 tokens"]),
-        (5, 500_000, ["the train split of {path} has 0 tokens"]),
+        (1200, 500, "{path} has 1,003 tokens, but one window of seq 1200 needs 1,201. Give more data, or lower model.seq"),
+        (600, 500, "{path} has 1,003 tokens, too few to train on some and hold others out: one window of seq 600 needs 601"),
+        (5, 5, "5 tokens are not enough to evaluate on: one window of seq 5 needs 6. Set data.eval_tokens=6 or more, or 0 for no"),
+        (5, 1000, "3 of the 1,003 tokens of {path} remain to train on, but one window of seq 5 needs 6. Remove the key, which"),
+        (5, 500_000, "0 of the 1,003 tokens of {path} remain"),
+        (5, 999, "Remove the key, which holds out 50, or set it to at most 997"),
     ],
 )
-def test_a_split_without_a_window_is_refused(opened, token_file, seq, eval_tokens, expected):
+def test_a_split_without_a_window_has_one_remedy(opened, token_file, seq, eval_tokens, expected):
     with pytest.raises(InputError) as caught:
         opened(seq=seq, eval_tokens=eval_tokens)
-    assert len(caught.value.problems) == len(expected)
-    for problem, part in zip(caught.value.problems, expected, strict=True):
-        assert part.format(path=token_file) in problem
-        assert f"data.eval_tokens ({eval_tokens}" in problem
+    (problem,) = caught.value.problems
+    assert expected.format(path=token_file) in problem
+
+
+@pytest.mark.parametrize(("seq", "held_out"), [(5, 50), (49, 50), (60, 61), (500, 501), (501, 0), (1002, 0)])
+def test_without_a_number_a_share_is_held_out(opened, seq, held_out):
+    data = opened(seq=seq, eval_tokens=None)
+    assert (data.fingerprint["train_tokens"], data.fingerprint["eval_tokens"]) == (NUM_TOKENS - held_out, held_out)
+    assert bool(data.eval_parts) == (held_out > 0)
+    assert len(list(data.train_batches(0, 2, range(2), 1))) == 1
 
 
 def test_one_window_is_enough(opened):
@@ -241,6 +249,11 @@ def test_a_mixture_resumes_and_evaluates_part_after_part(mixed):
     assert mixed.eval_sequences == 3 * per_part
     assert seen["inputs"][seen["weights"] == 1.0].tolist() == [part for part in range(3) for _ in range(per_part * SEQ)]
     assert (mixed.fingerprint["train_tokens"], mixed.fingerprint["eval_tokens"]) == (900, 300)
+    assert mixed.eval_parts == ("part0", "part1", "part2")
+    for index, part in enumerate(mixed.eval_parts):
+        batches = list(mixed.eval_batches(4, range(4), 2, part=part))
+        assert len(batches) == 2
+        assert all((batch["inputs"] == index)[batch["weights"] == 1.0].all() for batch in batches)
     assert mixed.fingerprint["mixture[1].bytes"] == 800
 
 
@@ -251,6 +264,16 @@ def test_a_mixture_lists_the_problems_of_every_part(opened, tmp_path):
     with pytest.raises(InputError) as caught:
         opened(source="mixture", path=None, mixture=parts)
     assert [problem.split(":")[0] for problem in caught.value.problems] == [part.path for part in parts]
+
+
+def test_one_vocabulary_would_do_for_all_parts(opened, tmp_path):
+    parts = []
+    for name, largest in (("a", 2000), ("b", 3000)):
+        np.arange(largest, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        parts.append(MixturePart(weight=1.0, source="tokens", path=str(tmp_path / f"{name}.bin")))
+    with pytest.raises(InputError) as caught:
+        opened(source="mixture", path=None, mixture=tuple(parts))
+    assert ["Set model.vocab=3000, or" in problem for problem in caught.value.problems] == [True, True]
 
 
 def test_a_missing_file_is_an_input_error(opened):

@@ -29,7 +29,7 @@ def test_the_default_is_the_standard_library():
         ("source: text", "run.yaml:1: path: the source text needs a path"),
         ("source: stdlib\npath: x", "run.yaml:2: path: the source stdlib reads no path"),
         ("eval_path: x", "run.yaml:1: eval_path: the source stdlib reads no eval_path"),
-        ("source: text\npath: x\nfield: body", "run.yaml:3: field: only the source jsonl has fields"),
+        ("source: text\npath: x\nfield: body", "run.yaml:3: field: only the sources jsonl, parquet, arrow have fields"),
         ("source: jsonl\npath: x\ndtype: uint32", "run.yaml:3: dtype: only the source tokens has a dtype"),
         ("eval_tokens: -1", "run.yaml:1: eval_tokens: -1 is too small"),
         ("source: mixture", "run.yaml:1: mixture: the source mixture needs at least one part"),
@@ -40,6 +40,13 @@ def test_the_default_is_the_standard_library():
         ("source: mixture\nmixture:\n- {weight: 1, source: mixture}", "mixture[0].source: 'mixture' is not one of"),
         ("source: mixture\nmixture:\n- {weight: 1, source: tokens}", "mixture[0].path: the source tokens needs a path"),
         ("source: mixture\nmixture: [{weight: 1}, {weight: 1, tokenizer: t.json}]", "the parts use different tokenizers: bytes, t.json"),
+        (
+            "source: parqet\npath: x",
+            "tokens, jsonl, parquet, arrow, mixture. Did you mean 'parquet'?",
+        ),
+        ("source: mixture\nmixture: [{weight: 1, name: a/b}]", "mixture[0].name: 'a/b' cannot be part of a metric's name"),
+        ("source: mixture\nmixture: [{weight: 1, name: a}, {weight: 1, name: a}]", "mixture: several parts have the name a"),
+        ("source: mixture\nmixture: [{weight: 1, name: stdlib-1}, {weight: 1}, {weight: 1}]", "several parts have the name stdlib-1"),
         ("source: mixture\nmixture: [{weight: 1}, {weight: 1e-9}]", "differ by more than a factor of 1e+06"),
     ],
 )
@@ -71,6 +78,36 @@ def test_path_problems(tmp_path):
     part = MixturePart(weight=1.0, source="text", path="absent")
     only("mixture[1].path", "no such file", source="mixture", mixture=(MixturePart(weight=1.0), part))
     assert found(source="text", path=str(tmp_path)) == []
+
+
+def test_a_format_needs_its_package_and_its_suffix(tmp_path, monkeypatch):
+    for name in ("a.parquet", "b.json", "c.arrow", "d.jsonl.zst", "e.bin", "e.idx"):
+        (tmp_path / name).write_text("x")
+
+    def found(source, name):
+        return [f"{key}: {message}" for key, message in path_problems(DataConfig(source=source, path=str(tmp_path / name)))]
+
+    monkeypatch.setattr("train.data.config.is_installed", lambda package: True)
+    assert found("parquet", "*.parquet") == found("arrow", "c.arrow") == found("jsonl", "*.zst") == found("tokens", "e.*") == []
+    (problem,) = found("parquet", "[ab].*")
+    assert "b.json is not a file of the source parquet: its name must end in .parquet or .pq" in problem
+    assert found("tokens", "e.idx") == [f"path: {tmp_path}/e.idx is only an index. Name the .bin file beside it"]
+    monkeypatch.setattr("train.data.config.is_installed", lambda package: False)
+    assert found("parquet", "*.parquet") == ["source: parquet needs the package pyarrow. Install it: pip install 'jgt[data]'"]
+    assert found("arrow", "c.arrow") == ["source: arrow needs the package pyarrow. Install it: pip install 'jgt[data]'"]
+    packed = f"path: {tmp_path}/d.jsonl.zst needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"
+    assert found("jsonl", "*.zst") == found("text", "*.zst") == [packed]
+
+
+def test_parts_have_names_for_their_metrics():
+    def names(*parts):
+        return DataConfig(source="mixture", mixture=tuple(MixturePart(weight=1.0, **part) for part in parts)).part_names()
+
+    text = {"source": "text"}
+    assert names({}, {"path": "my notes/*.md", **text}, {"path": "b/c.tar.gz", **text}) == ("stdlib", "my-notes", "c")
+    assert names({"path": "a/x.txt", **text}, {"path": "b/x.txt", **text}, {"path": "**/*", **text}) == ("x-0", "x-1", "text")
+    assert names({"path": "a/x.txt", **text}, {"path": "b/x.txt", "name": "x", **text}) == ("x-0", "x")
+    assert DataConfig().part_names() == ("stdlib",)
 
 
 def test_a_path_is_a_file_a_folder_or_a_glob(tmp_path):

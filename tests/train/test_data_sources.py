@@ -11,7 +11,7 @@ import pytest
 
 from jgt.document import InputError
 from train.data import DataConfig, open_data
-from train.data.stream import Segment, Stream, vocab_problems
+from train.data.stream import Segment, Stream, find_outside
 
 SEQ = 4
 
@@ -159,7 +159,12 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(refused, opened, t
     assert opened(vocab=20, source="tokens", path=path).fingerprint["train_tokens"] == 20
     np.save(tmp_path / "b.npy", np.array([1, 2, -3, 4, 5]))
     refused("b.npy: token 2 is -3", vocab=16, source="tokens", path=str(tmp_path / "b.npy"))
-    refused("a.bin: token 3 is 3", "b.npy: token 2 is -3", vocab=3, source="tokens", path=str(tmp_path / "[ab].*"))
+    refused("a.bin: token 3 is 3", vocab=3, source="tokens", path=str(tmp_path / "[ab].*"))
+    several = "a.bin: token 3 is 3, but the vocabulary has 3 ids (0 to 2); 1 more files have such ids. Set model.vocab=20, or"
+    np.save(tmp_path / "b.npy", np.arange(9))
+    refused(several, vocab=3, source="tokens", path=str(tmp_path / "[ab].*"))
+    np.save(tmp_path / "b.npy", np.arange(9) + 10**8)
+    refused("No vocabulary has such ids", vocab=3, source="tokens", path=str(tmp_path / "b.npy"))
 
 
 def test_text_is_checked_against_a_small_vocabulary(refused, opened, tmp_path):
@@ -173,8 +178,9 @@ def test_the_scan_counts_positions_across_its_chunks(monkeypatch):
     monkeypatch.setattr("train.data.stream._SCAN_TOKENS", 8)
     tokens = np.zeros(50, np.uint16)
     tokens[[27, 31]] = 9
-    (problem,) = vocab_problems(Stream((Segment(name="f", tokens=tokens),)), 9)
-    assert "f: token 27 is 9" in problem
+    outside = find_outside(Stream((Segment(name="f", tokens=tokens),)), 9)
+    assert "f: token 27 is 9" in outside.message
+    assert outside.needed == 10
 
 
 # -- jsonl -------------------------------------------------------------------------------------------------------
@@ -191,7 +197,7 @@ def test_jsonl(opened, tmp_path, name):
 def test_the_field_of_jsonl(opened, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "no", "body": "abcdefgh"})
     assert bytes(tokens_of(opened(source="jsonl", path=path, field="body"), 2)) == b"abcdefgh\0"
-    with pytest.raises(InputError, match=r"the train split of .* has 3 tokens, .* needs 5\. Give more data, or lower model.seq"):
+    with pytest.raises(InputError, match=r"a.jsonl has 3 tokens, .* needs 5\. Give more data, or lower model.seq"):
         opened(source="jsonl", path=path)
 
 
@@ -210,7 +216,7 @@ def test_every_bad_line_is_listed(refused, tmp_path):
     refused(
         "a.jsonl:2: not valid JSON: Expecting value",
         "a.jsonl:3: must be a JSON object, not a list",
-        "a.jsonl:4: has no field 'text'. It has: 'body', 'title'",
+        "a.jsonl:4: has no field 'text'. It has: 'body', 'title'. Set data.field=body",
         "a.jsonl:5: the field 'text' must be text, not the whole number 3",
         "a.jsonl:6: not UTF-8: byte 0xff at offset 10",
         "a.jsonl:7: the field 'text' contains half of a surrogate pair",
@@ -285,7 +291,7 @@ def test_tokenizer_json(opened, tmp_path):
 
 
 def test_text_through_a_tokenizer(opened, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.documents._BLOCK_BYTES", 10)
+    monkeypatch.setattr("train.data.packed._BLOCK_BYTES", 10)
     tokenizer = tokenizer_json(tmp_path / "t.json")
     (tmp_path / "a.txt").write_text("one two\nthree one\n" * 20)
     (tmp_path / "b.txt").write_text("three\n")

@@ -60,7 +60,7 @@ def test_the_same_path_with_other_contents(tiny, started, tiny_file, tmp_path):
     (problem,) = problems(check_data, tiny(), {"source": "text", "train_tokens": 90, "eval_tokens": 10}, Resume())
     assert problem == (
         f"{tiny_file}:{load(tiny_file).where('data').rpartition(':')[2]}: data: is not the data that {tmp_path}/run was started with: "
-        "eval_tokens was null, is 10; train_tokens was 100, is 90. Give the run another name (run.name=...), "
+        "eval_tokens was not there, is 10; train_tokens was 100, is 90. Give the run another name (run.name=...), "
         "or allow it (--allow-change data)"
     )
 

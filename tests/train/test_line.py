@@ -30,6 +30,7 @@ GPU = CPU | {
         (80, GPU, "step 130/300  loss 2.4513  1.23T tok   273k/s  101/139 GB  mfu 41%  eta  1d03h"),
         (50, GPU, "step 130/300  loss 2.4513  1.23T tok   273k/s"),
         (80, {"eval_loss": 2.0}, "step 130/300  eval_loss 2.0000"),
+        (80, {"eval_loss": 2.0, "eval_loss/web": 1.5, "eval_loss/code": 2.5}, "step 130/300  eval_loss 2.0000  web 1.5000  code 2.5000"),
         (10, {"loss": 2.0, "tokens": 5}, "step 130/300 loss 2.0000"),
     ],
 )

@@ -23,7 +23,7 @@ CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}
 def installed(monkeypatch):
     """Makes packages installed, or not."""
     packages = {"tensorboardX"}
-    monkeypatch.setattr(sections, "_is_installed", lambda package: package in packages)
+    monkeypatch.setattr(sections, "is_installed", lambda package: package in packages)
     return packages
 
 
@@ -133,8 +133,8 @@ def test_a_logger_that_does_not_exist_is_refused(tiny_file):
 def test_a_folder_of_the_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "nosuchlogger").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not sections._is_installed("nosuchlogger")
-    assert sections._is_installed("json")
+    assert not sections.is_installed("nosuchlogger")
+    assert sections.is_installed("json")
 
 
 # -- csv -----------------------------------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
 from train.code.files import read_code
 from train.config import load
-from train.data.batches import open_data
 from train.data.boundaries import masked
+from train.data.opening import open_data
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.run.train import train
 from train.run.sample import sample_text
 from train.run.start import Feed
+from train.run.train import train
 from train.setup import prepare
 from train.step.loss import make_loss
 

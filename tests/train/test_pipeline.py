@@ -12,7 +12,7 @@ import pytest
 from runs import flags, run_both
 
 from train.config import load
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.run.start import Feed
 from train.run.train import train
 from train.setup import prepare

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from train.config import load
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.run.start import Feed
 from train.setup import prepare
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.data.batches import open_data
+from train.data.opening import open_data
 from train.run.sample import sample_text
 from train.setup import prepare
 

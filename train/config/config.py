@@ -63,7 +63,7 @@ class Run:
 
     mesh: axis names and sizes, outermost first, where one size may be -1. rules: without rules of its own a run is data-parallel. root: the
     run's document; rules_root: the document of the rules, which may be another file; None without rules. code: the user's own code that the
-    config may name.
+    config may name. epoch_steps: the number of steps that `train.epochs` makes; None until the data is open.
     """
 
     config: Config
@@ -74,6 +74,15 @@ class Run:
     root: Node
     rules_root: Node | None
     code: Code = field(default_factory=Code)
+    epoch_steps: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """The updates of the whole run. With `train.epochs` they are known once the data is open, and 1 until then."""
+        if self.config.train.epochs is not None:
+            return self.epoch_steps or 1
+        assert self.config.train.steps is not None
+        return self.config.train.steps
 
     def own(self, key: str) -> str | None:
         """The name of the user's own object that a key of `OWN` names; None if the trainer's own is meant."""
@@ -106,6 +115,8 @@ class Run:
         # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
         separate = ("mesh", "rules", "pipeline", "budget", "log")
         sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
+        if self.config.train.epochs is not None:
+            sections["train"]["steps"] = None
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
         budget = None if self.config.budget is None else self.config.budget.plain()

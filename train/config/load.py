@@ -109,7 +109,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    problems += _own_problems(run)
+    problems += [*_own_problems(run), *_length_problems(run)]
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -146,6 +146,15 @@ def _axes_that_need_rules(node: Node | None, mesh: Mapping[str, int]) -> Iterato
     if names and node is not None:
         remedy = f"Add rules, for example rules: jgt:fsdp_tensor, or use {', '.join(_DATA_AXES[:-1])} or {_DATA_AXES[-1]}"
         yield node.problem(f"without rules a run is data-parallel, and does not use the axis {names}. {remedy}")
+
+
+def _length_problems(run: Run) -> Iterator[str]:
+    """A run with a number of steps and a number of epochs."""
+    # The default of steps gives way.
+    steps, epochs = run.root.find("train").children.get("steps"), run.config.train.epochs
+    if epochs is not None and steps is not None and steps.value is not None:
+        remedy = "Remove one of them, or set train.steps=null or train.epochs=null"
+        yield run.root.find("train.epochs").problem(f"is {epochs:g}, but train.steps is {steps.value} ({steps.where}). {remedy}")
 
 
 def _own_problems(run: Run) -> Iterator[str]:

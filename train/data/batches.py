@@ -13,26 +13,18 @@ index to a part by weight.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 
-from jgt.document import InputError
-
-from .boundaries import check_ends, end_of_documents, masked
-from .config import DataConfig, OwnData, path_problems
-from .encoded import remove_leftovers
 from .mapped import MappedFile
-from .own import OwnSource
-from .sources import Splits, open_splits
-from .stream import Stream, Windows, num_windows
-from .tokenizer import Tokenizer, open_tokenizer
+from .tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 """Arrays [rows, ...] by name. Of tokens {"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]; weight 0 is padding.
@@ -69,7 +61,8 @@ class Data:
     _mapped: tuple[MappedFile, ...] = ()
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
     _train: grain.MapDataset
-    _held_out: grain.MapDataset | None
+    _held_out: Mapping[str, grain.MapDataset]
+    """By the name of the part of a mixture; under one name, or none, otherwise."""
 
     def train_batches(self, start_sample: int, batch: int, rows: Sequence[int], num_batches: int | None = None) -> Iterator[Batch]:
         """The given rows of global batches 0, 1, ... of a run that starts at sample `start_sample`. Endless without `num_batches`.
@@ -82,19 +75,21 @@ class Data:
         make = partial(_rows_of_batch, self._train, self._stack, start_sample, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
-    def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """The given rows of the held-out samples, once and in order.
+    def eval_batches(self, batch: int, rows: Sequence[int], max_batches: int | None = None, *, part: str | None = None) -> Iterator[Batch]:
+        """The given rows of the held-out samples, once and in order, of all parts one after another or of one of `eval_parts`.
 
-        The last batch is completed by rows of padding, or left out if the data has none.
+        The last batch of a part is completed by rows of padding, or left out if the data has none. max_batches: of each part.
         """
         _check_rows(batch, rows)
-        if self._held_out is None:
-            return iter(())
+        parts = self.eval_parts if part is None else (part,)
+        return itertools.chain.from_iterable(self._eval_batches(self._held_out[part], batch, rows, max_batches) for part in parts)
+
+    def _eval_batches(self, held_out: grain.MapDataset, batch: int, rows: Sequence[int], max_batches: int | None) -> Iterator[Batch]:
         # Rounded up where the last batch is padded.
-        num_batches = -(-len(self._held_out) // batch) if self.pads else len(self._held_out) // batch
+        num_batches = -(-len(held_out) // batch) if self.pads else len(held_out) // batch
         if max_batches is not None:
             num_batches = min(num_batches, max_batches)
-        make = partial(_rows_of_batch, self._held_out, self._stack, 0, batch, tuple(rows))
+        make = partial(_rows_of_batch, held_out, self._stack, 0, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
 
     def check(self) -> None:
@@ -106,98 +101,23 @@ class Data:
             mapped.check_contents()
 
     @property
-    def has_eval(self) -> bool:
-        """Whether any data is held out."""
-        return self._held_out is not None
+    def eval_parts(self) -> tuple[str, ...]:
+        """The names of the parts that hold data out."""
+        return tuple(self._held_out)
 
     @property
     def eval_sequences(self) -> int:
         """The number of held-out samples."""
-        return 0 if self._held_out is None else len(self._held_out)
+        return sum(map(len, self._held_out.values()))
 
     def eval_batch(self, batch: int, multiple: int) -> int:
         """The rows of a batch of an evaluation: `batch`, or without padding a smaller multiple that leaves out the fewest samples."""
-        if self.pads or self._held_out is None:
+        if self.pads or not self._held_out:
             return batch
-        fits = range(multiple, min(batch, max(len(self._held_out), multiple)) + 1, multiple)
+        count = self.eval_sequences
+        fits = range(multiple, min(batch, max(count, multiple)) + 1, multiple)
         # Of equal ones the largest.
-        return min(reversed(fits), key=lambda size: len(self._held_out or ()) % size)
-
-
-def open_data(config: DataConfig, *, seq: int, vocab: int, seed: int, cache_dir: Path) -> Data:
-    """Opens every file, checks every token against `vocab`, and sets the evaluation split apart.
-
-    seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. Raises InputError with all problems.
-    """
-    remove_leftovers(cache_dir)
-    _raise_if_any([f"data.{key}: {message}" for key, message in path_problems(config)])
-    # `DataConfig.problems` made sure that all parts use one tokenizer.
-    tokenizer = open_tokenizer(config.parts()[0].tokenizer)
-    end = end_of_documents(config, tokenizer, vocab)
-    splits = _open_all(config, tokenizer, vocab, end, cache_dir)
-    _raise_if_any(list(_size_problems(config, splits, seq)))
-    check_ends(config, [split.train for split in splits], end)
-    held_out = [grain.MapDataset.source(Windows(stream=s.held_out, seq=seq, vocab=vocab)) for s in splits if s.held_out is not None]
-    return Data(
-        tokenizer=tokenizer,
-        end=end,
-        fingerprint=_fingerprint(config, splits),
-        train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
-        _stack=partial(_stack_tokens, seq, end),
-        _mapped=_mapped_files(splits),
-        _train=_train_samples(config, splits, seq, vocab, seed),
-        _held_out=grain.MapDataset.concatenate(held_out) if held_out else None,
-    )
-
-
-def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
-    """Data of the user's own, in an order that depends on the seed. Raises InputError if it has no samples."""
-    return Data(
-        fingerprint=source.fingerprint,
-        train_sequences=len(source.train),
-        element=source.element,
-        pads=False,
-        _stack=source.stack,
-        _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
-        _held_out=source.held_out,
-    )
-
-
-def _open_all(config: DataConfig, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> list[Splits]:
-    splits, problems = [], []
-    # Every part is opened, even after one has failed, so that the problems of all files are reported together.
-    for part in config.parts():
-        try:
-            opened = open_splits(part, eval_tokens=config.eval_tokens, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
-            splits.append(opened)
-        except InputError as error:
-            problems += error.problems
-    _raise_if_any(problems)
-    return splits
-
-
-def _mapped_files(splits: list[Splits]) -> tuple[MappedFile, ...]:
-    """Each file once: two splits may be parts of one file."""
-    streams = (stream for split in splits for stream in (split.train, split.held_out) if stream is not None)
-    mapped = (segment.mapped for stream in streams for segment in stream.segments)
-    return tuple(dict.fromkeys(file for file in mapped if file is not None))
-
-
-def _train_samples(config: DataConfig, splits: list[Splits], seq: int, vocab: int, seed: int) -> grain.MapDataset:
-    """The endless sequence of training samples: index i gives int32 [seq + 1]."""
-    parts = []
-    for index, split in enumerate(splits):
-        windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq, vocab=vocab))
-        # Endless, so that a small part of a mixture is repeated rather than used up.
-        parts.append(_endless(windows, seed, index, shuffles=config.shuffle))
-    return grain.MapDataset.mix(parts, weights=[part.weight for part in config.parts()])
-
-
-def _endless(samples: grain.MapDataset, seed: int, index: int, *, shuffles: bool) -> grain.MapDataset:
-    if shuffles:
-        # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
-        samples = samples.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))
-    return samples.repeat()
+        return min(reversed(fits), key=lambda size: count % size)
 
 
 def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: int, rows: Sequence[int], index: int) -> Batch:
@@ -205,17 +125,6 @@ def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: i
     positions = [start + index * batch + row for row in rows]
     # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
     return stack([samples[position] if position < len(samples) else None for position in positions])
-
-
-def _stack_tokens(seq: int, end: int | None, samples: Sequence[Any]) -> Batch:
-    tokens = np.zeros((len(samples), seq + 1), np.int32)
-    weights = np.zeros((len(samples), seq), np.float32)
-    for row, sample in enumerate(samples):
-        if sample is not None:
-            tokens[row], weights[row] = np.asarray(sample), 1.0
-    # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
-    batch = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
-    return batch if end is None else masked(batch, end)
 
 
 def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:
@@ -228,37 +137,6 @@ def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:
         iterator.close()
 
 
-def _size_problems(config: DataConfig, splits: list[Splits], seq: int) -> Iterator[str]:
-    """A split without a single window cannot be trained on or evaluated."""
-    for part, split in zip(config.parts(), splits, strict=True):
-        is_cut_off = part.eval_path is None and config.eval_tokens > 0
-        lower = f"lower data.eval_tokens ({config.eval_tokens})" if is_cut_off else None
-        yield from _size_problem(f"the train split of {part.name}", split.train, seq, lower)
-        if split.held_out is not None:
-            higher = f"raise data.eval_tokens ({config.eval_tokens}; 0 for no evaluation)" if is_cut_off else None
-            yield from _size_problem(f"the eval split of {part.eval_path or part.name}", split.held_out, seq, higher)
-
-
-def _size_problem(split: str, stream: Stream, seq: int, remedy: str | None) -> Iterator[str]:
-    if num_windows(len(stream), seq) == 0:
-        remedies = ", ".join(filter(None, ("Give more data", remedy, "or lower model.seq")))
-        yield f"data: {split} has {len(stream)} tokens, but one window of seq {seq} needs {seq + 1}. {remedies}"
-
-
-def _fingerprint(config: DataConfig, splits: list[Splits]) -> dict[str, str | int]:
-    if config.source != "mixture":
-        return splits[0].fingerprint
-    parts = {f"mixture[{i}].{key}": value for i, split in enumerate(splits) for key, value in split.fingerprint.items()}
-    # Under the same keys as for a single source, for the reader of data.json.
-    totals = {key: sum(int(split.fingerprint[key]) for split in splits) for key in ("train_tokens", "eval_tokens")}
-    return {"source": "mixture", **parts, **totals}
-
-
 def _check_rows(batch: int, rows: Sequence[int]) -> None:
     if any(not 0 <= row < batch for row in rows):
         raise ValueError(f"rows {list(rows)} are not all rows of a batch of {batch} (0 to {batch - 1})")
-
-
-def _raise_if_any(problems: Sequence[str]) -> None:
-    if problems:
-        raise InputError(problems)

@@ -9,15 +9,19 @@ contents can show (a bad line, an id outside the vocabulary) is left to `open_da
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, InputError, Node, is_file, is_folder, kind_problem
+from jgt.document import Bound, InputError, Node, is_file, is_folder, kind_problem, shown
 
 from ..code.names import is_name
+from ..sections import is_installed
 from . import files
 
 Problem = tuple[str, str]
@@ -28,6 +32,15 @@ BYTES = "bytes"
 _MAX_WEIGHT_RATIO = 1e6
 MAX_PARTS = 1_000
 _MAX_PROBLEMS = 20
+_MAX_NAME = 60
+_DOCUMENTS = ("jsonl", "parquet", "arrow")
+"""The sources that read one field of each document."""
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {
+    "tokens": (".bin", ".npy", ".idx"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+}
+"""How the names of a source's files end. An .idx file belongs to the .bin file beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +49,9 @@ class _SourceKeys:
 
     path: a file, a folder (all files below it) or a glob; relative to the working directory.
     eval_path: held-out data, named in the same way. null: the last `eval_tokens` tokens of `path` are held out.
-    field: the field of a JSON line that contains the text; for the source jsonl.
+    field: the field of a JSON line, or the column, that contains the text; for the sources jsonl, parquet and arrow.
     tokenizer: `bytes`, or the path of a tokenizer.json. For the source tokens it only decodes samples.
-    dtype: the type of the ids in .bin files; for the source tokens.
+    dtype: the type of the ids in .bin files without a header; for the source tokens.
     """
 
     path: str | None = None
@@ -53,28 +66,41 @@ class MixturePart(_SourceKeys):
     """An entry of `data.mixture`: one source, and its share of the windows.
 
     weight: the share of this part is its weight divided by the sum of all weights.
-    source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin) or jsonl (one JSON object
-    per line, also gzipped).
+    source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin), jsonl (one JSON object
+    per line), parquet or arrow. Files of text and jsonl may be packed (.gz, .zst).
+    name: the part in metrics, such as eval_loss/NAME. null: from its path.
     """
 
     weight: Annotated[float, Bound(above=0, high=1_000_000)]
-    source: Literal["stdlib", "text", "tokens", "jsonl"] = "stdlib"
+    source: Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow"] = "stdlib"
+    name: str | None = None
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """The part in messages."""
         return self.path or self.source
 
+    @property
+    def metric_name(self) -> str:
+        """The part in metrics: its name or, without one, the last part of its path that is not a pattern."""
+        if self.name is not None:
+            return self.name
+        parts = [part for part in Path(self.path or self.source).parts if not files.is_glob(part)]
+        stem = re.sub(r"[^\w-]+", "-", parts[-1].split(".")[0] if parts else "", flags=re.ASCII).strip("-")
+        return stem[:_MAX_NAME] or self.source
+
     def problems(self) -> Iterator[Problem]:
         """Keys that the source needs or does not read."""
+        if self.name is not None and not re.fullmatch(rf"[\w.-]{{1,{_MAX_NAME}}}", self.name, re.ASCII):
+            yield "name", f"{shown(self.name)} cannot be part of a metric's name. Use at most {_MAX_NAME} letters, digits, dots and dashes"
         if self.source == "stdlib":
             for key in ("path", "eval_path"):
                 if getattr(self, key) is not None:
-                    yield key, f"the source stdlib reads no {key}. Remove the key, or set source to text, tokens or jsonl"
+                    yield key, f"the source stdlib reads no {key}. Remove the key, or set source to the kind of the files: text, jsonl, .."
         elif self.path is None:
             yield "path", f"the source {self.source} needs a path: a file, a folder or a glob"
-        if self.field != "text" and self.source != "jsonl":
-            yield "field", f"only the source jsonl has fields, and source is {self.source}. Remove the key"
+        if self.field != "text" and self.source not in _DOCUMENTS:
+            yield "field", f"only the sources {', '.join(_DOCUMENTS)} have fields, and source is {self.source}. Remove the key"
         if self.dtype != "uint16" and self.source != "tokens":
             yield "dtype", f"only the source tokens has a dtype, and source is {self.source}. Remove the key"
 
@@ -85,6 +111,7 @@ class DataConfig(_SourceKeys):
 
     source: as for a part of a mixture, or mixture.
     eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
+    null: 5 % of them, at most 500,000.
     shuffle: whether training reads the windows in a random order, another one in each epoch.
     documents: join lets the tokens of a window attend to earlier documents in it; mask does not, and counts positions from the beginning
     of each document.
@@ -92,8 +119,8 @@ class DataConfig(_SourceKeys):
     mixture: the parts, each with a weight; for the source mixture.
     """
 
-    source: Literal["stdlib", "text", "tokens", "jsonl", "mixture"] = "stdlib"
-    eval_tokens: Annotated[int, Bound(low=0, high=10**12)] = 500_000
+    source: Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "mixture"] = "stdlib"
+    eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"
     end_of_text: Annotated[int, Bound(low=0, high=2**31 - 1)] | None = None
@@ -110,6 +137,13 @@ class DataConfig(_SourceKeys):
             return self.mixture
         keys = {key: getattr(self, key) for key in _SourceKeys.__dataclass_fields__}
         return (MixturePart(weight=1.0, source=self.source, **keys),)
+
+    def part_names(self) -> tuple[str, ...]:
+        """The name of each part in metrics. Parts without names of their own that would share one get their number as well."""
+        names = [part.metric_name for part in self.parts()]
+        taken = Counter(names)
+        own = [part.name for part in self.parts()]
+        return tuple(name if own[i] or taken[name] == 1 else f"{name}-{i}" for i, name in enumerate(names))
 
     def problems(self) -> Iterator[Problem]:
         """Problems of the parts; keys beside a mixture that belong into its parts; parts that cannot be mixed."""
@@ -145,6 +179,8 @@ class DataConfig(_SourceKeys):
             return
         if len(self.mixture) > MAX_PARTS:
             yield "mixture", f"has {len(self.mixture):,} parts; at most {MAX_PARTS} are allowed. Join sources of equal weight with a glob"
+        if twice := [name for name, count in Counter(self.part_names()).items() if count > 1]:
+            yield "mixture", f"several parts have the name {twice[0]}. Give each of them another name"
         tokenizers = sorted({part.tokenizer for part in self.mixture})
         if len(tokenizers) > 1:
             yield "mixture", f"the parts use different tokenizers: {', '.join(tokenizers[:_MAX_PROBLEMS])}. Use one for all of them"
@@ -175,7 +211,7 @@ def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
     finder = files.Finder()
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
-        for key, message in _part_path_problems(part, finder):
+        for key, message in (*_missing_packages(part, finder), *_part_path_problems(part, finder)):
             yield prefix + key, message
 
 
@@ -202,6 +238,19 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
             yield key, f"and {len(messages) - _MAX_PROBLEMS:,} more such files"
 
 
+def _missing_packages(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
+    """Formats whose package is not installed."""
+    if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
+        yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
+    if part.source not in ("text", "jsonl") or is_installed("zstandard"):
+        return
+    for key, path in (("path", part.path), ("eval_path", part.eval_path)):
+        with contextlib.suppress(InputError):
+            packed = [] if path is None else [file for file in finder.files(path).paths if file.suffix == ".zst"]
+            if packed:
+                yield key, f"{packed[0]} needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"
+
+
 def _file_problems(path: str, source: str, finder: files.Finder) -> Iterator[str]:
     try:
         found = finder.files(path).paths
@@ -215,11 +264,14 @@ def _file_problems(path: str, source: str, finder: files.Finder) -> Iterator[str
             yield f"{file} cannot be read: {problem}"
         elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
-        elif source == "tokens" and file.suffix not in (".bin", ".npy"):
+        elif file.suffix not in (ends := _SUFFIXES.get(source, (file.suffix,))):
+            kind = {"tokens": "a token file"}.get(source, f"a file of the source {source}")
             yield (
-                f"{file} is not a token file: its name must end in .bin or .npy. "
-                f"To choose among a folder's files, use a glob such as {_example_glob(path)}"
+                f"{file} is not {kind}: its name must end in {' or '.join(end for end in ends if end != '.idx')}. "
+                f"To choose among a folder's files, use a glob such as {_example_glob(path, ends[0])}"
             )
+    if found and all(file.suffix == ".idx" for file in found):
+        yield f"{found[0]} is only an index. Name the .bin file beside it"
 
 
 def _overlap_problems(path: str, eval_path: str, finder: files.Finder) -> Iterator[str]:
@@ -239,6 +291,6 @@ def _nothing_found(path: str) -> str:
     return f"no such file or folder: {path} (working directory: {Path.cwd()})"
 
 
-def _example_glob(path: str) -> str:
+def _example_glob(path: str, suffix: str) -> str:
     folder = Path(path)
-    return str((folder if folder.is_dir() else folder.parent) / "*.bin")
+    return str((folder if folder.is_dir() else folder.parent) / f"*{suffix}")

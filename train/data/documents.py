@@ -5,79 +5,93 @@ a plain file in blocks of about a megabyte that end at a line end, so that no wo
 each line one document. A line that cannot be used does not end the reading: the reader yields an `Unreadable` in its place,
 so that a user sees all bad lines of a file at once. Only what makes the rest of a file meaningless ends that file.
 
-What is read is not trusted. A line without an end, nested brackets, or a small gzip file that unpacks to terabytes would
-exhaust the memory or run for ever; each has a limit, and a message that names it.
+One mistake would fill the screen with equal lines: a wrong name of the field with the text. So a document without the field says which
+fields it has, and the caller makes one problem of all such documents (`missing_field`).
+
+What is read is not trusted. A line without an end and nested brackets would exhaust the memory or run for ever; each has a limit, and a
+message that names it. `packed.py` bounds what a small file may unpack to.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
-from jgt.document import describe, shown
+from jgt.document import describe, most_similar, shown
 
 from .files import FileSet
+from .packed import PackedError, read_blocks
 
-_BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 24
-MAX_EXPANDED = 1 << 26
-"""Bytes that any file may unpack to; beyond them MAX_RATIO applies."""
-MAX_RATIO = 200
-"""How many times its size a file may unpack to. Text stays far below it; endless repetition reaches about a thousand."""
+_MOST_FIELDS = 12
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Takes the place of a text that could not be read. The message is `file:line: what is wrong. What to change`."""
+    """Takes the place of a text that could not be read. The message is `file:line: what is wrong. What to change`.
+
+    fields: of a document without the field that was asked for, the fields that it has and whether each of them is text.
+    """
 
     message: str
+    fields: tuple[tuple[str, bool], ...] | None = None
 
 
-def read_blocks(files: FileSet) -> Iterator[str | Unreadable]:
-    """The text of plain UTF-8 files in blocks of about a megabyte, each ending at a line end."""
+def read_texts(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+    """The text of UTF-8 files in blocks of about a megabyte, each ending at a line end.
+
+    as_bytes: bytes that are not UTF-8 become surrogates, which the byte tokenizer turns into these bytes again.
+    """
     for path in files.paths:
-        with path.open("rb") as file:
-            yield from _blocks_of(file, path)
+        yield from _texts_of(path, "surrogateescape" if as_bytes else "strict")
 
 
-def read_files(files: FileSet) -> Iterator[str | Unreadable]:
-    """The whole text of each plain UTF-8 file, which is one document."""
+def read_files(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+    """As `read_texts`, but each file whole, as one document."""
     for path in files.paths:
-        if path.stat().st_size > MAX_LINE_BYTES:
-            yield Unreadable(f"{path}: the file is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+        pieces: list[str] = []
+        for text in _texts_of(path, "surrogateescape" if as_bytes else "strict"):
+            if isinstance(text, Unreadable):
+                yield text
+                break
+            pieces.append(text)
+            if sum(map(len, pieces)) > MAX_LINE_BYTES:
+                yield Unreadable(f"{path}: the file is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+                break
         else:
-            yield _decoded(path.read_bytes(), 1, path)
+            yield "".join(pieces)
 
 
-def _blocks_of(file: BinaryIO, path: Path) -> Iterator[str | Unreadable]:
+def _texts_of(path: Path, errors: str) -> Iterator[str | Unreadable]:
     line, rest = 1, b""
-    while block := file.read(_BLOCK_BYTES):
-        # Cut at the last line end: what follows it waits for the next block, with the line number of its beginning in `line`.
-        whole, newline, rest = (rest + block).rpartition(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
-            at = line + whole.count(b"\n") + len(newline)
-            yield Unreadable(f"{path}:{at}: the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it")
-            return
-        if not newline:
-            continue
-        text = _decoded(whole + newline, line, path)
-        yield text
-        if isinstance(text, Unreadable):
-            return
-        line += whole.count(b"\n") + 1
-    if rest:
-        yield _decoded(rest, line, path)
-
-
-def _decoded(block: bytes, line: int, path: Path) -> str | Unreadable:
     try:
-        return block.decode("utf-8")
+        for block in read_blocks(path):
+            # Cut at the last line end: what follows it waits for the next block, with the line number of its beginning in `line`.
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                at = line + whole.count(b"\n") + len(newline)
+                too_long = f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it"
+                yield Unreadable(f"{path}:{at}: {too_long}")
+                return
+            if not newline:
+                continue
+            text = _decoded(whole + newline, line, path, errors)
+            yield text
+            if isinstance(text, Unreadable):
+                return
+            line += whole.count(b"\n") + 1
+    except PackedError as error:
+        yield Unreadable(f"{path}:{line}: {error}")
+        return
+    if rest:
+        yield _decoded(rest, line, path, errors)
+
+
+def _decoded(block: bytes, line: int, path: Path, errors: str) -> str | Unreadable:
+    try:
+        return block.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         # A block has thousands of lines; the user needs the one with the bad byte.
         at = line + block[: error.start].count(b"\n")
@@ -85,11 +99,15 @@ def _decoded(block: bytes, line: int, path: Path) -> str | Unreadable:
 
 
 class _BadLineError(Exception):
-    """A line cannot be used; the message says why."""
+    """A line cannot be used; the message says why. fields: as those of `Unreadable`."""
+
+    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None):
+        super().__init__(message)
+        self.fields = fields
 
 
 def read_documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
-    """The text in `field` of every JSON line that is not blank. Files that end in .gz are unpacked."""
+    """The text in `field` of every JSON line that is not blank. Files that end in .gz or .zst are unpacked."""
     for path in files.paths:
         yield from _documents_of(path, field)
 
@@ -98,14 +116,10 @@ def _documents_of(path: Path, field: str) -> Iterator[str | Unreadable]:
     counter = _LineCounter()
     empty = True
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for line in _lines(file, counter, path.stat().st_size):
-                empty = False
-                yield _document(path, counter.line, line, field)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Unreadable(f"{path}:{counter.line}: the gzip data is damaged or cut short: {error}. Create or download the file again")
-        return
-    except _BadLineError as error:
+        for line in _lines(read_blocks(path), counter):
+            empty = False
+            yield _document(path, counter.line, line, field)
+    except (PackedError, _BadLineError) as error:
         yield Unreadable(f"{path}:{counter.line}: {error}")
         return
     # An empty file among many is most likely a failed download.
@@ -120,19 +134,10 @@ class _LineCounter:
     line: int = 1
 
 
-def _lines(file: BufferedReader | gzip.GzipFile, counter: _LineCounter, size: int) -> Iterator[bytes]:
-    """The lines of a file that are not blank. Raises _BadLineError for a line, or unpacked data, beyond the limits.
-
-    size: bytes of the file as stored, before it is unpacked.
-    """
-    rest, total = b"", 0
-    # read1 returns what one read of a gzip stream unpacks, at most _BLOCK_BYTES, and never the whole file.
-    while block := file.read1(_BLOCK_BYTES):
-        total += len(block)
-        if total > max(MAX_EXPANDED, size * MAX_RATIO):
-            raise _BadLineError(
-                f"the data is more than {MAX_RATIO} times as large as the file, too much for text. Unpack the file if it is the right one"
-            )
+def _lines(blocks: Iterable[bytes], counter: _LineCounter) -> Iterator[bytes]:
+    """The lines that are not blank. Raises _BadLineError for a line beyond the limit."""
+    rest = b""
+    for block in blocks:
         # Blank lines can fill gigabytes of a packed file: they are counted, not split.
         if not rest and block.isspace():
             counter.line += block.count(b"\n")
@@ -152,7 +157,7 @@ def _document(path: Path, number: int, line: bytes, field: str) -> str | Unreada
     try:
         return _text(line, field)
     except _BadLineError as error:
-        return Unreadable(f"{path}:{number}: {error}")
+        return Unreadable(f"{path}:{number}: {error}", error.fields)
 
 
 def _text(line: bytes, field: str) -> str:
@@ -160,7 +165,9 @@ def _text(line: bytes, field: str) -> str:
     if not isinstance(document, dict):
         raise _BadLineError(f"must be a JSON object, not {describe(document)}")
     if field not in document:
-        raise _BadLineError(f"has no field {shown(field)}. It has: {', '.join(map(shown, list(document)[:12])) or 'none'}")
+        # The longest text first: it is the likeliest to be meant.
+        known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)
+        raise _BadLineError(f"has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
     text = document[field]
     if not isinstance(text, str):
         raise _BadLineError(f"the field {field!r} must be text, not {describe(text)}")
@@ -182,3 +189,16 @@ def _parse(line: bytes) -> object:
         raise _BadLineError("the JSON is nested too deeply") from None
     except ValueError as error:
         raise _BadLineError(f"not valid JSON: {error}") from None
+
+
+def missing_field(documents: Sequence[Unreadable], field: str, *, stopped: bool) -> tuple[str, str | None]:
+    """The message about all documents without the field, and the name of a field that they have and that is text.
+
+    stopped: whether the reading ended before the last document.
+    """
+    fields = dict(field for document in reversed(documents) for field in document.fields or ())
+    texts = [name for document in documents for name, is_text in document.fields or () if is_text]
+    others = len(documents) - 1
+    more = f" (and {others}{' or more' if stopped else ''} other{'s' if others > 1 else ''})" if others else ""
+    has = f"It has: {', '.join(map(shown, list(fields)[:_MOST_FIELDS])) or 'none'}{'' if texts else '. None of them is text'}"
+    return f"{documents[0].message}{more}. {has}", most_similar(field, texts) or next(iter(texts), None)

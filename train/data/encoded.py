@@ -51,11 +51,19 @@ _TEMPORARY = re.compile(r"[0-9a-f]{32}\.[^.]+\.tmp")
 Reader = Callable[[FileSet], Iterator[str | Unreadable]]
 
 
+class UnreadableError(InputError):
+    """Texts that could not be read. missing: documents without their field. stopped: whether others were not read because of them."""
+
+    def __init__(self, problems: list[str], missing: list[Unreadable], *, stopped: bool):
+        super().__init__(problems)
+        self.missing, self.stopped = missing, stopped
+
+
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
     """The tokens of the texts that `reader` yields, each text followed by `separator`, from the cache if they are in it.
 
-    `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError with all texts that
-    could not be read.
+    `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError, and
+    UnreadableError with all texts that could not be read.
     """
     dtype = _narrowest(tokenizer.vocab_size)
     key = _cache_key(files, tokenizer, kind)
@@ -80,8 +88,8 @@ def remove_leftovers(cache_dir: Path) -> None:
 
 
 def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
-    """The contents of the cache file, one piece per text. Raises InputError at the end, after all texts were tried."""
-    problems: list[str] = []
+    """The contents of the cache file, one piece per text. Raises UnreadableError at the end, after all texts were tried."""
+    problems = list[Unreadable]()
     # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
@@ -91,20 +99,23 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
             # Little-endian on every machine, as `map_bin` reads it.
             yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     if num_tokens == 0 and not problems:
-        problems = [f"{path}: the file is empty: it contains no tokens" for path in files.paths]
+        raise InputError([f"{path}: the file is empty: it contains no tokens" for path in files.paths])
     if problems:
-        raise InputError(problems)
+        missing = [problem for problem in problems if problem.fields is not None]
+        others = [problem.message for problem in problems if problem.fields is None]
+        if (stopped := len(problems) == _MAX_PROBLEMS) and others:
+            others.append(f"{_MAX_PROBLEMS} problems; the rest was not read")
+        raise UnreadableError(others, missing, stopped=stopped)
 
 
-def _readable(texts: Iterable[str | Unreadable], problems: list[str]) -> Iterator[str]:
-    """The texts that could be read; appends the messages of the others to `problems`, and stops after _MAX_PROBLEMS of them."""
+def _readable(texts: Iterable[str | Unreadable], problems: list[Unreadable]) -> Iterator[str]:
+    """The texts that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
     for text in texts:
-        if not isinstance(text, Unreadable):
+        if isinstance(text, str):
             yield text
             continue
-        problems.append(text.message)
+        problems.append(text)
         if len(problems) == _MAX_PROBLEMS:
-            problems.append(f"{_MAX_PROBLEMS} problems; the rest was not read")
             return
 
 

@@ -1,32 +1,66 @@
 """One part of the data config → its token streams, and the fingerprint of its data.
 
-Each source has its own way from files to tokens (`_open`): token files and bytes are mapped, text and JSON lines are encoded
+Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded
 once. All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not
 fail on an accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong
 embedding.
+
+A message names the line of the key to change and, where there is one, the value that would do. Only here both are known: the readers know
+files, and the config knows keys.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
-from jgt.document import InputError
+from jgt.document import InputError, shown
 
 from .boundaries import with_ends
+from .columns import read_arrow, read_parquet
 from .config import BYTES, MixturePart
-from .documents import read_blocks, read_documents, read_files
-from .encoded import open_encoded
+from .documents import missing_field, read_documents, read_files, read_texts
+from .encoded import UnreadableError, open_encoded
 from .files import FileSet, find_files, standard_library
-from .stream import Stream, vocab_problems
+from .headers import format_problem
+from .packed import is_packed
+from .stream import Outside, Stream, find_outside
 from .tokenizer import END_OF_TEXT_NAMES, Tokenizer
 from .tokens import open_bytes, open_tokens
 
 _PROBE_BYTES = 1 << 20
-_MAX_VOCAB_PROBLEMS = 20
+_MAX_PROBLEMS = 20
+_MAX_VOCAB = 10_000_000
+_MOST_SPARED, _SPARED_SHARE = 500_000, 20
+_DOCUMENT_READERS = {"jsonl": read_documents, "parquet": read_parquet, "arrow": read_arrow}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartKeys:
+    """The keys of one part in the run's file. prefix: `data.`, or `data.mixture[0].`; where(key): file and line of a dotted key."""
+
+    prefix: str
+    where: Callable[[str], str]
+
+    def at(self, key: str, message: str) -> str:
+        """A message with the line of the part's key, which the message names itself."""
+        return _located(self.where(f"{self.prefix}{key}"), message)
+
+    def setting(self, key: str, value: str) -> str:
+        """How to set a key of the part, in words."""
+        # A list has no override for one of its entries.
+        return f"{self.prefix}{key}={value}" if not self.prefix.endswith("].") else f"{key}: {value} in {self.prefix.rstrip('.')}"
+
+    def of_model(self, message: str) -> str:
+        """A message about the vocabulary."""
+        return _located(self.where("model.vocab"), message)
+
+
+def _located(where: str, message: str) -> str:
+    return f"{where}: {message}" if where else message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +75,32 @@ class Splits:
     fingerprint: dict[str, str | int]
 
 
-def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> Splits:
-    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError.
+class SmallVocabError(InputError):
+    """Ids are outside of the vocabulary. needed: the vocabulary that would do for this part; the caller says which does for all of them."""
+
+    def __init__(self, problem: str, needed: int):
+        super().__init__([problem])
+        self.needed = needed
+
+
+def open_splits(
+    part: MixturePart,
+    keys: PartKeys,
+    *,
+    eval_tokens: int | None,
+    tokenizer: Tokenizer,
+    seq: int,
+    vocab: int,
+    end: int | None,
+    cache_dir: Path,
+) -> Splits:
+    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError, and SmallVocabError.
 
     end: the token that is to end every document, also where files of text otherwise just follow each other; None if they shall.
     """
     files = find_files(part.path) if part.path is not None else standard_library()
-    train = _open_checked(part, files, tokenizer, vocab, end, cache_dir)
+    open_files = partial(_open_checked, part, keys, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
+    train = open_files("path", files)
     fingerprint = {"source": part.source, **_identity(files)}
     # The ids of token files do not depend on a tokenizer.
     if part.source != "tokens":
@@ -55,43 +108,91 @@ def open_splits(part: MixturePart, *, eval_tokens: int, tokenizer: Tokenizer, vo
     held_out = None
     if part.eval_path is not None:
         eval_files = find_files(part.eval_path)
-        held_out = _open_checked(part, eval_files, tokenizer, vocab, end, cache_dir)
+        held_out = open_files("eval_path", eval_files)
         fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
-    elif eval_tokens:
-        train, held_out = train.split(max(len(train) - eval_tokens, 0))
+    elif count := spared_tokens(len(train), seq) if eval_tokens is None else eval_tokens:
+        train, held_out = train.split(max(len(train) - count, 0))
     fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
     return Splits(train=train, held_out=held_out, fingerprint=fingerprint)
 
 
-def _open_checked(part: MixturePart, files: FileSet, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path) -> Stream:
-    stream = _open(part, files, tokenizer, end, cache_dir)
-    if problems := list(islice(vocab_problems(stream, vocab), _MAX_VOCAB_PROBLEMS)):
-        raise InputError(problems)
+def spared_tokens(num_tokens: int, seq: int) -> int:
+    """The tokens that are held out unless the config says how many: 5 %, but at least one window, if another one remains."""
+    count = max(min(_MOST_SPARED, num_tokens // _SPARED_SHARE), seq + 1)
+    return count if num_tokens - count > seq else 0
+
+
+def _open_checked(
+    part: MixturePart, keys: PartKeys, key: str, files: FileSet, *, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path
+) -> Stream:
+    try:
+        stream = _open(part, files, tokenizer, end, cache_dir)
+    except UnreadableError as error:
+        problems = [keys.at(key, problem) for problem in error.problems]
+        if error.missing:
+            problems.append(_field_problem(part, keys, error))
+        raise InputError(problems) from None
+    except InputError as error:
+        raise InputError([keys.at(key, problem) for problem in error.problems]) from None
+    if outside := find_outside(stream, vocab):
+        raise _vocab_error(part, keys, key, tokenizer, outside)
     return stream
+
+
+def _field_problem(part: MixturePart, keys: PartKeys, error: UnreadableError) -> str:
+    message, best = missing_field(error.missing, part.field, stopped=error.stopped)
+    if best is None:
+        return keys.at("field", message)
+    return keys.at("field", f"{message}. Set {keys.setting('field', best if best.isidentifier() else shown(best))}")
+
+
+def _vocab_error(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokenizer, outside: Outside) -> InputError:
+    needed = outside.needed
+    # The next text may have ids that this one lacks.
+    if needed is not None and (part.source != "tokens" or part.tokenizer != BYTES):
+        needed = max(needed, tokenizer.vocab_size)
+    if needed is None or needed > _MAX_VOCAB:
+        kind = f" or {keys.prefix}dtype ({part.dtype}) is wrong" if part.source == "tokens" else ""
+        return InputError([keys.at(key, f"{outside.message}. No vocabulary has such ids: the file is damaged{kind}")])
+    return SmallVocabError(keys.of_model(outside.message), needed)
 
 
 def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, end: int | None, cache_dir: Path) -> Stream:
     if part.source == "tokens":
         return open_tokens(files, part.dtype)
-    if part.source == "jsonl":
-        return _open_jsonl(part, files, tokenizer, cache_dir)
+    if part.source in _DOCUMENT_READERS:
+        return _open_documents(part, files, tokenizer, cache_dir)
+    if part.source == "text":
+        _check_formats(files)
     # Bytes of text are ids already, so even a large text needs no cache.
-    if part.tokenizer == BYTES:
+    as_bytes = part.tokenizer == BYTES
+    if as_bytes and not any(map(is_packed, files.paths)):
         return open_bytes(files) if end is None else with_ends(open_bytes(files), end)
     if end is not None:
-        return open_encoded(files, read_files, tokenizer=tokenizer, separator=end, kind="files", cache_dir=cache_dir)
+        reader = partial(read_files, as_bytes=as_bytes)
+        return open_encoded(files, reader, tokenizer=tokenizer, separator=end, kind="files", cache_dir=cache_dir)
+    reader = partial(read_texts, as_bytes=as_bytes)
     # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
-    return open_encoded(files, read_blocks, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
+    return open_encoded(files, reader, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
 
 
-def _open_jsonl(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
+def _open_documents(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
     if tokenizer.end_of_text is None:
         known = ", ".join(END_OF_TEXT_NAMES)
         raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
+    if part.source == "jsonl":
+        _check_formats(files)
     # The field decides which texts are read, so it is part of the cache's key (`kind`).
-    reader = partial(read_documents, field=part.field)
-    kind = f"jsonl:{part.field}"
+    reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
+    kind = f"{part.source}:{part.field}"
     return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
+
+
+def _check_formats(files: FileSet) -> None:
+    """Raises InputError for files that are not text, unless they are unpacked."""
+    problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
+    if problems:
+        raise InputError(problems[:_MAX_PROBLEMS])
 
 
 def _identity(files: FileSet) -> dict[str, str | int]:

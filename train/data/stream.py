@@ -118,15 +118,30 @@ class Windows:
         return tokens
 
 
-def vocab_problems(stream: Stream, vocab: int) -> Iterator[str]:
-    """One message for every file that contains an id outside 0 to vocab - 1. Reads every token."""
-    for segment in stream.segments:
-        position = _first_outside(segment.tokens, vocab)
-        if position is not None:
-            yield (
-                f"{segment.name}: token {position} is {segment.tokens[position]}, but the vocabulary has {vocab} ids (0 to {vocab - 1}). "
-                f"Raise model.vocab, or encode the data with a smaller vocabulary"
-            )
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """The ids of a stream outside of a vocabulary. message: the first of them; needed: the vocabulary that would do, None if none would."""
+
+    message: str
+    needed: int | None
+
+
+def find_outside(stream: Stream, vocab: int) -> Outside | None:
+    """The ids outside 0 to vocab - 1. Reads every token."""
+    found = [(segment, at) for segment in stream.segments if (at := _first_outside(segment.tokens, vocab)) is not None]
+    if not found:
+        return None
+    segment, position = found[0]
+    more = f"; {len(found) - 1} more files have such ids" if len(found) > 1 else ""
+    first = f"{segment.name}: token {position} is {segment.tokens[position]}"
+    message = f"{first}, but the vocabulary has {vocab} ids (0 to {vocab - 1}){more}"
+    pieces = [piece for segment, _ in found for piece in _pieces(segment.tokens)]
+    is_negative = any(int(piece.min()) < 0 for piece in pieces)
+    return Outside(message=message, needed=None if is_negative else max(int(piece.max()) for piece in pieces) + 1)
+
+
+def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    return (tokens[start : start + _SCAN_TOKENS] for start in range(0, len(tokens), _SCAN_TOKENS))
 
 
 def _first_outside(tokens: np.ndarray, vocab: int) -> int | None:

@@ -77,7 +77,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", "surrogateescape"))
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        return (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
+        return (np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8) for text in texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes U+FFFD, and so do ids above 255, which a model with a padded vocabulary can produce."""

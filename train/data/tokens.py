@@ -1,8 +1,9 @@
-"""Files whose contents already are token ids: .npy, .bin without a header, and any file read as bytes.
+"""Files whose contents already are token ids: .npy, .bin, and any file read as bytes.
 
 Such files need no tokenizer, so they are mapped instead of loaded, and a data set may be larger than the memory. Mapping also
 means that a wrong file would go unnoticed: every bit pattern is a valid id. Each file is therefore checked before it is
-mapped. A .bin file must be a whole number of ids; the size of an .npy file must be what its header promises.
+mapped. A .bin file must be a whole number of ids, and must not begin like another format (`headers.py`); the size of an .npy file must be
+what its header promises.
 
 The header of an .npy file is the text of a Python dict (numpy.lib.format). It is matched by a regular expression and never
 evaluated, and arrays of Python objects, which numpy would unpickle, are refused: a data file cannot run code here.
@@ -19,6 +20,7 @@ import numpy as np
 from jgt.document import InputError, shown
 
 from .files import FileSet
+from .headers import layout_of
 from .mapped import MappedFile
 from .stream import Segment, Stream
 
@@ -49,12 +51,15 @@ def _bytes_of(path: Path) -> Segment:
 
 
 def open_tokens(files: FileSet, dtype: str) -> Stream:
-    """One segment per .npy or .bin file; the .bin files contain ids of type `dtype`. Raises InputError with one problem per bad file."""
+    """One segment per .npy or .bin file. Raises InputError with one problem per bad file.
+
+    dtype: the type of the ids in .bin files that do not say it themselves. An .idx file only describes the .bin file beside it.
+    """
     segments, problems = [], []
     # Every file is tried, so that all bad ones are reported at once.
-    for path in files.paths:
+    for path in (path for path in files.paths if path.suffix != ".idx"):
         try:
-            segments.append(map_npy(path) if path.suffix == ".npy" else map_bin(path, dtype))
+            segments.append(map_npy(path) if path.suffix == ".npy" else _map_described(path, dtype))
         except InputError as error:
             problems += error.problems
     if problems:
@@ -62,8 +67,13 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
     return Stream(tuple(segments))
 
 
-def map_bin(path: Path, dtype: str) -> Segment:
-    """Maps a file of little-endian ids: [num_tokens]. Raises InputError."""
+def _map_described(path: Path, dtype: str) -> Segment:
+    layout = layout_of(path, dtype)
+    return map_bin(path, layout.dtype, layout.offset)
+
+
+def map_bin(path: Path, dtype: str, offset: int = 0) -> Segment:
+    """Maps a file of little-endian ids, which begin at the byte `offset`: [num_tokens]. Raises InputError."""
     opened, width = path.stat(), np.dtype(dtype).itemsize
     size = opened.st_size
     if size == 0:
@@ -71,7 +81,7 @@ def map_bin(path: Path, dtype: str) -> Segment:
     if size % width:
         message = f"{path}: has {size} bytes, which is not a multiple of the {width} bytes of {dtype}"
         raise InputError([f"{message}. The file is cut short, or data.dtype is wrong"])
-    return _mapped(path, opened, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r"))
+    return _mapped(path, opened, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=offset))
 
 
 def map_npy(path: Path) -> Segment:

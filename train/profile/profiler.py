@@ -41,10 +41,10 @@ class Profiler:
         self._before: set[Path] = set()
         self._tracing = False
 
-    def check(self, done: int) -> None:
-        """Raises InputError if a run that resumes after `done` steps does not train the steps to profile."""
+    def check(self, done: int, total: int) -> None:
+        """Raises InputError if a run of `total` steps that resumes after `done` of them does not train the steps to profile."""
         if self._steps is not None:
-            self._steps.check(done)
+            self._steps.check(done, total)
 
     def begins(self, step: int) -> bool:
         """Whether the trace begins with this step."""

@@ -29,8 +29,12 @@ class StepRange:
         """The number of steps."""
         return self.last - self.first + 1
 
-    def check(self, done: int) -> None:
-        """Raises InputError if a run that resumes after `done` steps does not train the first of these."""
+    def check(self, done: int, total: int) -> None:
+        """Raises InputError if a run of `total` steps that resumes after `done` of them does not train all of these."""
+        if self.last > total:
+            # Reached with train.epochs alone; a number of steps is checked before the data is open.
+            message = f"the run has {total} steps. Name earlier ones, or raise train.epochs"
+            raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
         if self.first <= done:
             message = f"the run resumes after step {done}. Name later steps, or start the run from the beginning with --resume never"
             raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
@@ -41,7 +45,7 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
     if text is None:
         return None
     # Ten digits at most, because int() raises ValueError for thousands of them.
-    found, total, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), run.config.train.steps, f"{_WHERE}: {text}"
+    found, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), f"{_WHERE}: {text}"
     if not found:
         raise InputError([f"{where}: is not a range of steps. Write A:B, the first and the last step, such as 5:14"])
     steps = StepRange(first=int(found[1]), last=int(found[2]))
@@ -50,8 +54,9 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
         raise InputError([f"{where}: there is no step {steps.first}. {hint}"])
     if steps.last < steps.first:
         raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write {steps.last}:{steps.first}"])
-    if steps.last > total:
-        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
+    # The number of steps that epochs make is not known yet.
+    if run.config.train.epochs is None and steps.last > run.steps:
+        raise InputError([f"{where}: the run has {run.steps} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
     if steps.num > MAX_STEPS:
         fewer = f"{steps.first}:{steps.first + 9}"
         raise InputError([f"{where}: these are {steps.num} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as {fewer}"])

@@ -16,6 +16,8 @@ from typing import Any
 _GAP = 2
 _NOT_SHOWN = ("tokens_per_s", "samples_per_s", "memory_bytes", "memory_peak_bytes", "memory_limit_bytes", "time", "samples", "step")
 """Metrics that are part of another column, or of no interest in a line."""
+_PART = "eval_loss/"
+"""What the loss on one part of a mixture begins with."""
 _SPEED, _MFU, _TIME_LEFT = 7, 7, 10
 """The widths of columns that the first lines lack."""
 
@@ -81,6 +83,9 @@ def _memory(known: Mapping[str, float]) -> str | None:
 
 
 def _text(name: str, value: float) -> str:
+    if name.startswith(_PART):
+        # Beside the loss of all parts, the name of one is enough.
+        return f"{name.removeprefix(_PART)} {value:.4f}"
     return _LAST.get(name, _ESSENTIAL.get(name, lambda v: f"{name} {v:.4g}"))(value)
 
 

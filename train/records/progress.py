@@ -101,7 +101,7 @@ class Progress:
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, functools.partial(records.event, "step"))
         self._guard = UpdateGuard(self._config.train, records, enabled=jax.process_index() == 0)
-        self._dispatched = done
+        self._dispatched, self._total = done, setup.run.steps
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
         self._flops, self._peak = _flops_per_sample(setup), _peak_of_mesh(setup)
         self._countdown = Countdown(done)
@@ -147,7 +147,7 @@ class Progress:
         # One transfer for all metrics of the step.
         done = done._replace(metrics=jax.device_get(done.metrics))
         finish_trial()
-        total = self._config.train.steps
+        total = self._total
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
             self._records.metrics(done.step, row)
@@ -164,7 +164,7 @@ class Progress:
             "loss": float(done.metrics["loss"]),
             "grad_norm": float(done.metrics["grad_norm"]),
             # Computed here from the step's number, so that it needs no transfer from the devices.
-            "lr": learning_rate(self._config.optimizer, self._config.train.steps, done.step),
+            "lr": learning_rate(self._config.optimizer, self._total, done.step),
             "time": round(time.time(), 3),
             "samples": samples,
             **({} if self._tokens is None else {"tokens": samples * self._tokens}),

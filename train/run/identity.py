@@ -166,13 +166,17 @@ def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[st
 
 
 def _shown(key: str, value: Any) -> str:
+    if key != "code":
+        # As YAML has them.
+        return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
     # Nobody reads a checksum.
-    return shown(value) if key != "code" else "no code of your own" if value is None else f"other code ({value[:8]})"
+    return "no code of your own" if value is None else f"other code ({value[:8]})"
 
 
 def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    changed = [f"{key} was {shown(before.get(key))}, is {shown(after.get(key))}" for key in keys]
+    was, now = ({key: shown(value) for key, value in data.items()} for data in (before, after))
+    changed = [f"{key} was {was.get(key, 'not there')}, is {now.get(key, 'not there')}" for key in keys]
     if not changed or any(_is_below(key, "data") for key in allow):
         return []
     return [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,12 +67,15 @@ class Loop:
     def run(self, resume: Resume) -> Position:
         """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
-        self._profiler.check(position.step)
+        self._count_epochs(position)
+        self._profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self._records.forget_after(position.step)
-        first, last, begun = position.step, self._config.train.steps, time.perf_counter()
+        first, last, begun = position.step, self.num_steps, time.perf_counter()
         if position.step >= last:
-            more = f"To train further, raise train.steps, for example train.steps={position.step * 2}"
+            epochs = self._config.train.epochs
+            longer = f"train.steps={position.step * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
+            more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
             self._replace_config(position.step)
@@ -89,6 +92,17 @@ class Loop:
         if position.step > first:
             self._summarize(position, time.perf_counter() - begun)
         return position
+
+    @property
+    def num_steps(self) -> int:
+        """The updates of the whole run."""
+        return self._setup.run.steps
+
+    def _count_epochs(self, position: Position) -> None:
+        epochs, samples = self._config.train.epochs, self._data.train_sequences
+        self._setup = self._setup.with_epochs(samples, position.step, position.samples)
+        if epochs is not None:
+            self._screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
 
     def _summarize(self, position: Position, seconds: float) -> None:
         if self._is_first:
@@ -113,7 +127,7 @@ class Loop:
         progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
         # The feed has no end, so the range of steps decides.
-        for step, batch in zip(range(done + 1, config.steps + 1), self._feed.train(samples), strict=False):
+        for step, batch in zip(range(done + 1, self.num_steps + 1), self._feed.train(samples), strict=False):
             self._check_lock()
             if self._watch.must_save(step):
                 self._save(progress, Position(state=state, step=done, samples=samples))
@@ -130,7 +144,7 @@ class Loop:
             done, samples = step, samples + config.batch
             if self._profiler.ends(step):
                 self._profile(step, train_step, progress)
-            if self._due(step, config.eval_every) and self._data.has_eval:
+            if self._due(step, config.eval_every) and self._data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
@@ -182,13 +196,13 @@ class Loop:
             yield
         except SaveError as error:
             self._has_failed = True
-            if step == self._config.train.steps:
+            if step == self.num_steps:
                 raise
             self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
             say(f"a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
-        return step == self._config.train.steps or (every > 0 and step % every == 0)
+        return step == self.num_steps or (every > 0 and step % every == 0)
 
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
@@ -203,14 +217,27 @@ class Loop:
                 self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            params, sums, in_flight = self._setup.evaluated(state), [], InFlight(steps_ahead(self._setup.mesh))
-            for batch in self._feed.evaluation(self._config.train.eval_batches):
-                sums.append(self._eval_step(params, state.variables, batch))
-                in_flight.add(sums[-1])
-            totals: dict[str, tuple[float, float]] = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
-        row = {f"eval_{name}": total / weight for name, (total, weight) in totals.items()} | {"time": round(time.time(), 3)}
+            params, sums, in_flight = self._setup.evaluated(state), list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
+            for part in self._data.eval_parts:
+                for batch in self._feed.evaluation(self._config.train.eval_batches, part):
+                    sums.append((part, self._eval_step(params, state.variables, batch)))
+                    in_flight.add(sums[-1][1])
+            row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
         self._records.metrics(step, row)
-        self._screen.step(step, self._config.train.steps, row)
+        self._screen.step(step, self.num_steps, row)
+
+
+def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
+    """The means of an evaluation, from part, sum and weight of each batch: over all parts and, if there are several, over each of them."""
+    totals: dict[str, list[float]] = {}
+    has_parts = len({part for part, _ in sums}) > 1
+    for part, metrics in sums:
+        for name, (total, weight) in metrics.items():
+            for key in (f"eval_{name}", *((f"eval_{name}/{part}",) if has_parts else ())):
+                so_far = totals.setdefault(key, [0.0, 0.0])
+                so_far[0] += float(total)
+                so_far[1] += float(weight)
+    return {key: total / weight for key, (total, weight) in totals.items()}
 
 
 def _nothing() -> None: ...

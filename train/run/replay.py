@@ -96,6 +96,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     train_step, feed = setup.compile_train_step(), Feed(data, setup)
     passes: list[dict[int, ReplayedStep]] = []
     samples = 0 if saved is None else saved.manifest.samples
+    setup = setup.with_epochs(data.train_sequences, begin, samples)
     before: State | None = None
     # Both passes run the same compiled program on the same samples. A difference can only come from the machine or from a kernel.
     for _ in range(2):

@@ -161,10 +161,10 @@ class Feed:
         for local in self._data.train_batches(samples, self._batch, rows):
             yield self._global(local, self._batch, rows)
 
-    def evaluation(self, max_batches: int | None) -> Iterator[dict[str, jax.Array]]:
-        """The held-out split, once, in order; at most `max_batches` batches of `eval_batch` rows."""
+    def evaluation(self, max_batches: int | None, part: str | None = None) -> Iterator[dict[str, jax.Array]]:
+        """The held-out samples, of one part or of all, once, in order; of each part at most `max_batches` batches of `eval_batch` rows."""
         rows = self._rows(self.eval_batch)
-        for local in self._data.eval_batches(self.eval_batch, rows, max_batches):
+        for local in self._data.eval_batches(self.eval_batch, rows, max_batches, part=part):
             yield self._global(local, self.eval_batch, rows)
 
     def _rows(self, batch: int) -> list[int]:

@@ -23,9 +23,10 @@ from ..checkpoint.disk import DiskError
 from ..checkpoint.steps import FOLDER
 from ..command_line import Exit
 from ..config import Run
-from ..data.batches import Data, open_data, open_own_data
+from ..data.batches import Data
 from ..data.config import OwnData
 from ..data.mapped import DataChangedError
+from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
@@ -59,7 +60,7 @@ def train(
     stopped_code: int = Exit.DONE,
     on_end: Callable[[Setup, Position], None] | None = None,
 ) -> int:
-    """Trains until `train.steps`, from the newest checkpoint if there is one, or until a signal asks the run to stop.
+    """Trains until the last step, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
     first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError,
@@ -98,8 +99,9 @@ def train(
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         try:
-            position = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock).run(resume)
-            done = position.step >= run.config.train.steps
+            loop = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock)
+            position = loop.run(resume)
+            done = position.step >= loop.num_steps
         except Exception as error:
             # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
             checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
@@ -150,15 +152,19 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
         with collect(problems):
             setup = prepare(run, element=None if data is None else data.element)
     if not isinstance(config.data, OwnData):
-        in_data: list[str] = []
-        with collect(in_data):
-            cache = config.run.path / "data"
-            data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=config.run.seed, cache_dir=cache)
-        problems += [f"{run.where('data')}: {problem}" for problem in in_data]
+        with collect(problems):
+            data = open_data(
+                config.data,
+                seq=config.model.seq,
+                vocab=config.model.vocab,
+                seed=config.run.seed,
+                cache_dir=config.run.path / "data",
+                where=run.where,
+            )
     # One process suffices for this check: if it fails, the others stop in agree_on_input too.
     if data is not None and jax.process_index() == 0:
         with collect(problems):
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
-    return setup, data
+    return setup.with_epochs(data.train_sequences), data

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -86,7 +87,18 @@ class Setup:
 
     def settings(self, step: int) -> np.ndarray:
         """The settings of a step, f32[3]: the third argument of the compiled step."""
-        return settings_of_step(self.run.config.optimizer, self.run.config.train.steps, step)
+        return settings_of_step(self.run.config.optimizer, self.run.steps, step)
+
+    def with_epochs(self, samples_of_epoch: int, step: int = 0, samples: int = 0) -> Setup:
+        """The setup with the number of steps that `train.epochs` makes, for a run that has taken `step` steps and read `samples` samples.
+
+        The last step completes the last epoch, whatever batches the steps so far had.
+        """
+        train = self.run.config.train
+        if train.epochs is None:
+            return self
+        left = math.ceil(train.epochs * samples_of_epoch) - samples
+        return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 
     def evaluated(self, state: State) -> Any:
         """The parameters to evaluate, laid out as parameters: the state's, or their average if there is one."""
