@@ -35,6 +35,7 @@ from jgt.pipeline.loop import Loop
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of
 from jgt.program.dims import Dims
+from jgt.program.heads import split_heads_in_stages
 from jgt.program.jaxpr import Var
 from jgt.schedule.table import Table
 
@@ -88,6 +89,7 @@ class Executor:
         in both lists has two gradients, to be added. seeds: one for each total; those of totals that are not floats are ignored.
         """
         split, layout = self.split, self._layout
+        split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
         weights = [values[v] if layout.by_layer else layout.gathered(v, values[v]) for v in split.weights]

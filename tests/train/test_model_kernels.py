@@ -46,10 +46,11 @@ def test_without_support_attention_is_xlas_and_says_why(config, device, why):
         assert choose_attention(config, device) == AttentionChoice(kernel=XLA, why=why)
 
 
-def test_where_devices_share_a_stage_of_a_pipeline_attention_is_xlas():
+def test_the_devices_of_a_pipelines_stage_share_the_heads():
     with described():
-        why = "JAX cannot split it over the devices of a pipeline's stage"
-        assert choose_attention(BF16, GPU, shares_stage=True) == AttentionChoice(kernel=XLA, why=why)
+        assert choose_attention(BF16, GPU, sharing=BF16.num_kv_heads) == AttentionChoice(kernel=CUDNN)
+        why = f"its {BF16.num_kv_heads} kv_heads do not divide over the 3 devices of a pipeline's stage"
+        assert choose_attention(BF16, GPU, sharing=3) == AttentionChoice(kernel=XLA, why=why)
 
 
 def test_with_support_it_is_cudnns_unless_xlas_is_asked_for():

@@ -86,14 +86,14 @@ class AttentionKernel:
     """A way to compute attention.
 
     name: as in `model.attention`. label: as in the log. keeps_scores: its backward pass reads the scores [b, n, s, s] that its forward pass
-    leaves in memory. obstacle(config, device, shares_stage): why the model cannot have it there; empty if it can.
+    leaves in memory. obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
     """
 
     name: str
     label: str
     attend: Attend
     keeps_scores: bool
-    obstacle: Callable[[ModelConfig, Any, bool], str]
+    obstacle: Callable[[ModelConfig, Any, int], str]
 
 
 def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
@@ -119,31 +119,29 @@ class AttentionChoice:
         return f"{self.kernel.label} ({self.why})" if self.why else self.kernel.label
 
 
-def choose_attention(config: ModelConfig, device: Any, *, shares_stage: bool = False) -> AttentionChoice:
+def choose_attention(config: ModelConfig, device: Any, *, sharing: int = 1) -> AttentionChoice:
     """The first kernel of those that `model.attention` allows, all of them with auto, that the model can have; XLA's otherwise.
 
-    device: one of the run's, which may be a description of an absent GPU; None if nothing is known of them. shares_stage: in a pipeline,
-    several devices compute one stage together on the same rows.
+    device: one of the run's, which may be a description of an absent GPU; None if nothing is known of them. sharing: the number of
+    devices that compute a stage of a pipeline together on the same rows.
     """
     why = ""
     for kernel in KERNELS:
         if config.attention in ("auto", kernel.name):
-            obstacle = kernel.obstacle(config, device, shares_stage)
+            obstacle = kernel.obstacle(config, device, sharing)
             if not obstacle:
                 return AttentionChoice(kernel=kernel, why=why)
             why = why or obstacle
     return AttentionChoice(kernel=XLA, why=why)
 
 
-def _cudnn_obstacle(config: ModelConfig, device: Any, shares_stage: bool) -> str:
+def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
     if device is None or device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         return "there is no NVIDIA GPU"
     if config.dtype != "bf16":
         return "it needs model.dtype: bf16"
-    if shares_stage:
-        # The kernel's partitioner asks the mesh for its devices, but inside a shard_map the mesh is abstract and has none
-        # (jax/_src/custom_partitioning.py).
-        return "JAX cannot split it over the devices of a pipeline's stage"
+    if config.num_kv_heads % sharing:
+        return f"its {config.num_kv_heads} kv_heads do not divide over the {sharing} devices of a pipeline's stage"
     # [1, s, n, h] and [1, s, k, h]
     q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
 
@@ -184,7 +182,7 @@ XLA = AttentionKernel(
     label="XLA's program",
     attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
     keeps_scores=True,
-    obstacle=lambda config, device, shares_stage: "",
+    obstacle=lambda config, device, sharing: "",
 )
 KERNELS = (CUDNN, XLA)
 """In the order in which `auto` prefers them."""

@@ -45,6 +45,7 @@ def num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     return batch, sequence
 
 
-def shares_stage(run: Run, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether several devices of a pipeline's stage work on the same rows."""
-    return run.pipeline is not None and bool(axes_inside(dict(mesh.shape), run.pipeline.axis, run.batch_dims[0]))
+def devices_sharing(run: Run, mesh: Mesh | AbstractMesh) -> int:
+    """The number of devices that compute a stage of the pipeline together on the same rows; 1 without a pipeline."""
+    sizes = dict(mesh.shape)
+    return 1 if run.pipeline is None else math.prod(sizes[axis] for axis in axes_inside(sizes, run.pipeline.axis, run.batch_dims[0]))

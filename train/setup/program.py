@@ -40,7 +40,7 @@ from ..step.objective import Objective, ShardedLoss, own_objective, token_object
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
-from .layout import make_mesh, num_shards, shares_stage
+from .layout import devices_sharing, make_mesh, num_shards
 from .setup import Setup, rows_of
 
 
@@ -72,7 +72,7 @@ def prepare(
         model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
     else:
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
-        attention = _attention(run, config.model, device, shares_stage=shares_stage(run, mesh))
+        attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         model = build(config.model, config.train.remat, attention.kernel)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
@@ -158,9 +158,9 @@ def _optimizer(run: Run, model: Model, placement: Placement) -> MakeOptimizer:
     return build_optimizer(config, roles_of(model, placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
 
 
-def _attention(run: Run, config: ModelConfig, device: Any, *, shares_stage: bool) -> AttentionChoice:
+def _attention(run: Run, config: ModelConfig, device: Any, *, sharing: int) -> AttentionChoice:
     """The attention kernel. Raises InputError where the file asks for one that cannot be had."""
-    choice = choose_attention(config, device, shares_stage=shares_stage)
+    choice = choose_attention(config, device, sharing=sharing)
     if config.attention not in ("auto", choice.kernel.name):
         where = run.where("model.attention")
         raise InputError(
