@@ -122,7 +122,7 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK}
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN}
 
 
 def test_the_rules_in_the_text_load(tmp_path):
@@ -148,10 +148,23 @@ def test_the_readme_shows_the_quickstart():
 
 def test_the_run_files_of_the_page_on_own_code_are_the_examples():
     """test_examples.py trains them."""
-    language, vision = (document.parse(text, "own.md").plain() for text in blocks(OWN, "yaml"))
+    language, vision, _ = (document.parse(text, "own.md").plain() for text in blocks(OWN, "yaml"))
     for shown, name in ((language, "state_space"), (vision, "digits")):
         run = document.read(ROOT / "examples" / name / "run.yaml").plain()
         assert {key: {inner: run[key].get(inner) for inner in value} for key, value in shown.items()} == shown
+
+
+def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
+    """All Python of the page is one file. Two runs name what is in it: the page's last run file, and the language model alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("\n".join(blocks(OWN, "python")))
+    Path("waves.yaml").write_text(blocks(OWN, "yaml")[-1])
+    waves = jgt.run("waves.yaml", ["run.name=waves"], code="mine.py")
+    first, *_, last, evaluation = waves.metrics
+    assert last["loss"] < first["loss"] and {"absolute"} < last.keys() and {"eval_loss", "eval_absolute"} < evaluation.keys()
+    (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
+    config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
+    assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------
