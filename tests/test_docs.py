@@ -184,12 +184,25 @@ def test_the_layouts_of_the_page_on_scaling_fit(capsys):
 @pytest.mark.slow
 def test_the_layouts_of_the_page_on_scaling_agree(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = ["train.steps=3", "train.eval_every=0", "sample.tokens=0", "checkpoint.every=100"]
+    small = [
+        "train.steps=3",
+        "train.eval_every=0",
+        "sample.tokens=0",
+        "checkpoint.every=100",
+        "model.embed=64",
+        "model.ffn=128",
+        "model.seq=32",
+    ]
     losses = []
-    for number, command in enumerate(re.findall(r"^    jgt train (.*)", SCALING.read_text(), re.MULTILINE)):
-        file, *overrides = arguments_of(command)
-        result = jgt.run(file, [*overrides, *small, f"run.dir=runs/{number}"])
-        losses.append([row["loss"] for row in result.metrics if "loss" in row])
+    # XLA's code generator is not under test.
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        for number, command in enumerate(re.findall(r"^    jgt train (.*)", SCALING.read_text(), re.MULTILINE)):
+            file, *overrides = arguments_of(command)
+            result = jgt.run(file, [*overrides, *small, f"run.dir=runs/{number}"])
+            losses.append([row["loss"] for row in result.metrics if "loss" in row])
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     assert len(losses) == 6 and len(losses[0]) == 3
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=1e-5)
@@ -208,7 +221,8 @@ def test_a_check_of_the_page_on_scaling_looks_as_shown(number, monkeypatch, caps
 def plans():
     """Arguments and cells of each row of the tables of plans."""
     for table, target in zip(section(SCALING, "## What will it cost").split("| arguments")[1:], ("h100:1x8", "h100:4x8"), strict=True):
-        for arguments, *cells in rows(table)[1:]:
+        # What is left of the heading's row is not one.
+        for arguments, *cells in rows(table):
             yield pytest.param(target, arguments.strip("`"), cells, id=f"{target} {arguments.strip('`')}"[:60])
 
 

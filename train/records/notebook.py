@@ -50,5 +50,6 @@ def find_notebook() -> Notebook | None:
     """The notebook that this process is the kernel of, if it is one."""
     # A kernel has imported IPython long before.
     ipython: Any = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return Notebook(ipython.display.display) if shell is not None and hasattr(shell, "kernel") else None
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return None
+    return Notebook(ipython.display.display)
