@@ -45,6 +45,10 @@ README, RULES, TRAINING, PYTHON, SCHEDULES = (
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
+NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
+needs_plan_gpu = pytest.mark.skipif(
+    jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
+)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -91,13 +95,34 @@ def test_the_examples_of_the_python_page_run(monkeypatch):
         exec(compile(example, "docs/python.md", "exec"), names)
 
 
+def test_the_cells_of_the_notebook_page_run(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    names, misses = {}, []
+
+    def count(event, **_):
+        if event == "/jax/compilation_cache/cache_misses":
+            misses.append(event)
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        for example in blocks(NOTEBOOK, "python"):
+            before = len(misses)
+            exec(compile(example, "docs/notebook.md", "exec"), names)
+            assert "optimizer.lr={lr}" not in example or len(misses) == before, "the sweep compiled"
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+    assert misses
+
+
 def test_the_python_page_has_every_public_name():
     headings = " ".join(re.findall(r"^## (.*)", PYTHON.read_text(), re.MULTILINE))
     assert set(re.findall(r"jgt\.(\w+)", headings)) == set(jgt.__all__)
 
 
 def test_no_python_stands_elsewhere():
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON}
+    """Each page with Python has a test that runs it."""
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN}
 
 
 def test_the_rules_in_the_text_load(tmp_path):
@@ -116,6 +141,103 @@ def test_the_rules_in_the_text_load(tmp_path):
 def test_the_readme_shows_the_quickstart():
     shown = document.parse(blocks(README, "yaml")[1], "README.md").plain()
     assert shown == document.read(ROOT / "configs/quickstart.yaml").plain()
+
+
+# -- own code ----------------------------------------------------------------------------------------------------
+
+
+def test_the_run_files_of_the_page_on_own_code_are_the_examples():
+    """test_examples.py trains them."""
+    language, vision, _ = (document.parse(text, "own.md").plain() for text in blocks(OWN, "yaml"))
+    for shown, name in ((language, "state_space"), (vision, "digits")):
+        run = document.read(ROOT / "examples" / name / "run.yaml").plain()
+        assert {key: {inner: run[key].get(inner) for inner in value} for key, value in shown.items()} == shown
+
+
+def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
+    """All Python of the page is one file. Two runs name what is in it: the page's last run file, and the language model alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("\n".join(blocks(OWN, "python")))
+    Path("waves.yaml").write_text(blocks(OWN, "yaml")[-1])
+    waves = jgt.run("waves.yaml", ["run.name=waves"], code="mine.py")
+    first, *_, last, evaluation = waves.metrics
+    assert last["loss"] < first["loss"] and {"absolute"} < last.keys() and {"eval_loss", "eval_absolute"} < evaluation.keys()
+    (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
+    config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
+    assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done
+
+
+# -- scaling -----------------------------------------------------------------------------------------------------
+
+
+def arguments_of(command):
+    return [f"{ROOT}/{word}" if word.startswith("configs/") else word for word in shlex.split(command)]
+
+
+def test_the_layouts_of_the_page_on_scaling_fit(capsys):
+    commands = re.findall(r"^    jgt train (.*)", SCALING.read_text(), re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        assert jgt_main(["check", *arguments_of(command)]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_layouts_of_the_page_on_scaling_agree(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "train.steps=3",
+        "train.eval_every=0",
+        "sample.tokens=0",
+        "checkpoint.every=100",
+        "model.embed=64",
+        "model.ffn=128",
+        "model.seq=32",
+    ]
+    losses = []
+    # XLA's code generator is not under test.
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        for number, command in enumerate(re.findall(r"^    jgt train (.*)", SCALING.read_text(), re.MULTILINE)):
+            file, *overrides = arguments_of(command)
+            result = jgt.run(file, [*overrides, *small, f"run.dir=runs/{number}"])
+            losses.append([row["loss"] for row in result.metrics if "loss" in row])
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert len(losses) == 6 and len(losses[0]) == 3
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_check_of_the_page_on_scaling_looks_as_shown(number, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command, shown = blocks(SCALING, "text")[number].split("\n", 1)
+    code = jgt_main(shlex.split(command.removeprefix("$ jgt ")))
+    output = capsys.readouterr()
+    assert code == (0, 2)[number]
+    assert [line.rstrip() for line in (output.err if code else output.out).splitlines()] == shown.splitlines()
+
+
+def plans():
+    """Arguments and cells of each row of the tables of plans."""
+    for table, target in zip(section(SCALING, "## What will it cost").split("| arguments")[1:], ("h100:1x8", "h100:4x8"), strict=True):
+        # What is left of the heading's row is not one.
+        for arguments, *cells in rows(table):
+            yield pytest.param(target, arguments.strip("`"), cells, id=f"{target} {arguments.strip('`')}"[:60])
+
+
+@pytest.mark.slow
+@needs_plan_gpu
+@pytest.mark.parametrize(("target", "arguments", "cells"), list(plans()))
+def test_a_plan_of_the_page_on_scaling_has_these_numbers(target, arguments, cells, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    jgt_main(["plan", "configs/llama-8b.yaml", "--target", target, *shlex.split(arguments)])
+    output = capsys.readouterr().out
+    peak, sent, step, speed = cells
+    assert re.search(r"^peak +(.*) of 84.9 GB", output, re.MULTILINE)[1] == peak
+    assert re.search(r"^total .* ([\d.]+ GB)", output, re.MULTILINE)[1] == sent
+    found = re.search(r"^predicted step +(.*), (\d+) TFLOP", output, re.MULTILINE).groups()
+    assert (step, speed) in (found, ("does not fit", "")) and (step == "does not fit") == ("DOES NOT FIT" in output)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------
@@ -174,9 +296,7 @@ def test_every_option_of_the_schedules_stands_there():
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
-)
+@needs_plan_gpu
 def test_a_plan_is_as_shown(capsys):
     (shown,) = blocks(PLAN, "text")
     (command,) = re.findall(r"`jgt (plan .*?)`, with jax 0.10.2:", PLAN.read_text())

@@ -69,10 +69,47 @@ def test_the_sdist_has_docs_tests_and_benchmarks(built):
     assert not any(name.endswith(".pyc") for name in names)
 
 
-def test_the_wheel_trains_beside_a_train_of_the_user(environment, built, tmp_path):
+def users_file(folder):
+    (folder / "train.py").write_text("raise SystemExit('the train.py of the user ran')")
+
+
+def users_package(folder):
+    (folder / "train").mkdir()
+    for name in ("__init__.py", "__main__.py", "config.py"):
+        (folder / "train" / name).write_text("raise SystemExit('the train package of the user ran')")
+
+
+def users_data(folder):
+    # Python finds it as a package without __init__.py.
+    (folder / "train").mkdir()
+    (folder / "train" / "0001.txt").write_text("data of the user")
+
+
+SMALL = ["train.steps=2", "train.batch=8", "train.eval_every=0", "checkpoint.every=2", "sample.tokens=0"]
+
+
+@pytest.fixture(scope="module")
+def installed(environment, built):
+    """The folder with the programs of the environment, in which the wheel is installed."""
     (wheel,) = built.glob("*.whl")
-    run(str(environment / "pip"), "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=tmp_path)
-    (tmp_path / "train.py").write_text("raise SystemExit('the train.py of the user ran')")
+    run(str(environment / "pip"), "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=environment)
+    return environment
+
+
+@pytest.mark.parametrize("write", [users_file, users_package, users_data])
+def test_a_new_project_trains_beside_a_train_of_the_user(installed, tmp_path, write):
+    write(tmp_path)
+    (tmp_path / "text.txt").write_text(" ".join(str(i * i) for i in range(4000)))
+    small = [*SMALL, "model.depth=1", "model.width=32", "model.seq=32", "data.source=text", f"data.path={tmp_path}/text.txt"]
+    run(str(installed / "jgt"), "init", "x", cwd=tmp_path)
+    run(str(installed / "jgt"), "train", "x/run.yaml", "--code", "x/model.py", *small, "data.eval_tokens=0", cwd=tmp_path)
+    assert (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().count('"loss"') == 2
+    run(str(installed / "python"), "-m", "jgt", "check", "x/run.yaml", "--code", "x/model.py", "--devices", "8", cwd=tmp_path)
+
+
+def test_the_wheel_trains_beside_a_train_of_the_user(installed, tmp_path):
+    environment = installed
+    users_file(tmp_path)
     (tmp_path / "text.txt").write_text(" ".join(str(i * i) for i in range(4000)))
     jgt = str(environment / "jgt")
     where = run(str(environment / "python"), "-c", "import jgt; print(jgt.__file__)", cwd=tmp_path)

@@ -58,7 +58,9 @@ def _main(arguments: argparse.Namespace) -> int:
         run = _load(arguments)
         # Before the run directory is looked at: printing a config must work anywhere.
         if arguments.print_config:
-            print(document.dump(run.resolved()), end="")
+            # The reader of a pipe may leave before the end.
+            with contextlib.suppress(BrokenPipeError):
+                print(document.dump(run.resolved()), end="", flush=True)
             return Exit.DONE
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_places(run, resume)

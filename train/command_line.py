@@ -138,8 +138,11 @@ def join_seconds(given: float | None) -> float:
     return _LOCAL_JOIN_SECONDS if LAUNCHED in os.environ else _JOIN_SECONDS
 
 
-# The variable with the number of processes, and the variables that JAX's own detection of the same launcher needs.
-_LAUNCHERS = {"SLURM_NTASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"), "OMPI_COMM_WORLD_SIZE": ()}
+# The variable with the number of processes, and the variables that JAX's own detection of the same launcher needs. Open MPI first, as in
+# JAX: within a Slurm job its processes inherit the variables of Slurm's task, which counts the nodes and not the processes.
+_OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
+_LAUNCHERS = {_OPEN_MPI: (), "SLURM_NTASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")}
+_ADDRESS_OF_MPIRUN = "OMPI_MCA_orte_hnp_uri"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,12 @@ def cluster_problems(cluster: Cluster | None) -> Iterator[str]:
         yield (
             "environment: JOB_COMPLETION_INDEX: this is one process of a Kubernetes job, and JAX finds the others only with the package "
             "kubernetes. Install it (pip install 'jax[k8s]'), or give --coordinator, --processes and --process"
+        )
+    if cluster is not None and cluster.coordinator is None and _OPEN_MPI in os.environ and _ADDRESS_OF_MPIRUN not in os.environ:
+        yield (
+            f"environment: {_OPEN_MPI}: this is one process of mpirun, and JAX finds the others only under Open MPI 4. Under a later "
+            f"version let a shell write the flags: mpirun ... sh -c 'jgt train FILE --coordinator HOST:PORT --processes ${_OPEN_MPI} "
+            "--process $OMPI_COMM_WORLD_RANK'"
         )
 
 

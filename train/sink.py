@@ -7,7 +7,8 @@ continues as soon as it can. The run's exit code tells at its end that records w
 
 A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
 the next record, so a file stays readable wherever its disk filled up. `StandardStream` writes stdout or stderr, and waits only a moment: a
-pipe that nobody reads blocks its writer for ever, so a thread of its own does the writing.
+pipe that nobody reads blocks its writer for ever, so a thread of its own does the writing. A stream that is an object of another program in
+this process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at once.
 
 The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
 """
@@ -113,11 +114,11 @@ class StandardStream:
     """stdout or stderr, written by a thread of its own, because a pipe that nobody reads would block its writer for ever.
 
     write(record) writes to the stream. Each record is handed to the thread and waited for. If the thread is still busy with an earlier one,
-    the reader is away, and the record is lost without another wait.
+    the reader is away, and the record is lost without another wait. may_block() tells whether the stream needs the thread.
     """
 
-    def __init__(self, write: Callable[[bytes], None]):
-        self._write_to_stream = write
+    def __init__(self, write: Callable[[bytes], None], may_block: Callable[[], bool] = lambda: True):
+        self._write_to_stream, self._may_block = write, may_block
         self._changed = threading.Condition()
         self._record: bytes | None = None
         self._error: Exception | None = None
@@ -125,6 +126,9 @@ class StandardStream:
 
     def write(self, record: bytes) -> None:
         """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
+        if not self._may_block():
+            self._write_to_stream(record)
+            return
         with self._changed:
             if self._record is not None:
                 raise TimeoutError(_UNREAD)
@@ -163,7 +167,7 @@ class Stdout(io.TextIOBase):
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self.sink = Sink("stdout", StandardStream(lambda record: _write_stream(self._stream, record)))
+        self.sink = Sink("stdout", StandardStream(lambda record: _write_stream(self._stream, record), lambda: _is_of_system(self._stream)))
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -220,9 +224,12 @@ def _write_stream(stream: TextIO | None, record: bytes) -> None:
     if stream is None:
         return
     try:
-        descriptor = stream.fileno()
+        # A notebook's stream has a descriptor too, which leads to the terminal of its server.
+        descriptor = stream.fileno() if _is_of_system(stream) else None
     except (OSError, ValueError):
-        # A stream inside this process, as in a test.
+        descriptor = None
+    if descriptor is None:
+        # A stream inside this process, as in a notebook or a test.
         stream.write(record.decode(stream.encoding or "utf-8"))
         stream.flush()
         return
@@ -230,6 +237,10 @@ def _write_stream(stream: TextIO | None, record: bytes) -> None:
     # be written again.
     stream.flush()
     write_all(descriptor, record)
+
+
+def _is_of_system(stream: TextIO | None) -> bool:
+    return isinstance(stream, io.TextIOWrapper)
 
 
 def _write_stderr(record: bytes) -> None:
@@ -255,4 +266,4 @@ def _end_last_line(descriptor: int) -> None:
         write_all(descriptor, b"\n")
 
 
-_STDERR = StandardStream(_write_stderr)
+_STDERR = StandardStream(_write_stderr, lambda: _is_of_system(sys.stderr))

@@ -21,11 +21,15 @@ GROUP = "jgt.commands"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command. purpose: one line for `jgt --help`. load: imports its module. function: the name of the function that runs it."""
+    """A command. purpose: one line for `jgt --help`. load: imports its module. function: the name of the function that runs it.
+
+    outlives_reader: it continues when the reader of its output has left, because the output is not what it is for.
+    """
 
     purpose: str
     load: Callable[[], ModuleType]
     function: str = "main"
+    outlives_reader: bool = False
 
     def run(self, arguments: Sequence[str]) -> int:
         """Runs the command and returns its exit code."""
@@ -37,8 +41,8 @@ class Command:
         return None if make is None else make()
 
 
-def _of_trainer(module: str, purpose: str, function: str = "main") -> Command:
-    return Command(purpose=purpose, load=lambda: trainer(module), function=function)
+def _of_trainer(module: str, purpose: str, function: str = "main", *, outlives_reader: bool = False) -> Command:
+    return Command(purpose=purpose, load=lambda: trainer(module), function=function, outlives_reader=outlives_reader)
 
 
 def _of_jgt(module: str, purpose: str) -> Command:
@@ -46,8 +50,8 @@ def _of_jgt(module: str, purpose: str) -> Command:
 
 
 _OWN = {
-    "train": _of_trainer("__main__", "train the model of a run file, or resume its training", "run_process"),
-    "launch": _of_trainer("launch.__main__", "run a training on several processes of this machine, and restart them"),
+    "train": _of_trainer("__main__", "train the model of a run file, or resume its training", "run_process", outlives_reader=True),
+    "launch": _of_trainer("launch.__main__", "run a training on several processes of this machine, and restart them", outlives_reader=True),
     "report": _of_trainer("report.__main__", "show where a run's wall time went"),
     "plot": _of_trainer("curves.__main__", "draw metrics of runs, as a PNG or in the terminal", "plot"),
     "compare": _of_trainer("curves.__main__", "show what two runs differ in", "compare"),

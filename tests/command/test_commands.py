@@ -1,6 +1,8 @@
 """`jgt COMMAND`: every command is found, in every folder, and a wrong name or flag is answered with the right one."""
 
 import importlib.metadata
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,33 @@ def test_every_command_has_help(name, capsys):
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"jgt {jgt.__version__} (jax {importlib.metadata.version('jax')}, Python 3.")
+
+
+def with_output(arguments, file):
+    command = [sys.executable, "-m", "jgt", *arguments]
+    done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, cwd=QUICKSTART.parents[1])
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], -signal.SIGPIPE),
+        (["schema"], -signal.SIGPIPE),
+        (["train", str(QUICKSTART), "--print-config"], 0),
+        pytest.param(["check", str(QUICKSTART)], -signal.SIGPIPE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_whose_reader_has_left_ends_quietly(arguments, code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        assert with_output(arguments, file) == (code, "")
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with Path("/dev/full").open("w") as file:
+        assert with_output(["schema"], file) == (1, "jgt: stdout cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(("name", "answer"), [("tarin", "Did you mean 'train'?"), ("", "Known: train, "), ("a\nb", "Known: train, ")])

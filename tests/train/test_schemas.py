@@ -17,6 +17,9 @@ FILES = sorted(path for path in CONFIGS.rglob("*.yaml"))
 MODELINE = re.compile(r"# yaml-language-server: \$schema=(\S+)")
 
 
+EXAMPLES = sorted(path for path in (CONFIGS.parent / "examples").rglob("*.yaml"))
+
+
 def is_rules(path):
     return path.parent.name == "rules" or path.name == "rules.yaml"
 
@@ -39,6 +42,11 @@ def test_every_shipped_file_names_its_schema_and_validates(path):
     assert schema.name == ("rules.json" if is_rules(path) else "run.json")
     value = document.parse(path.read_text(), str(path)).plain()
     jsonschema.Draft7Validator(json.loads(schema.read_text())).validate(value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(CONFIGS.parent)))
+def test_every_example_validates(path):
+    assert problems("rules" if is_rules(path) else "run", path.read_text()) == []
 
 
 def test_a_resolved_config_validates(capsys):

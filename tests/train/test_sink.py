@@ -109,3 +109,31 @@ def test_stderr_may_be_gone(monkeypatch):
 
 def test_what_was_lost_in_words():
     assert describe_lost({"stdout": 1, "metrics.jsonl": 2000}) == "lost: 1 record of stdout, 2,000 records of metrics.jsonl"
+
+
+class CellStream(io.TextIOBase):
+    """A stream as a notebook has it: its text goes to a cell, and its descriptor to the terminal of the server."""
+
+    def __init__(self, descriptor):
+        self.texts, self._descriptor = [], descriptor
+
+    def write(self, text):
+        self.texts.append((threading.current_thread(), text))
+
+    def flush(self):
+        pass
+
+    def fileno(self):
+        return self._descriptor
+
+
+def test_text_goes_to_the_cell_of_the_thread_that_writes_it(monkeypatch, tmp_path):
+    with (tmp_path / "terminal").open("wb") as terminal:
+        cell = CellStream(terminal.fileno())
+        monkeypatch.setattr(sys, "stdout", cell)
+        monkeypatch.setattr(sys, "stderr", cell)
+        Stdout().write("a step\n")
+        say("a warning")
+    me = threading.current_thread()
+    assert cell.texts == [(me, "a step\n"), (me, "jgt: a warning\n")]
+    assert (tmp_path / "terminal").read_bytes() == b""

@@ -114,8 +114,8 @@ def watched(monkeypatch, tmp_path):
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is LeftError else plain(args))
 
     @contextlib.contextmanager
-    def _watched(store=None, stopped_code=Exit.DONE, **limits):
-        with Watch(WatchdogConfig(**limits), tmp_path, store, stopped_code) as watch:
+    def _watched(store=None, stopped_code=Exit.DONE, owns_process=True, **limits):
+        with Watch(WatchdogConfig(**limits), tmp_path, store, stopped_code, owns_process=owns_process) as watch:
             try:
                 yield Scene(watch, now, turns)
             finally:
@@ -267,6 +267,32 @@ def test_two_signals_at_once_are_one(watched):
         scene.signal(signal.SIGTERM)
         scene.wait(1)
         assert not scene.watch.may_begin(4)
+    assert scene.codes == []
+
+
+def test_a_second_interrupt_is_raised_in_a_process_of_others(watched, capfd):
+    with watched(owns_process=False) as scene:
+        scene.steps(1, 3, 1)
+        scene.signal(signal.SIGINT)
+        scene.wait(0.5)
+        with pytest.raises(KeyboardInterrupt):
+            scene.signal(signal.SIGINT)
+            scene.wait(1)
+        # The kernel of a notebook may send more of them.
+        scene.signal(signal.SIGINT)
+        scene.wait(1)
+    assert scene.codes == []
+    assert capfd.readouterr().err.count("second signal (SIGINT): stopping at once, without saving") == 1
+
+
+def test_an_interrupt_before_the_first_step_is_raised_in_a_process_of_others(watched):
+    with watched(owns_process=False) as scene:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):
+                scene.jump(0)
+                time.sleep(0.01)
+        assert scene.watch.stop_signal is None
     assert scene.codes == []
 
 

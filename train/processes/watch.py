@@ -11,6 +11,9 @@ processes why (while this one still can), prints the reason, writes the stacks o
 reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit is not
 possible: it would wait for the thread that hangs.
 
+A run inside a process that is not its own, such as the kernel of a notebook, may not end that process. There a Ctrl-C that would end it
+raises KeyboardInterrupt in the training thread as soon as that runs Python code.
+
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
 count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.
 """
@@ -26,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -62,11 +66,14 @@ class Watch:
     """The watch over this process: a context manager, to be entered in the main thread.
 
     The training thread reports what it does through `phase` and `may_begin`. stopped_code: exit code if a signal ends the process before
-    its first step.
+    its first step. owns_process: whether SIGINT may end the process; otherwise it raises KeyboardInterrupt instead.
     """
 
-    def __init__(self, config: WatchdogConfig, folder: Path, store: Store | None, stopped_code: int = Exit.DONE):
-        self._config, self._stopped_code = config, stopped_code
+    def __init__(
+        self, config: WatchdogConfig, folder: Path, store: Store | None, stopped_code: int = Exit.DONE, *, owns_process: bool = True
+    ):
+        self._config, self._stopped_code, self._owns_process = config, stopped_code, owns_process
+        self._is_interrupted = self._has_raised = False
         self.on_end: Callable[[str], None] = lambda why: None
         """Called once, with the reason, before the watch ends the process."""
         self._process, count = this_process(), number_of_processes()
@@ -97,7 +104,7 @@ class Watch:
             for number in (*_STOPS, _SAVE):
                 # nohup ignores SIGHUP for the process that it starts, and that is to stay so.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._signals.callback(signal.signal, number, signal.signal(number, _ignore))
+                    self._signals.callback(signal.signal, number, signal.signal(number, self._on_signal))
         if self._peers is not None:
             self._peers.start()
         # A daemon, so that a regular exit never waits for it.
@@ -116,6 +123,12 @@ class Watch:
             if error is not None:
                 self._linger()
         self._signals.close()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Has to be set: without a handler the signal would end the process. The byte in the socket does the work, but for `_interrupt`."""
+        if self._is_interrupted and not self._has_raised:
+            self._has_raised = True
+            raise KeyboardInterrupt
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
@@ -203,13 +216,23 @@ class Watch:
         if number not in _STOPS:
             return
         name = signal.Signals(number).name
+        if self._stop_signal is not None and time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
+            return
+        if number == signal.SIGINT and not self._owns_process and (self._stop_signal is not None or not self._steps):
+            self._interrupt("second signal (SIGINT)" if self._stop_signal is not None else "SIGINT before the first step")
+            return
         if self._stop_signal is not None:
-            if time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
-                return
             self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
         self._stop_signal, self._stop_requested_at = name, time.monotonic()
         self._requests.stop.request_stop()
         say(f"{name}: the steps under way are finished and saved, then the run stops. A second signal stops at once, without saving")
+
+    def _interrupt(self, why: str) -> None:
+        # Python's own signal for it comes back here as a byte.
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            say(f"{why}: stopping at once, without saving; the same call resumes from the newest checkpoint")
+            interrupt_main()
 
     def _check_limits(self, now: float) -> None:
         if self._requests.stop.is_before_first_step:
@@ -257,10 +280,6 @@ class Watch:
     def _linger(self) -> None:
         if self._peers is not None and self._process == 0:
             time.sleep(_LAST_WORD_SECONDS)
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Does nothing, but a handler has to be set: without one the signal would end the process. The byte in the socket does the work."""
 
 
 def _dump_stacks(file: TextIO) -> None:

@@ -1,7 +1,8 @@
 """What a person sees of a run: a few lines and a table at the start, a line for each logged step, and a summary at the end.
 
 On a terminal nothing is broken inside a word: step lines fit (`line.py`), and other lines that are longer than the screen continue below,
-indented. In a file or a pipe a line stays one line, which can be searched, and step lines fit 80 columns, or as many as COLUMNS says.
+indented. In a file or a pipe a line stays one line, which can be searched, and step lines fit 80 columns, or as many as COLUMNS says. In a
+notebook a step replaces the one before it, until an evaluation or another line follows: a cell of 10,000 lines helps nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jgt.schedule.simulate import simulate
 from ..setup import Setup
 from ..sink import Stdout
 from .line import step_line
+from .notebook import find_notebook
 
 _WIDTH_OF_FILES = 80
 
@@ -33,11 +35,14 @@ class Screen:
         self._stdout, self._enabled = Stdout(), enabled
         self.sink = self._stdout.sink
         self._console = make_console(quiet=not enabled, file=cast(TextIO, self._stdout))
+        self._notebook = find_notebook() if enabled else None
 
     def say(self, text: str) -> None:
         """Prints lines."""
         if not self._enabled:
             return
+        if self._notebook is not None:
+            self._notebook.end_line()
         if self._console.is_terminal:
             text = "\n".join(_folded(line, self._console.width) for line in text.split("\n"))
         # Past rich, which takes longer for a line than everything else that is done about a step.
@@ -73,8 +78,14 @@ class Screen:
         self.table("Parameters", list(columns), list(map(list, zip(*columns.values(), strict=True))), numbers=1)
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """Prints a logged step."""
-        self.say(step_line(step, total, metrics, self._step_width()))
+        """Prints a logged step, or an evaluation."""
+        line = step_line(step, total, metrics, self._step_width())
+        if self._notebook is None or "eval_loss" in metrics:
+            self.say(line)
+            return
+        self._notebook.show_line(line)
+        if step == total:
+            self._notebook.end_line()
 
     def _step_width(self) -> int:
         if self._console.is_terminal:

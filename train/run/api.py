@@ -5,7 +5,8 @@
 
 Parts of a run may be given as objects instead of names: the config then says `python:Mamba` in their place. Everything else is what the
 command does: the same checks, the same run directory, the same bits. Wrong input raises InputError, and a run that cannot continue raises
-the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run` returns then too.
+the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run` returns then too. A second one raises
+KeyboardInterrupt at once, and so does one before the first step: the process is never ended.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Trained:
     state: State
     setup: Setup
     metrics: list[dict[str, Any]]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done; False after Ctrl-C."""
+        return self.step >= self.setup.run.config.train.steps
 
     @property
     def model(self) -> Any:
@@ -102,7 +108,7 @@ def run_here(
     found: list[tuple[Setup, Any]] = []
     with programs_on_trial():
         _start_jax(checked)
-        train(checked, given, on_end=lambda setup, position: found.append((setup, position)))
+        train(checked, given, on_end=lambda setup, position: found.append((setup, position)), owns_process=False)
     setup, position = found[0]
     folder = checked.config.run.path
     rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]

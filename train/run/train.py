@@ -59,19 +59,24 @@ def train(
     begun: float | None = None,
     stopped_code: int = Exit.DONE,
     on_end: Callable[[Setup, Position], None] | None = None,
+    owns_process: bool = True,
 ) -> int:
     """Trains until the last step, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
-    first. on_end: gets the program and the last position. Returns the exit code. Raises InputError for wrong input, and SkippedError,
-    SaveError or DataChangedError if the run cannot continue.
+    first. on_end: gets the program and the last position. owns_process: whether a second Ctrl-C ends the process, instead of raising
+    KeyboardInterrupt. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run
+    cannot continue.
     """
     resume, entered = resume or Resume(), time.time()
     folder, process, count = run.config.run.path, this_process(), number_of_processes()
     screen, done = Screen(enabled=process == 0), False
     # Only the first process has one: it alone names and removes files that belong to all.
     lock: Lock | None = None
-    with Watch(run.config.watchdog, folder, shared_store(), stopped_code) as watch, contextlib.ExitStack() as closing:
+    with (
+        Watch(run.config.watchdog, folder, shared_store(), stopped_code, owns_process=owns_process) as watch,
+        contextlib.ExitStack() as closing,
+    ):
         # With several processes this waits until each of them has told the others which devices it has.
         open_devices()
         watch.begin_unlimited("opening model and data")
@@ -108,12 +113,11 @@ def train(
             # The directory may belong to another run by now.
             if not isinstance(error, InUseError):
                 records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
-            if isinstance(error, DataChangedError):
-                unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
-                raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
-            # Where the disk cannot be read, there is nothing to describe.
-            if not isinstance(error, InUseError | DiskError):
-                say(f"the run failed; {checkpoints.describe()}")
+            _explain(error, checkpoints)
+            raise
+        except KeyboardInterrupt:
+            # The next run of this process may have the same directory.
+            checkpoints.close(seconds=_LAST_SAVE_SECONDS)
             raise
         checkpoints.close()
     if on_end is not None:
@@ -124,6 +128,16 @@ def train(
     say(describe_lost(lost))
     # A code that was asked for has its own reader.
     return Exit.LOST if code == Exit.DONE else code
+
+
+def _explain(error: Exception, checkpoints: Checkpoints) -> None:
+    """Says what of a run that failed is saved. Raises DataChangedError in place of one that does not say it."""
+    if isinstance(error, DataChangedError):
+        unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
+        raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
+    # Where the disk cannot be read, there is nothing to describe.
+    if not isinstance(error, InUseError | DiskError):
+        say(f"the run failed; {checkpoints.describe()}")
 
 
 def _introduce(screen: Screen, setup: Setup, data: Data) -> None:

@@ -192,6 +192,8 @@ def test_flags_that_name_none(flags, expected):
         ({"SLURM_NTASKS": "16"}, None),
         ({"SLURM_NTASKS": "16", **SRUN}, Cluster(num_processes=16)),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, Cluster(num_processes=4)),
+        # mpirun in a Slurm job of three nodes: srun has started what starts the processes.
+        ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_NTASKS": "2", **SRUN}, Cluster(num_processes=4)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Cluster()),
     ],
@@ -211,6 +213,16 @@ def test_kubernetes_needs_its_package_unless_flags_are_given(monkeypatch, instal
     assert [problem.startswith("environment: JOB_COMPLETION_INDEX: ") for problem in problems] == [True] * (not installed)
     for cluster in (None, Cluster(num_processes=2), Cluster(coordinator="host:1", num_processes=2, process=0)):
         assert list(cluster_problems(cluster)) == []
+
+
+def test_open_mpi_needs_the_address_of_mpirun_unless_flags_are_given(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv("OMPI_MCA_orte_hnp_uri", raising=False)
+    (problem,) = cluster_problems(Cluster(num_processes=2))
+    assert problem.startswith("environment: OMPI_COMM_WORLD_SIZE: ") and "--process $OMPI_COMM_WORLD_RANK" in problem
+    assert list(cluster_problems(Cluster(coordinator="host:1", num_processes=2, process=0))) == []
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1.0;tcp://10.0.0.1:2")
+    assert list(cluster_problems(Cluster(num_processes=2))) == []
 
 
 @pytest.fixture
