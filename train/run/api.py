@@ -55,7 +55,7 @@ class Trained:
     @property
     def is_done(self) -> bool:
         """Whether all steps are done; False after Ctrl-C."""
-        return self.step >= self.setup.run.config.train.steps
+        return self.step >= self.setup.run.steps
 
     @property
     def model(self) -> Any:
