@@ -20,6 +20,7 @@ def losses(rows):
         ("null", "Mesh: data 8 = 8 x cpu (no rules: data-parallel, data splits the batch)"),
         ("{replica: 2, fsdp: 4}", "Mesh: replica 2 x fsdp 4 = 8 x cpu (no rules: data-parallel, replica x fsdp splits the batch)"),
     ],
+    ids=["no mesh", "replica and fsdp"],
 )
 def test_all_devices_share_the_batch_and_the_losses_are_those_of_one(tiny, tmp_path, read_rows, capsys, mesh, line):
     train(tiny("train.steps=3"))
