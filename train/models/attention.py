@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
         heads = signal.tensor(self.attend(q, k, v, mask=mask), "heads")  # [b, s, n, h]
-        return self.out(heads.reshape(*x.shape[:2], -1))  # [b, s, n · h] → [b, s, d]
+        return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out")  # [b, s, n · h] → [b, s, d]
 
 
 def rotate(x: jax.Array, theta: float, segments: jax.Array | None = None) -> jax.Array:

@@ -21,7 +21,8 @@ class MLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(signal.tensor(jax.nn.gelu(self.up_proj(x)), "hidden"))
+        up = signal.tensor(self.up_proj(x), "up")  # [b, s, ffn]
+        return self.down(signal.tensor(jax.nn.gelu(up), "hidden"))
 
 
 class GPT(Decoder):

@@ -22,7 +22,8 @@ class GatedMLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(signal.tensor(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "hidden"))
+        gate, up = signal.tensor(self.gate_proj(x), "gate"), signal.tensor(self.up_proj(x), "up")  # [b, s, ffn] each
+        return self.down(signal.tensor(jax.nn.silu(gate) * up, "hidden"))
 
 
 class Llama(Decoder):
