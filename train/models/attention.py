@@ -86,13 +86,15 @@ class AttentionKernel:
     """A way to compute attention.
 
     name: as in `model.attention`. label: as in the log. keeps_scores: its backward pass reads the scores [b, n, s, s] that its forward pass
-    leaves in memory. obstacle(config, device, shares_stage): why the model cannot have it there; empty if it can.
+    leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty if that is several primitives.
+    obstacle(config, device, shares_stage): why the model cannot have it there; empty if it can.
     """
 
     name: str
     label: str
     attend: Attend
     keeps_scores: bool
+    forward: str = ""
     obstacle: Callable[[ModelConfig, Any, bool], str]
 
 
@@ -177,6 +179,7 @@ CUDNN = AttentionKernel(
     label="cuDNN's kernel",
     attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
     keeps_scores=False,
+    forward="dot_product_attention_fwd",
     obstacle=_cudnn_obstacle,
 )
 XLA = AttentionKernel(

@@ -26,7 +26,7 @@ from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
 from .linear import compute_type
 from .model import Model, Table, Vector, of_nnx
-from .remat import Keep, Remat, recomputed
+from .remat import Keep, Remat, cheap, recomputed
 
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
         self.layers = stacked(lambda rngs: self.make_block(config, type(self), attend, rngs=rngs), config.layers, rngs)
         self.norm = self.make_norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
-        self.keep = Keep(remat=remat, is_fused=not attention.keeps_scores)
+        self.keep = Keep(remat=remat, fused=attention.forward)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments)
@@ -92,9 +92,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         with signal.context("attn"):
-            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"), segments)
+            x = x + self.attn(signal.tensor(cheap(self.attn_norm)(x), "normed"), segments)
         with signal.context("mlp"):
-            return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
+            return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:

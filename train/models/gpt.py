@@ -10,6 +10,7 @@ from jgt import signal
 from .config import ModelConfig
 from .decoder import Block, Decoder
 from .linear import adding_init, linear
+from .remat import cheap
 
 
 class MLP(nnx.Module):
@@ -22,7 +23,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         up = signal.tensor(self.up_proj(x), "up")  # [b, s, ffn]
-        return self.down(signal.tensor(jax.nn.gelu(up), "hidden"))
+        return self.down(signal.tensor(cheap(jax.nn.gelu)(up), "hidden"))
 
 
 class GPT(Decoder):

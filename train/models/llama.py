@@ -10,6 +10,7 @@ from jgt import signal
 from .config import ModelConfig
 from .decoder import Block, Decoder
 from .linear import adding_init, linear
+from .remat import cheap
 
 
 class GatedMLP(nnx.Module):
@@ -23,7 +24,12 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = signal.tensor(self.gate_proj(x), "gate"), signal.tensor(self.up_proj(x), "up")  # [b, s, ffn] each
-        return self.down(signal.tensor(jax.nn.silu(gate) * up, "hidden"))
+        return self.down(signal.tensor(_gated(gate, up), "hidden"))
+
+
+@cheap
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 class Llama(Decoder):

@@ -6,8 +6,11 @@ stands between two matmuls (norms, rotary positions, the gate of an MLP, casts) 
 arrays of that size, some of them in f32. So `matmuls` keeps what is dear to compute and computes the rest again: no matmul with weights
 runs twice, nor does attention's kernel, and a llama's layers take a third of the memory that JAX's own choice takes.
 
-JAX asks a policy about each operation, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
-fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own operation can keep.
+JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
+fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
+
+`none` leaves the choice to JAX, except that what stands between matmuls is `cheap` to compute again there as well: on a GPU reading three
+arrays takes longer than computing them from one, and on a CPU it takes as long.
 
 The invariant: what is kept changes no result.
 """
@@ -20,9 +23,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from jgt.program import jaxpr as jx
-from jgt.program.kernels import kernel_of
-
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
 
@@ -34,15 +34,20 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What a layer keeps, as a policy of `jax.checkpoint`. is_fused: attention is one kernel, whose operation speaks for its result's name."""
+    """What a layer keeps, as a policy of `jax.checkpoint`.
+
+    fused: how the name of the primitive begins that is attention's forward pass, all of whose results `heads` then means; empty if that is
+    several primitives.
+    """
 
     remat: Remat
-    is_fused: bool
+    fused: str = ""
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> bool:
-        if jx.is_name(primitive, params):
-            return params["name"] in self._names and not (self.is_fused and params["name"] == ATTENDED)
-        if kernel_of(primitive.name) is not None:
+        # `signal.tensor` is a primitive, too.
+        if primitive.name == "name":
+            return params["name"] in self._names and not (self.fused and params["name"] == ATTENDED)
+        if self.fused and primitive.name.startswith(self.fused):
             return ATTENDED in self._names
         return self.remat == "matmuls" and _has_weights(primitive, params)
 
@@ -62,6 +67,18 @@ def recomputed(layer: _F, keep: Keep) -> _F:
         return layer
     # Layers run in a scan, which is a barrier to common subexpression elimination already; JAX's own would only cost speed.
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # pyright: ignore[reportReturnType]
+
+
+def cheap(function: _F) -> _F:
+    """A function of norms and elementwise operations, whose backward pass reads its operands and computes the rest again.
+
+    The results of its sums are kept as well: they are small, and a sum over a sharded dim would be sent again.
+    """
+    return jax.checkpoint(function, policy=_is_sum, prevent_cse=False)  # pyright: ignore[reportReturnType]
+
+
+def _is_sum(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive is jax.lax.reduce_sum_p
 
 
 def _has_weights(primitive: Any, params: dict[str, Any]) -> bool:
