@@ -58,8 +58,10 @@ def test_gradients_are_the_same_whatever_is_recomputed(kind):
         return gradient(params)
 
     kept = gradients("none")
+    # Of all gradients: those of the keys' biases are zero, but for rounding.
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(kept))
     for remat in ("matmuls", "attention", "block", ("hidden",)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max()), gradients(remat), kept)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest), gradients(remat), kept)
 
 
 def kept_by(kind, remat):
@@ -93,10 +95,8 @@ def test_matmuls_keeps_one_array_a_matmul():
 @pytest.mark.parametrize(("remat", "runs"), [("matmuls", 1), ("[heads]", 1), ("block", 2)])
 def test_cudnns_kernel_runs_once_where_its_result_is_kept(tiny_file, rules_dir, remat, runs):
     target, small = parse_target("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
-    run = load(
-        tiny_file,
-        [small, f"rules={rules_dir / 'fsdp_tensor.yaml'}", "mesh={data: 2, fsdp: 2, tensor: 2}", "train.batch=16", f"train.remat={remat}"],
-    )
+    rules = f"rules={rules_dir / 'fsdp_tensor.yaml'}"
+    run = load(tiny_file, [small, rules, "mesh={data: 2, fsdp: 2, tensor: 2}", "train.batch=16", f"train.remat={remat}"])
     with described():
         setup = prepare(run, num_devices=8, like=devices_of(target)[0])
     text = compile_function(setup.train_step(), setup.step_shapes, target).text
