@@ -21,6 +21,7 @@ ROWS = {
     "as it is": [],
     "model.attention: xla": ["model.attention=xla"],
     "model.attention: xla, train.remat: attention": ["model.attention=xla", "train.remat=attention"],
+    "train.remat: matmuls": ["train.remat=matmuls"],
     "train.remat: block": ["train.remat=block"],
     "train.remat: [hidden, heads]": ["train.remat=[hidden, heads]"],
     "train.loss_chunks: 1": ["train.loss_chunks=1"],

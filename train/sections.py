@@ -142,8 +142,9 @@ class TrainConfig:
     batch: sequences in an update, over all devices.
     accumulate: the number of equal parts of the batch, which run one after another to save memory.
     loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
-    remat: what the backward pass computes again instead of reading it from memory. attention: attention's scores; block: each
-    layer, from its input; a list: each layer except the tensors of these names.
+    remat: what the backward pass computes again instead of reading it from memory. matmuls: all of a layer but the results of its
+    matmuls and of cuDNN's attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the
+    tensors of these names.
     loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
     with which the logits on a device take at most 1 GiB.
     ema: the decay of a moving average of the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the
@@ -162,7 +163,7 @@ class TrainConfig:
     batch: BatchSize = 32
     accumulate: BatchSize = 1
     loss: str | None = None
-    remat: Literal["none", "attention", "block"] | tuple[str, ...] = "none"
+    remat: Literal["none", "matmuls", "attention", "block"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
     ema: Fraction | None = None
     log_every: Count = 1

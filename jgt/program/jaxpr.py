@@ -298,13 +298,23 @@ def place_of(equation: Equation, around: Place) -> Place:
     """The place of an equation whose program is at `around`."""
     signals, num_vmaps = list(around.signals), around.num_vmaps
     # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
-    for element in equation.source_info.name_stack.stack:
+    for element in _listed_once(equation.source_info.name_stack.stack):
         if element.name.startswith(PREFIX):
             signals.append(element.name.removeprefix(PREFIX))
         # jvp and transpose are transforms too; only vmap adds a dim.
         elif type(element).__name__ == "Transform" and element.name == "vmap":
             num_vmaps += 1
     return Place(tuple(signals), num_vmaps)
+
+
+def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:
+    """A name stack without a second list of scopes: around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b."""
+    start = next((i for i, element in enumerate(stack) if element.name == "transpose"), len(stack)) + 1
+    rest = stack[start:]
+    for half in range(1, len(rest) // 2 + 1):
+        if rest[0].name == "jvp" and rest[:half] == rest[half : 2 * half]:
+            return [*stack[: start + half], *rest[2 * half :]]
+    return stack
 
 
 # Values

@@ -13,6 +13,11 @@ NAMES = {
     "jit(step)/transpose(jvp(sig.mlp))/dot_general": ("mlp", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/while/body/sig.mlp/transpose": ("layers/mlp", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/while/body/checkpoint/rematted_computation/sig.mlp/tanh": ("layers/mlp", "recompute"),
+    # JAX lists the scopes around a recomputed region twice.
+    "jit(step)/while/body/transpose(jvp())/sig.mlp/jvp()/sig.mlp/rematted_computation/mul": ("mlp", "recompute"),
+    "jit(step)/transpose(jvp(sig.layers))/sig.mlp/jvp(sig.layers)/sig.mlp/mul": ("layers/mlp", "backward"),
+    "jit(step)/transpose(jvp(sig.layers))/jvp(sig.layers)/rematted_computation/sig.mlp/mul": ("layers/mlp", "recompute"),
+    "jit(step)/transpose(jvp(sig.layers))/sig.layers/mul": ("layers/layers", "backward"),
     "sig.mlp": ("mlp", "forward"),
     # XLA merged instructions: the first name counts.
     "jit(step)/transpose(jvp(sig.a))/mul;jit(step)/jvp(sig.b)/add": ("a", "backward"),

@@ -174,9 +174,19 @@ def test_linen_scanned_and_recomputed():
     assert_trained(case(loss, params, tokens, rules=TRANSFORMER_RULES), mesh_of(**SIZES), schedule="interleaved")
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [pytest.param(*of, marks=pytest.mark.slow) for of in (("llama", 2), ("llama", 1), ("gpt", 1))])
-def test_models_and_rules_that_ship(kind, chunks):
-    model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
+@pytest.mark.parametrize(
+    ("kind", "chunks", "remat", "schedule"),
+    [
+        pytest.param("llama", 2, "none", "1f1b", marks=pytest.mark.slow),
+        pytest.param("llama", 1, "matmuls", "interleaved", marks=pytest.mark.slow),
+        pytest.param("llama", 1, "none", "zb", marks=pytest.mark.slow),
+        pytest.param("llama", 1, "matmuls", "zb", marks=pytest.mark.slow),
+        pytest.param("gpt", 1, "none", "1f1b", marks=pytest.mark.slow),
+        pytest.param("gpt", 1, "matmuls", "1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_models_and_rules_that_ship(kind, chunks, remat, schedule):
+    model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8), remat)
     params, variables = model.init(jax.random.key(0))
     of_module = make_loss(lambda module, tokens: module.features(tokens), chunks=chunks)
     loss = lambda params, batch: model.run(lambda module: of_module(module, batch), params, variables, True)[0]  # noqa: E731
@@ -185,7 +195,7 @@ def test_models_and_rules_that_ship(kind, chunks):
     rules = jgt.load_rules(ROOT / "configs" / "rules" / "pipeline.yaml")
     found, wanted = (
         jax.device_get(compiled(jax.value_and_grad(fn))(params, batch))
-        for fn in (jgt.shard(loss, rules, mesh_of(**SIZES), pipeline=pipeline_of()), loss)
+        for fn in (jgt.shard(loss, rules, mesh_of(**SIZES), pipeline=pipeline_of(schedule=schedule)), loss)
     )
     assert_values(found[0], wanted[0])
     assert_close(found[1], wanted[1], 1e-5)

@@ -99,9 +99,11 @@ def test_sharded_runs_have_the_curve_of_one_device(measure, name):
     ("model", "remat"),
     [
         pytest.param(("model.kind=gpt",), "block", marks=pytest.mark.slow),
+        pytest.param(("model.kind=gpt",), "matmuls", marks=pytest.mark.slow),
+        ((), "matmuls"),
         (("model.tied=true", "model.kv_heads=2"), "[heads, hidden]"),
     ],
-    ids=["gpt", "tied-grouped"],
+    ids=["gpt", "gpt-matmuls", "matmuls", "tied-grouped"],
 )
 def test_other_models_also_when_layers_are_recomputed(measure, model, remat):
     assert_same(measure(*sharded("fsdp_tensor"), *model, f"train.remat={remat}", steps=4), measure(*model, steps=4))

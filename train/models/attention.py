@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
         heads = signal.tensor(self.attend(q, k, v, mask=mask), "heads")  # [b, s, n, h]
-        return self.out(heads.reshape(*x.shape[:2], -1))  # [b, s, n · h] → [b, s, d]
+        return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out")  # [b, s, n · h] → [b, s, d]
 
 
 def rotate(x: jax.Array, theta: float, segments: jax.Array | None = None) -> jax.Array:
@@ -86,14 +86,16 @@ class AttentionKernel:
     """A way to compute attention.
 
     name: as in `model.attention`. label: as in the log. keeps_scores: its backward pass reads the scores [b, n, s, s] that its forward pass
-    leaves in memory. obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
+    leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty if that is several primitives.
+    obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
     """
 
     name: str
     label: str
     attend: Attend
     keeps_scores: bool
-    obstacle: Callable[[ModelConfig, Any, int], str]
+    forward: str = ""
+    obstacle: Callable[[ModelConfig, Any, bool], str]
 
 
 def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
@@ -175,6 +177,7 @@ CUDNN = AttentionKernel(
     label="cuDNN's kernel",
     attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
     keeps_scores=False,
+    forward="dot_product_attention_fwd",
     obstacle=_cudnn_obstacle,
 )
 XLA = AttentionKernel(

@@ -26,9 +26,7 @@ from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
 from .linear import compute_type
 from .model import Model, Table, Vector, of_nnx
-
-Remat = str | tuple[str, ...]
-"""What the backward pass computes again, as `train.remat` says it."""
+from .remat import Keep, Remat, cheap, recomputed
 
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
@@ -60,7 +58,7 @@ class Decoder(nnx.Module):
         self.layers = stacked(lambda rngs: self.make_block(config, type(self), attend, rngs=rngs), config.layers, rngs)
         self.norm = self.make_norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
-        self.remat = remat
+        self.keep = Keep(remat=remat, fused=attention.forward)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments)
@@ -77,7 +75,7 @@ class Decoder(nnx.Module):
             if self.positions is not None:
                 x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
         with signal.context("layers"):
-            x = scan_layers(self.layers, x, segments, self.remat)
+            x = scan_layers(self.layers, x, segments, self.keep)
         with signal.context("head"):
             # [b, s, d] and [v, d]
             return self.norm(x), (self.head or self.embed).table()
@@ -94,9 +92,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         with signal.context("attn"):
-            x = x + self.attn(signal.tensor(self.attn_norm(x), "normed"), segments)
+            x = x + self.attn(signal.tensor(cheap(self.attn_norm)(x), "normed"), segments)
         with signal.context("mlp"):
-            return x + self.mlp(signal.tensor(self.mlp_norm(x), "normed"))
+            return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
@@ -104,25 +102,15 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, remat: Remat) -> jax.Array:
-    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s].
-
-    remat: `block` computes each layer again from its input; a tuple of tensor names keeps those tensors and computes the rest again;
-    `none` keeps whatever the backward pass reads. So does `attention`, which is done inside attention (`attend_with`).
-    """
+def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, keep: Keep) -> jax.Array:
+    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s]. keep: what each leaves for its backward pass."""
     # All layers have the same graph of modules. The scan takes one layer's slice of each parameter and fills the graph with it.
     graphdef, params = nnx.split(layers)
 
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         return nnx.merge(graphdef, params)(x, segments), None
 
-    if remat not in ("none", "attention"):
-        names = () if isinstance(remat, str) else remat
-        # Without names the policy saves nothing, which is what `block` means.
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        # A scan is a barrier to common subexpression elimination already; JAX's own would only cost speed.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x, _ = jax.lax.scan(layer, x, params)
+    x, _ = jax.lax.scan(recomputed(layer, keep), x, params)
     return x
 
 

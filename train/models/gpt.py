@@ -10,6 +10,7 @@ from jgt import signal
 from .config import ModelConfig
 from .decoder import Block, Decoder
 from .linear import adding_init, linear
+from .remat import cheap
 
 
 class MLP(nnx.Module):
@@ -21,7 +22,8 @@ class MLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(signal.tensor(jax.nn.gelu(self.up_proj(x)), "hidden"))
+        up = signal.tensor(self.up_proj(x), "up")  # [b, s, ffn]
+        return self.down(signal.tensor(cheap(jax.nn.gelu)(up), "hidden"))
 
 
 class GPT(Decoder):

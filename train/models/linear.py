@@ -58,11 +58,16 @@ def _check_dims(x: jax.Array, dimension_numbers: Any) -> None:
 
 @jax.custom_vjp
 def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    return _product(x, kernel)
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))  # [..., k] · [k, n] → [..., n]
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul(x, kernel), (x, kernel)
+    # Not by `_matmul`, whose call would hide the matmul from a policy of jax.checkpoint.
+    return _product(x, kernel), (x, kernel)
 
 
 def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:

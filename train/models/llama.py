@@ -10,6 +10,7 @@ from jgt import signal
 from .config import ModelConfig
 from .decoder import Block, Decoder
 from .linear import adding_init, linear
+from .remat import cheap
 
 
 class GatedMLP(nnx.Module):
@@ -22,7 +23,13 @@ class GatedMLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(signal.tensor(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "hidden"))
+        gate, up = signal.tensor(self.gate_proj(x), "gate"), signal.tensor(self.up_proj(x), "up")  # [b, s, ffn] each
+        return self.down(signal.tensor(_gated(gate, up), "hidden"))
+
+
+@cheap
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 class Llama(Decoder):
