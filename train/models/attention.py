@@ -95,7 +95,7 @@ class AttentionKernel:
     attend: Attend
     keeps_scores: bool
     forward: str = ""
-    obstacle: Callable[[ModelConfig, Any, bool], str]
+    obstacle: Callable[[ModelConfig, Any, int], str]
 
 
 def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
