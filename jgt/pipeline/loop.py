@@ -121,8 +121,7 @@ class Loop:
                 return [], _added(carry.totals, self._ends.totals(microbatch, leaving), on), []
             # Loss and its derivative in one go: the head of a microbatch runs once, and its logits never leave the tick.
             totals, cotangents, gradients = self._ends.head(microbatch, leaving, seeds)
-            new_totals = _added(carry.totals, totals, on)
-            return _added(carry.common, gradients, on), new_totals, cotangents
+            return self._added_common(carry, gradients, on), _added(carry.totals, totals, on), cotangents
 
         def skip() -> tuple[Arrays, Arrays, Arrays]:
             # Both branches of a cond have to return the same shapes.
@@ -137,9 +136,21 @@ class Loop:
     def _embed_back(self, segment: Segment, carry: Carry, item: EndItem | None, entered: Arrays) -> Carry:
         def do(microbatch: Integers, _: Flags | bool) -> Arrays:
             # The cotangents are zeros where nothing entered, and so are the gradients.
-            return _added(carry.common, self._ends.embed_back(microbatch, entered), True)
+            return self._added_common(carry, self._ends.embed_back(microbatch, entered), True)
 
         return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common))
+
+    def _added_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
+        """The sums of the gradients of common values, each where its value is.
+
+        The first carry is pinned, too, but in a branch of its own the partitioner would not see that, and gather the table's gradient
+        in every tick.
+        """
+        return self._pinned_common(_added(carry.common, self._pinned_common(gradients), on))
+
+    def _pinned_common(self, gradients: Arrays) -> Arrays:
+        variables = float_variables(self._split.common)
+        return [self._layout.pinned(v, g) for v, g in zip(variables, gradients, strict=True)]
 
     # -- the items of the stages ------------------------------------------------------------------------------------------
 
@@ -206,7 +217,7 @@ class Loop:
         totals = ends.no_totals()
         if self._seeds is None:
             return Carry(common=[], staged=staged, totals=totals)
-        common = [layout.pinned(v, wide_zeros(c)) for v, c in zip(self._split.common, ends.common, strict=True) if has_gradient(c)]
+        common = self._pinned_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
         floats = float_variables(self._split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
         weights = [layout.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
