@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import TypeVar, cast
 
@@ -66,9 +67,9 @@ class Loop:
         if work.forward is not None:
             entering = self._maybe(segment, "embed", work.embed, lambda m, _: self._ends.embed(m), self._ends.no_travel)
             with self._counted(segment, "forward"):
-                forward = partial(self._stage.forward, shows=work.head is not None)
+                forward = partial(self._stage.forward, shown=_share(segment, "head"))
                 buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
-                carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering)
+                carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering, _flag(segment, "head", work.head))
             carry, from_head = self._head(segment, carry, work.head, leaving)
             # Some tables (gpipe) run the last chunk's backward item in a later tick than its forward item. The head's
             # cotangents wait for it in the inbox.
@@ -78,7 +79,9 @@ class Loop:
         if work.backward is not None:
             with self._counted(segment, "backward"), scopes.backward():
                 buffers = replace(carry.staged, inbox=[])
-                carry, entered = self._on_stages(self._stage.backward, carry, work.backward, buffers, from_head)
+                backward = partial(self._stage.backward, shown=_share(segment, "embed_back"))
+                is_read = _flag(segment, "embed_back", work.embed_back)
+                carry, entered = self._on_stages(backward, carry, work.backward, buffers, from_head, is_read)
             carry = self._embed_back(segment, carry, work.embed_back, entered)
         if work.weight is not None:
             with self._counted(segment, "weight"), scopes.backward():
@@ -155,24 +158,31 @@ class Loop:
     # -- the items of the stages ------------------------------------------------------------------------------------------
 
     def _on_stages(
-        self, work: OnEach[_Item, Changes], carry: Carry, item: _Item, buffers: StageBuffers, ends: Arrays
+        self, work: OnEach[_Item, Changes], carry: Carry, item: _Item, buffers: StageBuffers, ends: Arrays, is_read: Flags | None = None
     ) -> tuple[Carry, Arrays]:
         """The carry with the buffers that `work` changed on every stage, and the values that it shows on all of them.
 
-        buffers: those that `work` reads. ends: what enters from the embedding, or cotangents from the head.
+        buffers: those that `work` reads. ends, is_read: see `Everywhere`.
         """
-        results = self._on_every_stage(work, item, buffers, ends, (True, False))
+        results = self._on_every_stage(work, item, buffers, ends, (True, False), is_read)
         # XLA dissolves a loop over one layer, fuses what one item writes into what the next one reads, and copies whole
         # buffers for it. A loop over more layers keeps the items apart without help.
         changed, shown = jax.lax.optimization_barrier(results) if self._chunks.layers_per_chunk == 1 else results
         return replace(carry, staged=carry.staged.updated(changed)), shown
 
     def _on_every_stage(
-        self, fn: OnEach[_Item, StageResults], item: _Item, buffers: StageBuffers, ends: Arrays, has_stages: tuple[bool, ...]
+        self,
+        fn: OnEach[_Item, StageResults],
+        item: _Item,
+        buffers: StageBuffers,
+        ends: Arrays,
+        has_stages: tuple[bool, ...],
+        is_read: Flags | None = None,
     ) -> StageResults:
         common = dict(zip(self._split.common, self._ends.common, strict=True))
         own = OnStage(buffers=buffers, ids=self._ids, item=item, weights=self._weights)
-        everywhere = Everywhere(batch=self._ends.batch, common=[common[v] for v in self._split.in_layers], ends=ends)
+        in_layers = [common[v] for v in self._split.in_layers]
+        everywhere = Everywhere(batch=self._ends.batch, common=in_layers, ends=ends, is_read=is_read)
         return self._layout.on_every_stage(fn, own, everywhere, has_stages)
 
     # -- before the first tick ----------------------------------------------------------------------------------------------
@@ -222,6 +232,16 @@ class Loop:
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
         weights = [layout.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
         return Carry(common=common, staged=replace(staged, sums=replace(staged.sums, weights=weights)), totals=totals)
+
+
+def _share(segment: Segment, name: EndName) -> Fraction | None:
+    """The share of the ticks in which this end reads what the stages show; None in a segment without it."""
+    return segment.share(name) if getattr(segment.work, name) is not None else None
+
+
+def _flag(segment: Segment, name: EndName, item: EndItem | None) -> Flags | None:
+    """Whether this end reads what the stages show in this tick, where that is worth a branch."""
+    return item.on if item is not None and name in segment.branches else None
 
 
 def _on_device(x: Integers | Flags) -> jax.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeVar, cast
 
 import jax
@@ -79,10 +80,10 @@ class Stage:
 
     # -- the items --------------------------------------------------------------------------------------------------------
 
-    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shows: bool) -> Changes:
+    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
         """Runs a chunk on what waits in the inbox or enters the model, and sends its outputs on; what backward needs is saved.
 
-        With `shows`, the outputs of the last chunk are shown.
+        shown: the share of ticks in which the outputs of the last chunk are shown, if there are any.
         """
         item, travel, saved = own.item, everywhere.ends, own.buffers.saved
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.forward
@@ -96,7 +97,7 @@ class Stage:
                 saved = [_put(buffer, value, item.saved) for buffer, value in zip(saved, travel, strict=True)]
             travel = self._evaluate(item, inputs_of, travel)
         inbox = self._send(item, sends.pairs, travel, own.buffers.inbox)
-        return StageBuffers(inbox=inbox, saved=saved), self._show(item.last, travel) if shows else []
+        return StageBuffers(inbox=inbox, saved=saved), self._show(item.last, travel, everywhere, shown)
 
     def _evaluate(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays) -> Arrays:
         """A chunk's outputs, with nothing saved."""
@@ -127,8 +128,11 @@ class Stage:
 
         return jax.lax.scan(step, [_at(b, item.saved) for b in saved], self._positions)[1]
 
-    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere) -> Changes:
-        """Runs a chunk backward and sends the cotangents of its inputs on; shows those of the first chunk's inputs."""
+    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
+        """Runs a chunk backward and sends the cotangents of its inputs on.
+
+        shown: the share of ticks in which the cotangents of the first chunk's inputs are shown, if there are any.
+        """
         item, buffers, cotangents = own.item, own.buffers, everywhere.ends
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.backward
         if sends.inbox.num_slots:
@@ -152,7 +156,7 @@ class Stage:
 
         cotangents, stashed, sums = jax.lax.scan(step, (cotangents, buffers.stashed, buffers.sums), self._positions, reverse=True)[0]
         inbox = self._send(item, sends.pairs, cotangents, buffers.inbox_back)
-        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(item.first, cotangents)
+        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(item.first, cotangents, everywhere, shown)
 
     def weight_gradients(self, own: OnStage[WeightItem], everywhere: Everywhere) -> Changes:
         """Adds the gradients that backward did not compute to the sums."""
@@ -228,8 +232,23 @@ class Stage:
             ]
         return inbox
 
-    def _show(self, flag: Flags, values: Arrays) -> Arrays:
-        """The values of the one stage whose flag is set, on every stage."""
+    def _show(self, flag: Flags, values: Arrays, everywhere: Everywhere, share: Fraction | None) -> Arrays:
+        """The values of the one stage whose flag is set, on every stage; zeros in ticks that do not read them.
+
+        share: the share of ticks that read them. All devices take the branch together.
+        """
+        if share is None:
+            return []
+        if everywhere.is_read is None:
+            return self._broadcast(flag, values)
+
+        def show() -> Arrays:
+            with scopes.branch_taken(share):
+                return self._broadcast(flag, values)
+
+        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: [jnp.zeros_like(x) for x in values]))
+
+    def _broadcast(self, flag: Flags, values: Arrays) -> Arrays:
         # One stage contributes its values and the others zeros, so the sum is a broadcast from a stage that only data names.
         return [self._sum(jnp.where(flag, x, jnp.zeros_like(x))) for x in values] if self.chunks.num_stages > 1 else values
 
