@@ -79,6 +79,11 @@ class Layout:
         last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
         return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
 
+    @property
+    def axes_inside(self) -> Axes:
+        """The axes that split a stage's work on its rows."""
+        return axes_inside(dict(self.mesh.shape), self.axis, self.batch_axes)
+
     def manual(self, fn: Callable[..., _T], axes: Sequence[str], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
         """`fn` in a shard_map over some axes; without axes `fn` itself."""
         if not axes:
@@ -100,13 +105,13 @@ class Layout:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
         # Where no other axis splits the value, a constraint would only pin it to being whole.
         dims = self._other_dims(var)
-        return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
+        return self.constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
     def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
         dims = self._other_dims(var)
         with self._signals_of(var):
-            return x if dims is None else self._constrained(x, PartitionSpec(*dims))
+            return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
     def summed(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
@@ -183,7 +188,7 @@ class Layout:
         dims = self._other_dims(var)
         # A value of unknown layout is left to the partitioner, except for the dim of stages.
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
-        return self._constrained(x, PartitionSpec(self.axis, None, *rest))
+        return self.constrained(x, PartitionSpec(self.axis, None, *rest))
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]
@@ -220,7 +225,8 @@ class Layout:
         sizes = dict(self.mesh.shape)
         return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
 
-    def _constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """A value with this sharding over the axes that are not manual around it."""
         # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
         return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
 

@@ -32,6 +32,7 @@ from jgt.pipeline.layer import Body, Layer, LayerInputs
 from jgt.pipeline.layout import Layout, StageResults
 from jgt.pipeline.stage import Changes, Stage, keep_cotangents
 from jgt.pipeline.ticks import EndItem, EndName, ItemName, Segment, Ticks, Work
+from jgt.pipeline.wire import Wire
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 
@@ -194,6 +195,7 @@ class Loop:
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[Stage]:
             local = split.local.changed(lambda p: rewrite(p, split.place))
             body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
+            dims = body.travel_dims(self._ends.travel_shapes, layout.axes_inside)
             shapes = LayerInputs(
                 weights=jax.eval_shape(lambda: [layout.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
                 common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere.common],
@@ -208,6 +210,8 @@ class Loop:
                 ticks=self._ticks,
                 layer=Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart),
                 local=local,
+                wire=Wire(layout=layout, dims=tuple(dims)),
+                wire_back=Wire(layout=layout, dims=tuple(self._ends.travel_floats.select(dims))),
                 keep_input=remat == "stage",
                 trains=self._seeds is not None,
             )
