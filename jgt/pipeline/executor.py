@@ -125,13 +125,13 @@ class Executor:
         )
         ends = Ends(split, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
         # [layers, ...] → [stages, layers of a stage, ...].
-        staged = [layout.on_stages(v, chunks.arrange(w)) for v, w in zip(split.weights, weights, strict=True)]
+        staged = [layout.on_stages(v, layout.as_stored(v, chunks.arrange(w))) for v, w in zip(split.weights, weights, strict=True)]
         part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
         carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         staged_sums = zip(float_weights, sums.weights, strict=True)
-        of_weights = [layout.pinned(v, chunks.restore(layout.on_stages(v, g))) for v, g in staged_sums]
+        of_weights = [layout.pinned(v, chunks.restore(layout.as_stored(v, layout.on_stages(v, g)))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
         summed = layout.rest_summed if layout.by_layer else layout.parts

@@ -164,7 +164,7 @@ class Layout:
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
         # Without the first dim, the dim of layers: x is one layer.
-        stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
+        stored, others = self._batch_dims(var)[1:], self._dims_on_stage(var) or []
         if not self.by_layer or not any(stored):
             return x
         # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
@@ -184,11 +184,25 @@ class Layout:
     # -- over the stages --------------------------------------------------------------------------------------------------
 
     def on_stages(self, var: Var, x: jax.Array) -> jax.Array:
-        """A value [stages, layers of a stage, ...], constrained to its sharding."""
-        dims = self._other_dims(var)
+        """A value [stages, layers of a stage, ...], constrained to its sharding on the stages."""
+        return self._stacked(self._dims_on_stage(var), (self.axis,), x)
+
+    def as_stored(self, var: Var, x: jax.Array) -> jax.Array:
+        """A value [stages, layers of a stage, ...], constrained to the sharding in which its layers can change places."""
+        stored = (self._other_dims(var) or [None])[1:]
+        # Where a dim of a layer is split over the stages, each device has its part of all layers. Elsewhere nothing is to change places.
+        is_split = any(self.axis in (axes or ()) for axes in stored)
+        return self._stacked(stored, None, x) if is_split else self.on_stages(var, x)
+
+    def _stacked(self, dims: list[Axes | None] | None, stages: Axes | None, x: jax.Array) -> jax.Array:
         # A value of unknown layout is left to the partitioner, except for the dim of stages.
-        rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
-        return self.constrained(x, PartitionSpec(self.axis, None, *rest))
+        rest = [FREE] * (x.ndim - 2) if dims is None else [*dims, *[None] * x.ndim][: x.ndim - 2]
+        return self.constrained(x, PartitionSpec(stages, None, *rest))
+
+    def _dims_on_stage(self, var: Var) -> list[Axes | None] | None:
+        """The axes of each dim of one layer, on its stage."""
+        dims = self._other_dims(var)
+        return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[1:]]
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]

@@ -5,12 +5,15 @@ user's function again with fewer rows, and a third time with another batch size,
 whole batch can be added up from its parts (`jgt.batch`). Then the program is split around the layer scan: the part
 before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
 
-The parameters of layers are stored by stage if the stages divide the layers evenly, so that no step has to move them.
+The parameters of layers are stored by stage if each stage runs as many neighbouring layers, so that no step has to move them.
+Otherwise another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one
+all-to-all. No split of the dim of layers would do: chunks that a stage runs are not neighbours, or are not equally long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -80,7 +83,7 @@ def stage(
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, pipeline.axis, table.num_stages)
+    parameters = _staged_places(parameters, parts, table, pipeline.axis, found.axes, sizes)
     executor = Executor(
         split=parts,
         table=table,
@@ -175,21 +178,38 @@ def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
 
 
-def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str, num_stages: int) -> tuple[ParameterPlace, ...]:
-    """Places of the parameters with those of the layers split over the stages, if the stages divide the layers."""
-    # The dim of layers can only be split evenly. Otherwise each stage stores the weights of all layers.
-    if cut.num_layers % num_stages:
-        return parameters
+def _staged_places(
+    parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[ParameterPlace, ...]:
+    """Places of the parameters with those of the layers split over the stages: by layers if each stage runs its neighbouring layers."""
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
-    first: Dims = ((axis,),)
+    # The dim of layers can only be split evenly, into neighbours.
+    by_layers = cut.num_layers % table.num_stages == 0 and table.stages == tuple(range(table.num_stages))
+
+    def split(one: ParameterPlace, dims: Dims) -> Dims:
+        if by_layers:
+            return ((axis,), *dims[1:])
+        dim = _dim_to_split(one.shape, dims, sizes[axis], batch_axes, sizes)
+        return dims if dim is None else (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
 
     def place(index: int, one: ParameterPlace) -> ParameterPlace:
         # A rule that splits the dim of layers itself is not overridden.
         if index not in staged or one.dims[0] or one.optimizer_dims[0]:
             return one
-        return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])
+        return replace(one, dims=split(one, one.dims), optimizer_dims=split(one, one.optimizer_dims))
 
     return tuple(place(i, p) for i, p in enumerate(parameters))
+
+
+def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int | None:
+    """The dim behind that of the layers to split over the stages too; None if they divide none."""
+
+    def others(dim: int) -> tuple[int, int]:
+        # From a dim that has no other axis inside the pipeline, weights go to their stages by one all-to-all.
+        return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
+
+    fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]
+    return min(fits, key=others, default=None)
 
 
 def _pinned(x: jax.Array, forward: Dims, backward: Dims, mesh: Mesh | AbstractMesh) -> jax.Array:
