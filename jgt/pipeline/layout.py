@@ -53,7 +53,8 @@ class Layout:
 
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
-    layer by layer, each time that a layer reads them, and not once a step.
+    layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
+    those of one layer.
     """
 
     mesh: Mesh | AbstractMesh
@@ -62,6 +63,7 @@ class Layout:
     dims: Mapping[Var, Dims]
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
+    stacked: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -163,8 +165,7 @@ class Layout:
             return self._on_layer(weight, gradient, _scattered)
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
-        # Without the first dim, the dim of layers: x is one layer.
-        stored, others = self._batch_dims(var)[1:], self._dims_on_stage(var) or []
+        stored, others = self._batch_dims(var)[self.stacked :], self._dims_on_stage(var) or []
         if not self.by_layer or not any(stored):
             return x
         # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
@@ -202,7 +203,7 @@ class Layout:
     def _dims_on_stage(self, var: Var) -> list[Axes | None] | None:
         """The axes of each dim of one layer, on its stage."""
         dims = self._other_dims(var)
-        return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[1:]]
+        return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[self.stacked :]]
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]

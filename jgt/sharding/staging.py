@@ -20,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
+from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
@@ -38,17 +39,30 @@ from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.microbatches import Microbatches, find_microbatches
 from jgt.sharding.placement import ParameterPlace
 from jgt.sharding.rewrite import rewrite_part
+from jgt.sharding.storage import stored_dims
+
+Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCall:
+    """How to run a call whose stacked parameters, by path, are stored on their stages (see `Storage`)."""
+
+    chunks: Chunks
+    stacks: frozenset[str]
+    run: Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCall:
     """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
 
-    With problems, there is nothing to run.
+    With problems, there is nothing to run. stored: the same for parameters that are stored on their stages, if they can be and are not.
     """
 
     parameters: tuple[ParameterPlace, ...]
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    run: Run
+    stored: StoredCall | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -97,15 +111,24 @@ def stage(
         rewrite=lambda program, place: rewrite_part(program, place, rules, mesh),
     )
 
-    pipelined = Pipelined(executor)
+    def running(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]]) -> Run:
+        def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            # Not strict: the inputs follow the parameters in `arrays`.
+            params = [_pinned(x, ahead, behind, mesh) for x, (ahead, behind) in zip(arrays, places, strict=False)]
+            inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
+            return pipelined(params, inputs)
 
-    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        # Not strict: the inputs follow the parameters in `arrays`.
-        params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
-        inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
-        return pipelined(params, inputs)
+        return run
 
-    return StagedCall(parameters=parameters, run=run)
+    pipelined, places = Pipelined(executor), [(p.dims, p.optimizer_dims) for p in parameters]
+    chunks = Chunks(num_layers=parts.num_layers, num_stages=table.num_stages, stages=table.stages)
+    stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
+    stored: StoredCall | None = None
+    if not chunks.are_neighbours and not any(parameters[index].dims[0] for index in stacks) and pipelined.can_be_stored():
+        on_stages = [tuple(stored_dims(d, pipeline.axis) for d in p) if i in stacks else p for i, p in enumerate(places)]
+        there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
+        stored = StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=running(there, on_stages))
+    return StagedCall(parameters=parameters, run=running(pipelined, places), stored=stored)
 
 
 def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -> StagedCall:
@@ -183,8 +206,7 @@ def _staged_places(
 ) -> tuple[ParameterPlace, ...]:
     """Places of the parameters with those of the layers split over the stages: by layers if each stage runs its neighbouring layers."""
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
-    # The dim of layers can only be split evenly, into neighbours.
-    by_layers = cut.num_layers % table.num_stages == 0 and table.stages == tuple(range(table.num_stages))
+    by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
 
     def split(one: ParameterPlace, dims: Dims) -> Dims:
         if by_layers:

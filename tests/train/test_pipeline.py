@@ -140,7 +140,7 @@ def start(small):
             sums = np.sum(
                 [jax.device_get(evaluate(params, {}, batch)["loss"]) for batch in feed.evaluation(None)], axis=0, dtype=np.float64
             )
-            known[overrides] = jax.device_get(params), sums[0] / sums[1]
+            known[overrides] = jax.device_get(setup.model_params(params)), sums[0] / sums[1]
         return known[overrides]
 
     return _start
