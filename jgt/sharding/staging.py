@@ -125,7 +125,8 @@ def stage(
     stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
     stored: StoredCall | None = None
     if not chunks.are_neighbours and not any(parameters[index].dims[0] for index in stacks) and pipelined.can_be_stored():
-        on_stages = [tuple(stored_dims(d, pipeline.axis) for d in p) if i in stacks else p for i, p in enumerate(places)]
+        axis = pipeline.axis
+        on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
         there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
         stored = StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=running(there, on_stages))
     return StagedCall(parameters=parameters, run=running(pipelined, places), stored=stored)

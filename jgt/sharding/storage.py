@@ -75,12 +75,6 @@ class Storage:
 
         return self._mapped(leave, self.placement, tree)
 
-    def fits(self, state: Any) -> bool:
-        """Whether every leaf of an optimizer state of the model's shapes that belongs to a stack has the shape of its parameter."""
-        leaves = [(path_text(path), x.shape) for path, x in jax.tree.leaves_with_path(state)]
-        owners = [(self.model.owner(path, None), shape) for path, shape in leaves]
-        return all(place is None or place.path not in self.stacks or shape == place.shape for place, shape in owners)
-
     def _mapped(self, fn: Callable[[ParameterPlace, jax.Array], jax.Array], placement: Placement, tree: Any) -> Any:
         def one(path: KeyPath, x: jax.Array) -> jax.Array:
             place = placement.owner(path_text(path), x.shape)
