@@ -59,7 +59,7 @@ def main() -> None:
         started = time.process_time()
         steps[name], state = bench.ready("jgt")
         found[name] = {"compile_cpu_s": round(time.process_time() - started, 2)}
-        steppers[name] = Stepper(steps[name], state, bench.batches)
+        steppers[name] = Stepper(steps[name], state, bench.batches, bench.setup.settings(1))
     first = next(iter(found))
     if row != "compile":
         samples = interleave(steppers, num_steps)

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 import jax
 
-from jgt.pipeline.arrays import Arrays
+from jgt.pipeline.arrays import Arrays, Flags
 from jgt.pipeline.ends import Batch
 
 _T = TypeVar("_T")
@@ -87,8 +87,13 @@ class OnStage(Generic[_T]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Everywhere:
-    """What all stages read in a tick. ends: what enters from the embedding, or cotangents from the head."""
+    """What all stages read in a tick.
+
+    ends: what enters from the embedding, or cotangents from the head. is_read: whether this tick reads what stages show; None: it is not
+    worth a branch.
+    """
 
     batch: Batch
     common: Arrays
     ends: Arrays
+    is_read: Flags | None

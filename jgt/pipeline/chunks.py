@@ -44,6 +44,11 @@ class Chunks:
         """Whether some chunk is shorter than others."""
         return self.num_layers % len(self.stages) != 0
 
+    @property
+    def are_neighbours(self) -> bool:
+        """Whether each stage runs as many layers as the others, all of them neighbours: then the stages can split [layers, ...]."""
+        return not self.is_padded and self.stages == tuple(range(self.num_stages))
+
     @cached_property
     def ids(self) -> NDArray[np.int32]:
         """The number of the layer at each place [stages, layers of a stage]; -1 for padding."""
@@ -53,6 +58,20 @@ class Chunks:
         for stage, chunk in zip(self.stages, chunks, strict=True):
             rows[stage] += [*chunk, *[-1] * (self.layers_per_chunk - len(chunk))]
         return np.asarray(rows, np.int32)
+
+    @property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """(chunks of a stage, stages, layers of a chunk): the first dims of stacked weights whose chunks are stored on their stages."""
+        return len(self.stages) // self.num_stages, self.num_stages, self.layers_per_chunk
+
+    def staged(self, x: jax.Array) -> jax.Array:
+        """[chunks of a stage, stages, layers of a chunk, ...] → [stages, layers of a stage, ...]; no layer changes its stage."""
+        return jnp.swapaxes(x, 0, 1).reshape(self.num_stages, -1, *x.shape[3:])
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """The inverse of `staged`. The first dims are in the order of the model if each stage runs every S-th chunk."""
+        virtual, stages, layers = self.rows_shape
+        return jnp.swapaxes(x.reshape(stages, virtual, layers, *x.shape[2:]), 0, 1)
 
     def arrange(self, x: jax.Array) -> jax.Array:
         """[layers, ...] → [stages, layers of a stage, ...]; padding repeats the first layer."""

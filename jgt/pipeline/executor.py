@@ -47,7 +47,8 @@ class Executor:
     """A split program on a mesh with a table, ready to run.
 
     inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
-    param_signals: the region that each parameter is used in.
+    param_signals: the region that each parameter is used in. is_stored: weights are stored on their stages, and come and go as
+    [chunks of a stage, stages, layers of a chunk, ...].
     """
 
     split: Split
@@ -59,6 +60,7 @@ class Executor:
     param_dims: Sequence[Dims]
     param_signals: Sequence[tuple[str, ...]]
     rewrite: Rewrite
+    is_stored: bool = False
 
     @cached_property
     def _layout(self) -> Layout:
@@ -69,6 +71,7 @@ class Executor:
             dims={var: self.param_dims[index] for var, index in self.split.like.items()},
             signals={var: self.param_signals[index] for var, index in self.split.like.items()},
             by_layer=self.pipeline.gather == "layer",
+            stacked=3 if self.is_stored else 1,
         )
 
     @property
@@ -126,14 +129,13 @@ class Executor:
             statistics=statistics,
         )
         ends = Ends(split, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
-        # [layers, ...] → [stages, layers of a stage, ...].
-        staged = [layout.on_stages(v, chunks.arrange(w)) for v, w in zip(split.weights, weights, strict=True)]
+        staged = [layout.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
         part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
         carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         staged_sums = zip(float_weights, sums.weights, strict=True)
-        of_weights = [layout.pinned(v, chunks.restore(layout.on_stages(v, g))) for v, g in staged_sums]
+        of_weights = [layout.pinned(v, self._restored(chunks, v, layout.on_stages(v, g))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
         summed = layout.rest_summed if layout.by_layer else layout.parts
@@ -142,6 +144,14 @@ class Executor:
             [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
             [layout.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
         )
+
+    def _arranged(self, chunks: Chunks, var: Var, weight: jax.Array) -> jax.Array:
+        """A weight as it is stored → [stages, layers of a stage, ...]."""
+        return chunks.staged(weight) if self.is_stored else self._layout.as_stored(var, chunks.arrange(weight))
+
+    def _restored(self, chunks: Chunks, var: Var, gradient: jax.Array) -> jax.Array:
+        """The inverse, for its gradient."""
+        return chunks.rows(gradient) if self.is_stored else chunks.restore(self._layout.as_stored(var, gradient))
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
         """The weights and the common values by which a run with these seeds differentiates."""

@@ -17,7 +17,7 @@ Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -28,6 +28,8 @@ from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flattened, raw, r
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
+from jgt.program.constraints import pinned_dims
+from jgt.program.dims import Dims
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, dependency_bits, extract_part, flatten
 
@@ -81,6 +83,17 @@ class Body:
         new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, raw(stacked[var]), layer, 0) for y, var in zip(ys, split.ys, strict=True)]
         after = [*map(raw, results[:num_carry]), *travel[num_carry:num_moving], *new_ys]
         return [jnp.where(inputs.index >= 0, new, old) for new, old in zip(after, travel, strict=True)] if self.is_padded else after
+
+    def travel_dims(self, shapes: Structs, axes: Collection[str]) -> list[Dims]:
+        """The axes among these that the rules split each travelling value over, by the constraint that a layer's result has."""
+        num_carry = jx.scan_sizes(self.split.scan)[1]
+        found = [pinned_dims(self.program, index) for index in range(num_carry)]
+        known = [dims or () for dims in [*found, *[None] * (len(shapes) - num_carry)]]
+        # Keys travel as their bits, with a dim more than the value that a constraint is on.
+        return [
+            tuple(tuple(a for a in split if a in axes) for split in [*dims, *[()] * len(shape.shape)][: len(shape.shape)])
+            for dims, shape in zip(known, shapes, strict=True)
+        ]
 
 
 def _value(atom: Atom, known: Mapping[Atom, jax.Array]) -> jax.Array:

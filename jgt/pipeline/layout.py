@@ -53,7 +53,8 @@ class Layout:
 
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
-    layer by layer, each time that a layer reads them, and not once a step.
+    layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
+    those of one layer.
     """
 
     mesh: Mesh | AbstractMesh
@@ -62,6 +63,7 @@ class Layout:
     dims: Mapping[Var, Dims]
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
+    stacked: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -78,6 +80,11 @@ class Layout:
         sizes = dict(self.mesh.shape)
         last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
         return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
+
+    @property
+    def axes_inside(self) -> Axes:
+        """The axes that split a stage's work on its rows."""
+        return axes_inside(dict(self.mesh.shape), self.axis, self.batch_axes)
 
     def manual(self, fn: Callable[..., _T], axes: Sequence[str], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
         """`fn` in a shard_map over some axes; without axes `fn` itself."""
@@ -100,13 +107,13 @@ class Layout:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
         # Where no other axis splits the value, a constraint would only pin it to being whole.
         dims = self._other_dims(var)
-        return self._constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
+        return self.constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
     def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
         dims = self._other_dims(var)
         with self._signals_of(var):
-            return x if dims is None else self._constrained(x, PartitionSpec(*dims))
+            return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
     def summed(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
@@ -158,8 +165,7 @@ class Layout:
             return self._on_layer(weight, gradient, _scattered)
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
-        # Without the first dim, the dim of layers: x is one layer.
-        stored, others = self._batch_dims(var)[1:], (self._other_dims(var) or [])[1:]
+        stored, others = self._batch_dims(var)[self.stacked :], self._dims_on_stage(var) or []
         if not self.by_layer or not any(stored):
             return x
         # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
@@ -179,11 +185,25 @@ class Layout:
     # -- over the stages --------------------------------------------------------------------------------------------------
 
     def on_stages(self, var: Var, x: jax.Array) -> jax.Array:
-        """A value [stages, layers of a stage, ...], constrained to its sharding."""
-        dims = self._other_dims(var)
+        """A value [stages, layers of a stage, ...], constrained to its sharding on the stages."""
+        return self._stacked(self._dims_on_stage(var), (self.axis,), x)
+
+    def as_stored(self, var: Var, x: jax.Array) -> jax.Array:
+        """A value [stages, layers of a stage, ...], constrained to the sharding in which its layers can change places."""
+        stored = (self._other_dims(var) or [None])[1:]
+        # Where a dim of a layer is split over the stages, each device has its part of all layers. Elsewhere nothing is to change places.
+        is_split = any(self.axis in (axes or ()) for axes in stored)
+        return self._stacked(stored, None, x) if is_split else self.on_stages(var, x)
+
+    def _stacked(self, dims: list[Axes | None] | None, stages: Axes | None, x: jax.Array) -> jax.Array:
         # A value of unknown layout is left to the partitioner, except for the dim of stages.
-        rest = [FREE] * (x.ndim - 2) if dims is None else [*dims[1:], *[None] * x.ndim][: x.ndim - 2]
-        return self._constrained(x, PartitionSpec(self.axis, None, *rest))
+        rest = [FREE] * (x.ndim - 2) if dims is None else [*dims, *[None] * x.ndim][: x.ndim - 2]
+        return self.constrained(x, PartitionSpec(stages, None, *rest))
+
+    def _dims_on_stage(self, var: Var) -> list[Axes | None] | None:
+        """The axes of each dim of one layer, on its stage."""
+        dims = self._other_dims(var)
+        return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[self.stacked :]]
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]
@@ -220,7 +240,8 @@ class Layout:
         sizes = dict(self.mesh.shape)
         return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
 
-    def _constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """A value with this sharding over the axes that are not manual around it."""
         # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
         return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import TypeVar, cast
 
@@ -31,6 +32,7 @@ from jgt.pipeline.layer import Body, Layer, LayerInputs
 from jgt.pipeline.layout import Layout, StageResults
 from jgt.pipeline.stage import Changes, Stage, keep_cotangents
 from jgt.pipeline.ticks import EndItem, EndName, ItemName, Segment, Ticks, Work
+from jgt.pipeline.wire import Wire
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 
@@ -66,9 +68,9 @@ class Loop:
         if work.forward is not None:
             entering = self._maybe(segment, "embed", work.embed, lambda m, _: self._ends.embed(m), self._ends.no_travel)
             with self._counted(segment, "forward"):
-                forward = partial(self._stage.forward, shows=work.head is not None)
+                forward = partial(self._stage.forward, shown=_share(segment, "head"))
                 buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
-                carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering)
+                carry, leaving = self._on_stages(forward, carry, work.forward, buffers, entering, _flag(segment, "head", work.head))
             carry, from_head = self._head(segment, carry, work.head, leaving)
             # Some tables (gpipe) run the last chunk's backward item in a later tick than its forward item. The head's
             # cotangents wait for it in the inbox.
@@ -78,7 +80,9 @@ class Loop:
         if work.backward is not None:
             with self._counted(segment, "backward"), scopes.backward():
                 buffers = replace(carry.staged, inbox=[])
-                carry, entered = self._on_stages(self._stage.backward, carry, work.backward, buffers, from_head)
+                backward = partial(self._stage.backward, shown=_share(segment, "embed_back"))
+                is_read = _flag(segment, "embed_back", work.embed_back)
+                carry, entered = self._on_stages(backward, carry, work.backward, buffers, from_head, is_read)
             carry = self._embed_back(segment, carry, work.embed_back, entered)
         if work.weight is not None:
             with self._counted(segment, "weight"), scopes.backward():
@@ -121,8 +125,7 @@ class Loop:
                 return [], _added(carry.totals, self._ends.totals(microbatch, leaving), on), []
             # Loss and its derivative in one go: the head of a microbatch runs once, and its logits never leave the tick.
             totals, cotangents, gradients = self._ends.head(microbatch, leaving, seeds)
-            new_totals = _added(carry.totals, totals, on)
-            return _added(carry.common, gradients, on), new_totals, cotangents
+            return self._added_common(carry, gradients, on), _added(carry.totals, totals, on), cotangents
 
         def skip() -> tuple[Arrays, Arrays, Arrays]:
             # Both branches of a cond have to return the same shapes.
@@ -137,31 +140,50 @@ class Loop:
     def _embed_back(self, segment: Segment, carry: Carry, item: EndItem | None, entered: Arrays) -> Carry:
         def do(microbatch: Integers, _: Flags | bool) -> Arrays:
             # The cotangents are zeros where nothing entered, and so are the gradients.
-            return _added(carry.common, self._ends.embed_back(microbatch, entered), True)
+            return self._added_common(carry, self._ends.embed_back(microbatch, entered), True)
 
         return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common))
+
+    def _added_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
+        """The sums of the gradients of common values, each where its value is.
+
+        The first carry is pinned, too, but in a branch of its own the partitioner would not see that, and gather the table's gradient
+        in every tick.
+        """
+        return self._pinned_common(_added(carry.common, self._pinned_common(gradients), on))
+
+    def _pinned_common(self, gradients: Arrays) -> Arrays:
+        variables = float_variables(self._split.common)
+        return [self._layout.pinned(v, g) for v, g in zip(variables, gradients, strict=True)]
 
     # -- the items of the stages ------------------------------------------------------------------------------------------
 
     def _on_stages(
-        self, work: OnEach[_Item, Changes], carry: Carry, item: _Item, buffers: StageBuffers, ends: Arrays
+        self, work: OnEach[_Item, Changes], carry: Carry, item: _Item, buffers: StageBuffers, ends: Arrays, is_read: Flags | None = None
     ) -> tuple[Carry, Arrays]:
         """The carry with the buffers that `work` changed on every stage, and the values that it shows on all of them.
 
-        buffers: those that `work` reads. ends: what enters from the embedding, or cotangents from the head.
+        buffers: those that `work` reads. ends, is_read: see `Everywhere`.
         """
-        results = self._on_every_stage(work, item, buffers, ends, (True, False))
+        results = self._on_every_stage(work, item, buffers, ends, (True, False), is_read)
         # XLA dissolves a loop over one layer, fuses what one item writes into what the next one reads, and copies whole
         # buffers for it. A loop over more layers keeps the items apart without help.
         changed, shown = jax.lax.optimization_barrier(results) if self._chunks.layers_per_chunk == 1 else results
         return replace(carry, staged=carry.staged.updated(changed)), shown
 
     def _on_every_stage(
-        self, fn: OnEach[_Item, StageResults], item: _Item, buffers: StageBuffers, ends: Arrays, has_stages: tuple[bool, ...]
+        self,
+        fn: OnEach[_Item, StageResults],
+        item: _Item,
+        buffers: StageBuffers,
+        ends: Arrays,
+        has_stages: tuple[bool, ...],
+        is_read: Flags | None = None,
     ) -> StageResults:
         common = dict(zip(self._split.common, self._ends.common, strict=True))
         own = OnStage(buffers=buffers, ids=self._ids, item=item, weights=self._weights)
-        everywhere = Everywhere(batch=self._ends.batch, common=[common[v] for v in self._split.in_layers], ends=ends)
+        in_layers = [common[v] for v in self._split.in_layers]
+        everywhere = Everywhere(batch=self._ends.batch, common=in_layers, ends=ends, is_read=is_read)
         return self._layout.on_every_stage(fn, own, everywhere, has_stages)
 
     # -- before the first tick ----------------------------------------------------------------------------------------------
@@ -173,6 +195,7 @@ class Loop:
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[Stage]:
             local = split.local.changed(lambda p: rewrite(p, split.place))
             body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
+            dims = body.travel_dims(self._ends.travel_shapes, layout.axes_inside)
             shapes = LayerInputs(
                 weights=jax.eval_shape(lambda: [layout.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
                 common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere.common],
@@ -187,6 +210,8 @@ class Loop:
                 ticks=self._ticks,
                 layer=Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart),
                 local=local,
+                wire=Wire(layout=layout, dims=tuple(dims)),
+                wire_back=Wire(layout=layout, dims=tuple(self._ends.travel_floats.select(dims))),
                 keep_input=remat == "stage",
                 trains=self._seeds is not None,
             )
@@ -206,11 +231,21 @@ class Loop:
         totals = ends.no_totals()
         if self._seeds is None:
             return Carry(common=[], staged=staged, totals=totals)
-        common = [layout.pinned(v, wide_zeros(c)) for v, c in zip(self._split.common, ends.common, strict=True) if has_gradient(c)]
+        common = self._pinned_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
         floats = float_variables(self._split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
         weights = [layout.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
         return Carry(common=common, staged=replace(staged, sums=replace(staged.sums, weights=weights)), totals=totals)
+
+
+def _share(segment: Segment, name: EndName) -> Fraction | None:
+    """The share of the ticks in which this end reads what the stages show; None in a segment without it."""
+    return segment.share(name) if getattr(segment.work, name) is not None else None
+
+
+def _flag(segment: Segment, name: EndName, item: EndItem | None) -> Flags | None:
+    """Whether this end reads what the stages show in this tick, where that is worth a branch."""
+    return item.on if item is not None and name in segment.branches else None
 
 
 def _on_device(x: Integers | Flags) -> jax.Array:

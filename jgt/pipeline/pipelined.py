@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jgt.document import InputError
 from jgt.pipeline.arrays import Arrays, Floats, call, float_variables, vjp
 from jgt.pipeline.executor import Executor
+from jgt.pipeline.split import are_stacks_apart
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dataflow import nonlinear_source, result_depends_on
@@ -156,6 +157,10 @@ class Pipelined:
         split = self.executor.split
         known = dict(zip([*split.full_arguments, *split.after_totals], [*params, *inputs, *totals], strict=True))
         return call(self._rewritten(split.after), known)
+
+    def can_be_stored(self) -> bool:
+        """Whether the stacked weights may be stored on their stages."""
+        return are_stacks_apart(self.executor.split, self._rewritten(self.executor.split.shared).program)
 
     def _rewritten(self, part: Part) -> Part:
         return part.changed(lambda program: self.executor.rewrite(program, Place()))

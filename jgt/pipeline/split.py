@@ -31,6 +31,9 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
 
+_ELEMENTWISE = ("convert_element_type", "copy", "name")
+"""Equations that mean the same for any shape."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
@@ -236,6 +239,26 @@ class _Splitter:
                 return None
             var = same[0]
         return self.params.index(var) if var in self.params else None
+
+
+def are_stacks_apart(cut: Split, shared: Program) -> bool:
+    """Whether the stacked parameters are read by the layers alone, and cast at most, so that they may have other dims for the layers.
+
+    shared: the program of `cut.shared`, as it will run.
+    """
+    by_param = {cut.like[v]: v for v in cut.weights if v in cut.like}
+    if len(by_param) < len(cut.weights) or any(cut.full_arguments[index] in cut.after.inputs for index in by_param):
+        return False
+    program = jx.body(shared)
+    arguments = dict(zip(cut.shared.inputs, program.invars, strict=False))
+    # Along each stack: the parameter, and what casts make of it.
+    along = {arguments[cut.arguments[index]]: var for index, var in by_param.items()}
+    for equation in program.eqns:
+        read = [a for a in _variables(equation.invars) if a in along]
+        if read and equation.primitive.name not in _ELEMENTWISE:
+            return False
+        along |= {var: along[a] for a in read for var in equation.outvars}
+    return all(along.get(made, out) is out for made, out in zip(program.outvars, cut.shared.outputs, strict=True) if jx.is_var(made))
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeVar, cast
 
 import jax
@@ -26,6 +27,7 @@ from jgt.pipeline.layer import Gradients, Layer, LayerInputs
 from jgt.pipeline.layout import Layout
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import BackwardItem, ForwardItem, SendingItem, StageItem, Ticks, WeightItem
+from jgt.pipeline.wire import Pairs, Wire
 from jgt.program import scopes
 from jgt.program.parts import Part
 
@@ -44,8 +46,8 @@ InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
 class Stage:
     """One stage's programs.
 
-    local: computes what layers read of inputs alone. keep_input: only the chunk's input is saved, and backward runs it
-    forward again. trains: backward items follow, for which forward items save values.
+    local: computes what layers read of inputs alone. wire, wire_back: for what travels, and for its cotangents. keep_input: only
+    the chunk's input is saved, and backward runs it forward again. trains: backward items follow, for which forward items save values.
     """
 
     split: Split
@@ -54,6 +56,8 @@ class Stage:
     ticks: Ticks
     layer: Layer
     local: Part
+    wire: Wire
+    wire_back: Wire
     keep_input: bool
     trains: bool
 
@@ -79,10 +83,10 @@ class Stage:
 
     # -- the items --------------------------------------------------------------------------------------------------------
 
-    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shows: bool) -> Changes:
+    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
         """Runs a chunk on what waits in the inbox or enters the model, and sends its outputs on; what backward needs is saved.
 
-        With `shows`, the outputs of the last chunk are shown.
+        shown: the share of ticks in which the outputs of the last chunk are shown, if there are any.
         """
         item, travel, saved = own.item, everywhere.ends, own.buffers.saved
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.forward
@@ -95,8 +99,8 @@ class Stage:
             if self.trains:
                 saved = [_put(buffer, value, item.saved) for buffer, value in zip(saved, travel, strict=True)]
             travel = self._evaluate(item, inputs_of, travel)
-        inbox = self._send(item, sends.pairs, travel, own.buffers.inbox)
-        return StageBuffers(inbox=inbox, saved=saved), self._show(item.last, travel) if shows else []
+        inbox = self._send(self.wire, item, sends.pairs, travel, own.buffers.inbox)
+        return StageBuffers(inbox=inbox, saved=saved), self._show(self.wire, item.last, travel, everywhere, shown)
 
     def _evaluate(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays) -> Arrays:
         """A chunk's outputs, with nothing saved."""
@@ -127,8 +131,11 @@ class Stage:
 
         return jax.lax.scan(step, [_at(b, item.saved) for b in saved], self._positions)[1]
 
-    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere) -> Changes:
-        """Runs a chunk backward and sends the cotangents of its inputs on; shows those of the first chunk's inputs."""
+    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
+        """Runs a chunk backward and sends the cotangents of its inputs on.
+
+        shown: the share of ticks in which the cotangents of the first chunk's inputs are shown, if there are any.
+        """
         item, buffers, cotangents = own.item, own.buffers, everywhere.ends
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.backward
         if sends.inbox.num_slots:
@@ -151,8 +158,10 @@ class Stage:
             return (cotangents, stashed, sums), None
 
         cotangents, stashed, sums = jax.lax.scan(step, (cotangents, buffers.stashed, buffers.sums), self._positions, reverse=True)[0]
-        inbox = self._send(item, sends.pairs, cotangents, buffers.inbox_back)
-        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(item.first, cotangents)
+        inbox = self._send(self.wire_back, item, sends.pairs, cotangents, buffers.inbox_back)
+        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(
+            self.wire_back, item.first, cotangents, everywhere, shown
+        )
 
     def weight_gradients(self, own: OnStage[WeightItem], everywhere: Everywhere) -> Changes:
         """Adds the gradients that backward did not compute to the sums."""
@@ -215,28 +224,32 @@ class Stage:
             common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)
         return GradientSums(weights=weights, common=common)
 
-    def _send(self, item: SendingItem, pairs: Mapping[int, tuple[tuple[int, int], ...]], values: Arrays, inbox: Arrays) -> Arrays:
+    def _send(self, wire: Wire, item: SendingItem, pairs: Mapping[int, Pairs], values: Arrays, inbox: Arrays) -> Arrays:
         """The inbox after every stage sent its values along each shift of the table.
 
-        pairs: for each shift the (sender, receiver)s that ever need it. Stages that nothing is sent to receive zeros.
+        pairs: for each shift the stages that ever need it.
         """
         # A shift is static, because ppermute needs its pairs at compile time; which slot a stage writes is data.
         for shift, slot in item.into.items():
-            inbox = [
-                _put(box, x if shift == 0 else jax.lax.ppermute(x, self.layout.axis, pairs[shift]), slot)
-                for box, x in zip(inbox, values, strict=True)
-            ]
+            sent = values if shift == 0 else wire.sent(values, pairs[shift])
+            inbox = [_put(box, x, slot) for box, x in zip(inbox, sent, strict=True)]
         return inbox
 
-    def _show(self, flag: Flags, values: Arrays) -> Arrays:
-        """The values of the one stage whose flag is set, on every stage."""
-        # One stage contributes its values and the others zeros, so the sum is a broadcast from a stage that only data names.
-        return [self._sum(jnp.where(flag, x, jnp.zeros_like(x))) for x in values] if self.chunks.num_stages > 1 else values
+    def _show(self, wire: Wire, flag: Flags, values: Arrays, everywhere: Everywhere, share: Fraction | None) -> Arrays:
+        """The values of the one stage whose flag is set, on every stage; zeros in ticks that do not read them.
 
-    def _sum(self, x: jax.Array) -> jax.Array:
-        # XLA on CPU aborts on half-precision sums between stages; the sum of one value and zeros is exact in any precision.
-        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else jnp.int32 if x.dtype == bool else x.dtype
-        return cast(jax.Array, jax.lax.psum(x.astype(wide), self.layout.axis)).astype(x.dtype)
+        share: the share of ticks that read them. All devices take the branch together.
+        """
+        if share is None:
+            return []
+        if everywhere.is_read is None or self.chunks.num_stages == 1:
+            return wire.shown(flag, values) if self.chunks.num_stages > 1 else values
+
+        def show() -> Arrays:
+            with scopes.branch_taken(share):
+                return wire.shown(flag, values)
+
+        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: [jnp.zeros_like(x) for x in values]))
 
 
 def keep_cotangents(own: OnStage[Integers], everywhere: Everywhere) -> Changes:

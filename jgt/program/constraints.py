@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 
 
@@ -89,6 +90,22 @@ def _placed_like(equation: Equation, like: Equation | None) -> Equation:
     # The name stack is part of the source info. It gives the constraint the signal of its value, so that a plan attributes the
     # collectives that it causes.
     return equation if like is None else equation.replace(source_info=like.source_info)
+
+
+def pinned_dims(program: Program, result: int) -> Dims | None:
+    """The axes of each dim of a program's result, if the equation that makes it is a constraint, perhaps inside a call or a checkpoint."""
+    inner = jx.body(program)
+    atom = inner.outvars[result]
+    equation = next((e for e in inner.eqns if any(v is atom for v in e.outvars)), None)
+    if equation is None or not jx.is_var(atom):
+        return None
+    if isinstance(sharding := equation.params.get("sharding"), NamedSharding):
+        return sharding_dims(sharding, len(jx.shape_of(atom)))
+    if not (jx.is_call(equation) or jx.is_remat(equation) or jx.has_custom_derivative(equation)):
+        return None
+    position = list(equation.outvars).index(atom)
+    parts = [part for part in jx.subprograms(equation) if len(jx.body(part).outvars) == len(equation.outvars)]
+    return pinned_dims(parts[0], position) if parts else None
 
 
 def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan: bool) -> Program:

@@ -13,7 +13,7 @@ dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +32,16 @@ from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
 from jgt.sharding.placement import ParameterPlace, Placement, Surroundings
 from jgt.sharding.rewrite import rewrite
-from jgt.sharding.staging import StagedCall, stage
-
-Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
+from jgt.sharding.staging import Run, StagedCall, stage
+from jgt.sharding.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """What a call of these shapes needs.
 
-    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`.
+    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`. storage,
+    run_stored: where parameters can be stored on their stages and are not, how, and the same for these.
     out_tree: the tree of the result.
     is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
     around it.
@@ -52,6 +52,8 @@ class PlannedCall:
     out_tree: Any
     changed: tuple[int, ...]
     is_reusable: bool
+    storage: Storage | None = None
+    run_stored: Run | None = None
 
 
 def plan_call(
@@ -103,17 +105,27 @@ def plan_call(
         raise InputError(found)
     # Last, because it raises an error of its own instead of adding to `found`.
     check_aliases(arguments.parameters, staged.parameters, rules)
+    placement = Placement(
+        rules=rules,
+        mesh=mesh,
+        parameters=staged.parameters,
+        tree=tree,
+        others={leaf: None if number is None else inputs.dims[number - num_params] for leaf, number in first_argument.items()},
+        signature=arguments.signature,
+        tensors=tuple(whole.tensors),
+    )
+
+    def pinned(run: Run) -> Run:
+        return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in inputs.pins.items()}, site)
+
+    storage = None
+    if pipeline is not None and (stored := staged.stored):
+        storage = Storage(chunks=stored.chunks, axis=pipeline.axis, model=placement, stacks=stored.stacks)
     return PlannedCall(
-        placement=Placement(
-            rules=rules,
-            mesh=mesh,
-            parameters=staged.parameters,
-            tree=tree,
-            others={leaf: None if number is None else inputs.dims[number - num_params] for leaf, number in first_argument.items()},
-            signature=arguments.signature,
-            tensors=tuple(whole.tensors),
-        ),
-        run=_with_state_pinned(staged.run, traced, {n: dims for n, (dims, _) in inputs.pins.items()}, site),
+        placement=placement,
+        run=pinned(staged.run),
+        storage=storage,
+        run_stored=None if staged.stored is None else pinned(staged.stored.run),
         out_tree=traced.out_tree,
         changed=traced.changed,
         is_reusable=not jx.closes_over_tracers(program),

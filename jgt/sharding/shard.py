@@ -25,6 +25,7 @@ from jgt.sharding.call import PlannedCall, check_aliases, plan_call
 from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
 from jgt.sharding.inputs import Signature, StateArguments
 from jgt.sharding.placement import Placement
+from jgt.sharding.storage import Storage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,6 +72,26 @@ class Sharded(Generic[_P, _R]):
         Nothing is computed and no device is touched. Raises InputError as a call does.
         """
         return self._plan(self._arguments(args, kwargs)).placement
+
+    def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
+        """How parameters are stored on the stages that run them, if that is another form than the model's; None: the model's."""
+        return self._plan(self._arguments(args, kwargs)).storage
+
+    def on_stored(self, storage: Storage) -> Callable[..., _R]:
+        """The same function of parameters that are stored so. It has no state in its first argument."""
+
+        def call(params: Any, *args: Any, **kwargs: Any) -> _R:
+            leaves = jax.tree.leaves(params)
+            arguments = self._arguments((storage.shapes(params), *args), kwargs)
+            planned = self._plan(arguments)
+            arrays = [*leaves, *arguments.arrays[len(leaves) :]]
+            check_surroundings(arrays)
+            assert planned.run_stored is not None, "calls of one function store its parameters alike"
+            results, num_results = planned.run_stored(arrays), planned.out_tree.num_leaves
+            arguments.store(planned.changed, results[num_results:])
+            return jax.tree.unflatten(planned.out_tree, results[:num_results])
+
+        return call
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
         """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.

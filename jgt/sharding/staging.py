@@ -5,18 +5,22 @@ user's function again with fewer rows, and a third time with another batch size,
 whole batch can be added up from its parts (`jgt.batch`). Then the program is split around the layer scan: the part
 before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
 
-The parameters of layers are stored by stage if the stages divide the layers evenly, so that no step has to move them.
+The parameters of layers are stored by stage if each stage runs as many neighbouring layers, so that no step has to move them.
+Otherwise another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one
+all-to-all. No split of the dim of layers would do: chunks that a stage runs are not neighbours, or are not equally long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
+from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
@@ -35,17 +39,30 @@ from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.microbatches import Microbatches, find_microbatches
 from jgt.sharding.placement import ParameterPlace
 from jgt.sharding.rewrite import rewrite_part
+from jgt.sharding.storage import stored_dims
+
+Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCall:
+    """How to run a call whose stacked parameters, by path, are stored on their stages (see `Storage`)."""
+
+    chunks: Chunks
+    stacks: frozenset[str]
+    run: Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCall:
     """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
 
-    With problems, there is nothing to run.
+    With problems, there is nothing to run. stored: the same for parameters that are stored on their stages, if they can be and are not.
     """
 
     parameters: tuple[ParameterPlace, ...]
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    run: Run
+    stored: StoredCall | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -80,7 +97,7 @@ def stage(
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, pipeline.axis, table.num_stages)
+    parameters = _staged_places(parameters, parts, table, pipeline.axis, found.axes, sizes)
     executor = Executor(
         split=parts,
         table=table,
@@ -94,15 +111,25 @@ def stage(
         rewrite=lambda program, place: rewrite_part(program, place, rules, mesh),
     )
 
-    pipelined = Pipelined(executor)
+    def running(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]]) -> Run:
+        def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            # Not strict: the inputs follow the parameters in `arrays`.
+            params = [_pinned(x, ahead, behind, mesh) for x, (ahead, behind) in zip(arrays, places, strict=False)]
+            inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
+            return pipelined(params, inputs)
 
-    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        # Not strict: the inputs follow the parameters in `arrays`.
-        params = [_pinned(x, p.dims, p.optimizer_dims, mesh) for x, p in zip(arrays, parameters, strict=False)]
-        inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
-        return pipelined(params, inputs)
+        return run
 
-    return StagedCall(parameters=parameters, run=run)
+    pipelined, places = Pipelined(executor), [(p.dims, p.optimizer_dims) for p in parameters]
+    chunks = Chunks(num_layers=parts.num_layers, num_stages=table.num_stages, stages=table.stages)
+    stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
+    stored: StoredCall | None = None
+    if not chunks.are_neighbours and not any(parameters[index].dims[0] for index in stacks) and pipelined.can_be_stored():
+        axis = pipeline.axis
+        on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
+        there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
+        stored = StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=running(there, on_stages))
+    return StagedCall(parameters=parameters, run=running(pipelined, places), stored=stored)
 
 
 def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -> StagedCall:
@@ -175,21 +202,37 @@ def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
 
 
-def _staged_places(parameters: tuple[ParameterPlace, ...], cut: Split, axis: str, num_stages: int) -> tuple[ParameterPlace, ...]:
-    """Places of the parameters with those of the layers split over the stages, if the stages divide the layers."""
-    # The dim of layers can only be split evenly. Otherwise each stage stores the weights of all layers.
-    if cut.num_layers % num_stages:
-        return parameters
+def _staged_places(
+    parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[ParameterPlace, ...]:
+    """Places of the parameters with those of the layers split over the stages: by layers if each stage runs its neighbouring layers."""
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
-    first: Dims = ((axis,),)
+    by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
+
+    def split(one: ParameterPlace, dims: Dims) -> Dims:
+        if by_layers:
+            return ((axis,), *dims[1:])
+        dim = _dim_to_split(one.shape, dims, sizes[axis], batch_axes, sizes)
+        return dims if dim is None else (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
 
     def place(index: int, one: ParameterPlace) -> ParameterPlace:
         # A rule that splits the dim of layers itself is not overridden.
         if index not in staged or one.dims[0] or one.optimizer_dims[0]:
             return one
-        return replace(one, dims=first + one.dims[1:], optimizer_dims=first + one.optimizer_dims[1:])
+        return replace(one, dims=split(one, one.dims), optimizer_dims=split(one, one.optimizer_dims))
 
     return tuple(place(i, p) for i, p in enumerate(parameters))
+
+
+def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int | None:
+    """The dim behind that of the layers to split over the stages too; None if they divide none."""
+
+    def others(dim: int) -> tuple[int, int]:
+        # From a dim that has no other axis inside the pipeline, weights go to their stages by one all-to-all.
+        return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
+
+    fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]
+    return min(fits, key=others, default=None)
 
 
 def _pinned(x: jax.Array, forward: Dims, backward: Dims, mesh: Mesh | AbstractMesh) -> jax.Array:

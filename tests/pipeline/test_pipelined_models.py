@@ -213,12 +213,15 @@ def places_of(num_layers, rules=RULES, loss=decoder_loss, **options):
     return {p.path: p.spec for p in placement.parameters}
 
 
-def test_layers_are_stored_by_stage_where_the_stages_divide_them():
+def test_layers_are_stored_by_stage_where_each_stage_runs_as_many_neighbours():
     ends = {"embed": "[[stage, tensor, fsdp], null]", "unembed": "[[stage, tensor], fsdp]"}
     by_stage = {"layers/up": "[stage, fsdp, tensor]", "layers/down": "[stage, tensor, fsdp]"}
     assert places_of(4) == by_stage | ends
-    assert places_of(6, schedule="zigzag", virtual=None) == by_stage | ends
-    assert places_of(5) == {name: spec.replace("stage", "null") for name, spec in by_stage.items()} | ends
+    # Elsewhere another dim is split, so that no stage stores the layers of all.
+    by_columns = {"layers/up": "[null, [fsdp, stage], tensor]", "layers/down": "[null, tensor, [fsdp, stage]]"}
+    assert places_of(6, schedule="zigzag", virtual=None) == by_columns | ends
+    assert places_of(6, schedule="interleaved", virtual=3) == by_columns | ends
+    assert places_of(5) == by_columns | ends
 
 
 def test_initial_parameters_are_the_same_on_every_mesh():

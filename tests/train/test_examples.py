@@ -91,7 +91,7 @@ def test_a_killed_run_of_ones_own_code_resumes_bit_for_bit(tmp_path, nursery, py
     states = []
     for name in ("straight", "broken"):
         found, _ = find_checkpoint(tmp_path / name)
-        states.append(jax.device_get(restore(found, setup.shapes, setup.shardings)))
+        states.append(jax.device_get(restore(found, setup.saved_shapes, setup.saved_shardings)))
     assert jax.tree.leaves(states[0].variables)
     jax.tree.map(np.testing.assert_array_equal, *states)
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from runs import flags, run_both
 
+from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.data.opening import open_data
-from train.run.start import Feed
+from train.run.start import Feed, restore_state
 from train.run.train import train
 from train.setup import prepare
 
@@ -140,7 +141,7 @@ def start(small):
             sums = np.sum(
                 [jax.device_get(evaluate(params, {}, batch)["loss"]) for batch in feed.evaluation(None)], axis=0, dtype=np.float64
             )
-            known[overrides] = jax.device_get(params), sums[0] / sums[1]
+            known[overrides] = jax.device_get(setup.model_params(params)), sums[0] / sums[1]
         return known[overrides]
 
     return _start
@@ -192,6 +193,43 @@ def test_a_checkpoint_of_two_stages_goes_on_elsewhere(curve, small, tmp_path, ca
     assert len(found.losses) == STEPS
     assert_near(found.losses, reference.losses)
     assert_near(found.norms, reference.norms)
+
+
+INTERLEAVED = (
+    "model.layers=7",
+    "mesh={data: 1, fsdp: 2, stage: 2, tensor: 2}",
+    "pipeline={signal: layers, axis: stage, schedule: interleaved, virtual: 2, microbatches: 4}",
+)
+OTHERS = {
+    "no pipeline": ("model.layers=7", "pipeline=null", "rules=null", "mesh={data: 1}"),
+    "four stages": ("model.layers=7", "pipeline.schedule=zb", "mesh={data: 1, fsdp: 2, stage: 4, tensor: 1}"),
+}
+
+
+def test_a_checkpoint_of_chunks_has_the_bits_of_the_model_everywhere(small, tmp_path):
+    setup = prepare(small("train.ema=0.9", *INTERLEAVED))
+    assert setup.storage is not None
+    state = setup.init()
+    # The first dims of a stack, and those of its moments: 2 chunks on 2 stages, 2 layers each, one of them padding.
+    stacks = [x.shape[:3] for x in jax.tree.leaves((state.params, state.opt_state, state.average)) if x.ndim >= 4]
+    assert set(stacks) == {(2, 2, 2)}
+    assert len(stacks) % 4 == 0
+    # Moments that are not zero.
+    state = state._replace(opt_state=setup.from_saved(jax.tree.map(lambda x: x + 1, setup.to_save(state))).opt_state)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", setup.run.config.checkpoint)
+    checkpoints.save(setup.to_save(state), 1, 16)
+    checkpoints.wait()
+    found, reports = checkpoints.find()
+    checkpoints.close()
+    assert reports == []
+    expected = jax.device_get(setup.to_save(state))
+    assert all(x.shape[0] == 7 for x in jax.tree.leaves(expected.params["layers"]))
+    for other in OTHERS.values():
+        elsewhere = prepare(small("train.ema=0.9", *other))
+        restored = jax.device_get(elsewhere.to_save(restore_state(elsewhere, found)))
+        jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    again = restore_state(setup, found)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.to_save(again)), expected)
 
 
 # -- several processes -------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Trained:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        return _module(self.setup, self.state.params, self.state.variables)
+        return _module(self.setup, self.setup.model_params(self.state.params), self.state.variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +150,13 @@ def load_model(
     # With an average of the parameters, that is the model: evaluations were of it.
     main = "params" if setup.shapes.average == () else "average"
     parts = (main, "variables") if jax.tree.leaves(setup.shapes.variables) else (main,)
-    shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.shapes, setup.shardings))
+    shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.saved_shapes, setup.saved_shardings))
     arrays = restore_parts(saved, shapes, shardings, cast=False)
-    params = setup.evaluated(State(saved.manifest.step, None, None)._replace(**arrays))
+    if main == "params":
+        params = arrays["params"]
+    else:
+        average = setup.stored_params(arrays["average"])
+        params = setup.model_params(setup.evaluated(State(saved.manifest.step, None, None, average=average)))
     return Loaded(setup=setup, params=params, variables=arrays.get("variables", {}), step=saved.manifest.step)
 
 

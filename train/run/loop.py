@@ -176,7 +176,7 @@ class Loop:
     def _check_and_save(self, position: Position) -> None:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self._data.check()
-        self._checkpoints.save(position.state, position.step, position.samples)
+        self._checkpoints.save(self._setup.to_save(position.state), position.step, position.samples)
         self._saved, self._has_failed = position.step, False
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:

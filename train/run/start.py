@@ -120,7 +120,8 @@ class Start:
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
             try:
-                return restore_params(saved, self._setup.shapes.params, self._setup.shardings.params, cast=self._config.cast)
+                shapes, shardings = self._setup.saved_shapes.params, self._setup.saved_shardings.params
+                return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
@@ -129,13 +130,13 @@ class Start:
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:
     """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit."""
-    shapes, shardings, config = setup.shapes, setup.shardings, setup.run.config
+    shapes, shardings, config = setup.saved_shapes, setup.saved_shardings, setup.run.config
     has_losses = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in saved.manifest.arrays)
     has_average = any(entry.path.startswith("average/") for entry in saved.manifest.arrays)
     # Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that
     # is switched on starts at the parameters.
     absent: dict[str, Any] = ({} if has_losses else {"losses": ()}) | ({} if has_average else {"average": ()})
-    state = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
+    state = setup.from_saved(restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast))
     if not has_losses:
         state = state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
     return state if has_average else setup.with_average(state)

@@ -22,6 +22,8 @@ import jgt
 from jgt.document import InputError, nearest
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
+from jgt.sharding.shard import Sharded
+from jgt.sharding.storage import Storage
 
 from ..code.names import load_object
 from ..config import Run, batch_problems
@@ -84,8 +86,10 @@ def prepare(
     problems = tuple(batch_problems(run, mesh.shape))
     placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
-    make_optimizer = _optimizer(run, model, placement)
-    make_state = _state_maker(init, make_optimizer, config.train)
+    storage = _storage(run, objective, (params, variables, part))
+    stored = placement if storage is None else storage.placement
+    make_optimizer = _optimizer(run, model, stored)
+    make_state = _state_maker(init, make_optimizer, config.train, storage)
     return Setup(
         run=run,
         mesh=mesh,
@@ -93,9 +97,10 @@ def prepare(
         attention=attention,
         loss_chunks=chunks,
         make_optimizer=make_optimizer,
-        objective=objective,
+        objective=objective if storage is None else objective.on_stored(storage),
         make_state=make_state,
         placement=placement,
+        storage=storage,
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         element=element,
     )
@@ -203,9 +208,22 @@ def _check_remat(run: Run, tensors: Sequence[str]) -> None:
         raise InputError([f"{where}: train.remat: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
-def _state_maker(init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, config: TrainConfig) -> Callable[[Any], State]:
+def _storage(run: Run, objective: Objective, shapes: tuple[Any, ...]) -> Storage | None:
+    """How the parameters are stored on a pipeline's stages; None: as the model has them."""
+    optimizer = run.config.optimizer
+    # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
+    if run.pipeline is None or isinstance(optimizer, OwnOptimizer) or optimizer.offload == "host":
+        return None
+    assert isinstance(objective.loss, Sharded)
+    return objective.loss.storage(*shapes)
+
+
+def _state_maker(
+    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, config: TrainConfig, storage: Storage | None
+) -> Callable[[Any], State]:
     def make_state(seed: jax.Array) -> State:
         params, variables = init(jax.random.key(seed))
+        params = params if storage is None else storage.entered(params)
         # The state does not depend on the settings.
         opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
         losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)

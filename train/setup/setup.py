@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
 from jgt.sharding.placement import Placement
+from jgt.sharding.storage import Storage
 
 from ..config import Run
 from ..models.attention import CUDNN, AttentionChoice, has_foreign_mask
@@ -33,8 +34,9 @@ _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 class Setup:
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
-    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
-    one row of a batch, by name.
+    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. placement: of the
+    model's parameters. storage: how the state has them, where that is another form. shapes: of the state. element: the arrays of one row
+    of a batch, by name.
     """
 
     run: Run
@@ -46,6 +48,7 @@ class Setup:
     objective: Objective
     make_state: Callable[[Any], State]
     placement: Placement
+    storage: Storage | None
     shapes: State
     element: Mapping[str, jax.ShapeDtypeStruct]
 
@@ -55,20 +58,67 @@ class Setup:
         return rows_of(self.element, self.run.config.train.batch)
 
     @property
-    def shardings(self) -> State:
-        """Where each part of the state goes."""
-        place = self.placement
-        whole = place.replicated()
-        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
-        moments = place.optimizer(self.shapes.opt_state, memory)
-        # The window of losses is a few numbers, which every device keeps.
-        losses = jax.tree.map(lambda _: whole, self.shapes.losses)
-        return State(whole, place.params, moments, losses, place.inputs(self.shapes.variables, "variables"), self._average_shardings)
+    def stored(self) -> Placement:
+        """The placement of the parameters as the state has them."""
+        return self.placement if self.storage is None else self.storage.placement
 
     @property
-    def _average_shardings(self) -> Any:
-        # As the moments: an update reads both, and with ZeRO each device keeps its part alone.
-        return () if self.shapes.average == () else self.placement.gradients
+    def shardings(self) -> State:
+        """Where each part of the state goes."""
+        return self._shardings(self.stored, self.shapes)
+
+    @property
+    def saved_shapes(self) -> State:
+        """The shapes of a state in a checkpoint: the model's, so that it fits any mesh and schedule."""
+        return self.shapes if self.storage is None else jax.eval_shape(self._leave, self.shapes)
+
+    @property
+    def saved_shardings(self) -> State:
+        """Where each part of a state goes before it is saved, and after it is restored."""
+        return self._shardings(self.placement, self.saved_shapes)
+
+    def _shardings(self, place: Placement, shapes: State) -> State:
+        whole = place.replicated()
+        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
+        moments = place.optimizer(shapes.opt_state, memory)
+        # The window of losses is a few numbers, which every device keeps.
+        losses = jax.tree.map(lambda _: whole, shapes.losses)
+        # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
+        average = () if shapes.average == () else place.gradients
+        return State(whole, place.params, moments, losses, place.inputs(shapes.variables, "variables"), average)
+
+    def to_save(self, state: State) -> State:
+        """The state as a checkpoint has it. The state remains."""
+        return state if self.storage is None else self._left(state)
+
+    def from_saved(self, state: State) -> State:
+        """The inverse of `to_save`. The state may lack its losses or its average."""
+        if self.storage is None:
+            return state
+        absent = {name: () for name in ("losses", "average") if not jax.tree.leaves(getattr(state, name))}
+        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(state)
+
+    def model_params(self, params: Any) -> Any:
+        """The model's parameters, of those that the state has."""
+        if self.storage is None:
+            return params
+        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=_COMPILED_ONCE)(params)
+
+    def stored_params(self, params: Any) -> Any:
+        """The inverse of `model_params`."""
+        if self.storage is None:
+            return params
+        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=_COMPILED_ONCE)(params)
+
+    def _enter(self, state: State) -> State:
+        return _converted(state, cast(Storage, self.storage).entered)
+
+    def _leave(self, state: State) -> State:
+        return _converted(state, cast(Storage, self.storage).left)
+
+    @functools.cached_property
+    def _left(self) -> Callable[[State], State]:
+        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=_COMPILED_ONCE)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -78,7 +128,7 @@ class Setup:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
-        return sum(x.size for x in jax.tree.leaves(self.shapes.params))
+        return sum(math.prod(p.shape) for p in self.placement.parameters)
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
@@ -101,7 +151,7 @@ class Setup:
         return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 
     def evaluated(self, state: State) -> Any:
-        """The parameters to evaluate, laid out as parameters: the state's, or their average if there is one."""
+        """The parameters to evaluate, as the state has them: its own, or their average if there is one."""
         return state.params if state.average == () else self._cast(state.average)
 
     def with_average(self, state: State) -> State:
@@ -113,16 +163,16 @@ class Setup:
     def _cast(self) -> Callable[[Any], Any]:
         """From the average, in f32 and laid out like moments, to parameters."""
 
-        def cast(average: Any) -> Any:
+        def to_parameters(average: Any) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
-        return jax.jit(cast, out_shardings=self.placement.params)
+        return jax.jit(to_parameters, out_shardings=self.stored.params)
 
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
 
         def pin(gradients: Any) -> Any:
-            return jax.lax.with_sharding_constraint(gradients, self.placement.gradients)
+            return jax.lax.with_sharding_constraint(gradients, self.stored.gradients)
 
         config, optimizer = self.run.config.train, self.run.config.optimizer
         step = make_train_step(
@@ -165,6 +215,12 @@ class Setup:
             make_eval_step(self.objective), in_shardings=(shardings.params, shardings.variables, self.batch_shardings), out_shardings=whole
         )
         return jitted.lower(self.shapes.params, self.shapes.variables, rows_of(self.element, batch)).compile()
+
+
+def _converted(state: State, convert: Callable[..., Any]) -> State:
+    """The state in another form of the parameters, and of everything that has their shapes."""
+    moments, average = convert(state.opt_state, as_state=True), convert(state.average, as_state=True)
+    return state._replace(params=convert(state.params), opt_state=moments, average=average)
 
 
 def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgt.document import InputError
+from jgt.sharding.shard import Sharded
+from jgt.sharding.storage import Storage
 
 from ..code.names import own_line
 from ..models.model import Model
@@ -61,6 +63,12 @@ class Objective:
     loss: ShardedLoss
     evaluated: ShardedLoss
     is_token_loss: bool
+
+    def on_stored(self, storage: Storage) -> Objective:
+        """The same of parameters that are stored on a pipeline's stages."""
+        assert isinstance(self.loss, Sharded)
+        assert isinstance(self.evaluated, Sharded)
+        return replace(self, loss=self.loss.on_stored(storage), evaluated=self.evaluated.on_stored(storage))
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:

@@ -115,7 +115,7 @@ def restored(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
     found, _ = checkpoints.find()
-    state = restore(found, setup.shapes, setup.shardings)
+    state = restore(found, setup.saved_shapes, setup.saved_shardings)
     checkpoints.close()
     assert found.manifest.step == STEPS
     return jax.device_get(state.params), found.manifest.samples

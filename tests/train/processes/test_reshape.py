@@ -91,7 +91,7 @@ def restored(run, devices=None):
     found, reports = checkpoints.find()
     checkpoints.close()
     assert reports == []
-    return restore(found, setup.shapes, setup.shardings), found.manifest
+    return restore(found, setup.saved_shapes, setup.saved_shardings), found.manifest
 
 
 def copy_and_train(run):
