@@ -32,8 +32,10 @@ NONE = "(none)"
 
 # A scope of jgt's, wherever it begins: after a slash, or in the bracket of `jvp(`, but not inside a longer word.
 _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
-# JAX lists the scopes around a recomputed region twice: `transpose(jvp(a))/b/jvp(a)/b`.
+# In a backward pass JAX lists the scopes around a recomputed region twice: `transpose(jvp(a))/b/jvp(a)/b`, and those inside the body of a
+# loop too: `transpose(jvp(a))/while/body/b/c/b/c/checkpoint`. The sum of two cotangents there is an `add_any`.
 _TWICE = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/|$)")
+_TWICE_IN_BODY = re.compile(r"(?:(?<=/)|^)((?:[^/]+/)+)\1(?=(?:checkpoint|add_any)(?:/|$))")
 _MAX_HOPS = 6
 
 
@@ -53,7 +55,7 @@ def origin_of(op_name: str) -> Origin | None:
         origins = {origin_of(name) for name in names}
         return origins.pop() if len(origins) == 1 else None
     # Scopes are listed from the outermost inwards, as a signal's path is. Words of JAX between them, such as `while`, are left out.
-    signals = _SIGNAL.findall(_TWICE.sub(r"\1", op_name))
+    signals = _SIGNAL.findall(_TWICE_IN_BODY.sub(r"\1", _TWICE.sub(r"\1", op_name)))
     if signals:
         return Origin("/".join(signals), phase_of(op_name))
     # What a pipeline adds to the model, such as sending activations to the next stage, counts as a signal of its own.

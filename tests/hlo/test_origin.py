@@ -18,6 +18,10 @@ NAMES = {
     "jit(step)/transpose(jvp(sig.layers))/sig.mlp/jvp(sig.layers)/sig.mlp/mul": ("layers/mlp", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/jvp(sig.layers)/rematted_computation/sig.mlp/mul": ("layers/mlp", "recompute"),
     "jit(step)/transpose(jvp(sig.layers))/sig.layers/mul": ("layers/layers", "backward"),
+    "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.b/sig.a/sig.b/checkpoint/mul": ("layers/a/b", "backward"),
+    "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.a/checkpoint/rematted_computation/mul": ("layers/a", "recompute"),
+    "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.a/add_any": ("layers/a", "backward"),
+    "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.a/mul": ("layers/a/a", "backward"),
     "sig.mlp": ("mlp", "forward"),
     # XLA merged instructions: the first name counts.
     "jit(step)/transpose(jvp(sig.a))/mul;jit(step)/jvp(sig.b)/add": ("a", "backward"),
