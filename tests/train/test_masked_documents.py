@@ -78,7 +78,8 @@ def of_each_alone(kind):
 def assert_same(found, wanted):
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
     # A bias of keys has no gradient but rounding: adding to all keys changes no softmax.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], wanted[1])
+    # Gradients are sums of many products in f32: the smallest of them have the rounding errors of the largest.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6), found[1], wanted[1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
