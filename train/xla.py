@@ -12,7 +12,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -53,14 +53,35 @@ def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> lis
     virtual: the devices are virtual CPU devices. fp8: the model has matmuls in eight bits. Flags in the environment's XLA_FLAGS remain
     and win.
     """
-    wanted = {**PRESETS[_preset(config, virtual=virtual, fp8=fp8)], **config.plain_flags()}
+    has_gpu = not virtual and any(Path("/dev").glob("nvidia[0-9]*"))
     inherited = os.environ.get("XLA_FLAGS", "").split()
-    flags = [f"--{name}={value}" for name, value in wanted.items() if not any(_name(flag) == name for flag in inherited)]
+    flags = _texts(wanted_flags(config, has_gpu=has_gpu, fp8=fp8), inherited)
     folder, warnings = (None, []) if config.cache is None else _open_cache(config.cache)
     accepted = _accepted_flags(flags, folder)
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
-    return [*(f"this XLA does not accept {flag}; it is left out" for flag in flags if flag not in accepted), *warnings]
+    return [*_left_out(flags, accepted), *warnings]
+
+
+def wanted_flags(config: XlaConfig, *, has_gpu: bool, fp8: bool) -> dict[str, str]:
+    """The flags of a run by name: those of its preset, and its own. has_gpu: its devices are NVIDIA's."""
+    preset = config.preset
+    if preset == "auto":
+        preset = ("gpu-fp8" if fp8 else "gpu-overlap") if has_gpu else "none"
+    return {**PRESETS[preset], **config.plain_flags()}
+
+
+def planned_flags(config: XlaConfig, *, has_gpu: bool, fp8: bool) -> tuple[dict[str, str], list[str]]:
+    """The flags of a run whose devices are elsewhere, as far as the installed XLA accepts them, and warnings for a person.
+
+    Flags in the environment's XLA_FLAGS win, because XLA has them already.
+    """
+    flags = _texts(wanted_flags(config, has_gpu=has_gpu, fp8=fp8), os.environ.get("XLA_FLAGS", "").split())
+    folder = None
+    with contextlib.suppress(RuntimeError, OSError):
+        folder = default_folder()
+    accepted = _accepted_flags(flags, folder)
+    return {_name(flag): flag.partition("=")[2] for flag in accepted}, _left_out(flags, accepted)
 
 
 def open_devices() -> None:
@@ -76,12 +97,13 @@ def open_devices() -> None:
         raise OSError(f"JAX cannot open its devices: {reason or 'a platform of JAX_PLATFORMS is not installed'}") from error
 
 
-def _preset(config: XlaConfig, *, virtual: bool, fp8: bool) -> str:
-    if config.preset != "auto":
-        return config.preset
-    if virtual or not any(Path("/dev").glob("nvidia[0-9]*")):
-        return "none"
-    return "gpu-fp8" if fp8 else "gpu-overlap"
+def _texts(flags: Mapping[str, str], inherited: Sequence[str]) -> list[str]:
+    """Flags as XLA_FLAGS has them, without those that are inherited."""
+    return [f"--{name}={value}" for name, value in flags.items() if not any(_name(flag) == name for flag in inherited)]
+
+
+def _left_out(flags: Sequence[str], accepted: Sequence[str]) -> list[str]:
+    return [f"this XLA does not accept {flag}; it is left out" for flag in flags if flag not in accepted]
 
 
 def _accepted_flags(flags: list[str], folder: Path | None) -> list[str]:

@@ -60,16 +60,14 @@ def _runs_per_call(module: Module, caller: Instruction, called: str) -> Fraction
 
 def producers(module: Module, spot: Spot) -> Iterator[Spot]:
     """The instructions that a value is directly computed from. For a parameter, these are the arguments that its callers pass."""
-    computation = module.computations[spot.computation]
-    instruction = computation.instructions[spot.name]
+    instruction = module.at(spot)
     if instruction.op == "get-tuple-element":
         # Its operand is the whole tuple, but only one of the tuple's operands matters for this element.
-        yield Spot(spot.computation, _tuple_element(computation, instruction))
+        yield from _elements(module, Spot(spot.computation, instruction.operands[0]), int(instruction.attribute("index")))
         return
     if instruction.op != "parameter":
         yield from (Spot(spot.computation, name) for name in instruction.operands)
         return
-    # A loop passes its initial values; what one iteration passes to the next is not followed.
     number = instruction.parameter_number
     for at, caller in module.callers.get(spot.computation, ()):
         if caller.op == "conditional":
@@ -79,14 +77,38 @@ def producers(module: Module, spot: Spot) -> Iterator[Spot]:
             yield Spot(at, caller.operands[number])
 
 
-def _tuple_element(computation: Computation, element: Instruction) -> str:
-    """The instruction that an element of a tuple comes from: one operand where results match operands, otherwise the whole tuple."""
-    result = whole = computation.instructions[element.operands[0]]
+def _elements(module: Module, spot: Spot, index: int) -> Iterator[Spot]:
+    """The instructions that an element of a tuple comes from: one operand where results match operands, otherwise the whole tuple.
+
+    An element of a loop's tuple comes from the iteration before and, in the first one, from outside.
+    """
+    instruction = module.at(spot)
+    if instruction.op == "while":
+        yield from _of_loop(module, spot.computation, instruction, index)
+        return
+    loops = [(at, i) for at, i in module.callers.get(spot.computation, ()) if i.op == "while"] if instruction.op == "parameter" else []
+    for at, loop in loops:
+        yield from _of_loop(module, at, loop, index)
+    if not loops:
+        yield Spot(spot.computation, _tuple_element(module.computations[spot.computation], instruction, index))
+
+
+def _of_loop(module: Module, at: str, loop: Instruction, index: int) -> Iterator[Spot]:
+    """What a loop in a computation passes as an element of its tuple: from one iteration to the next, and to the first one."""
+    body = loop.attribute("body")
+    for computation, name in ((body, module.computations[body].root), (at, loop.operands[0])):
+        whole = module.at(Spot(computation, name))
+        # What is no tuple here has no operand for each element.
+        yield Spot(computation, whole.operands[index] if whole.op == "tuple" else name)
+
+
+def _tuple_element(computation: Computation, result: Instruction, index: int) -> str:
+    whole = result
     if whole.op.endswith("-done"):
         whole = computation.instructions[whole.operands[0]]
     # A combined collective, all-reduce(%a, %b), returns a tuple with a result for each operand.
     is_elementwise = whole.op == "tuple" or len(whole.operands) == len(result.arrays) > 1
-    return whole.operands[int(element.attribute("index"))] if is_elementwise and whole.op not in _OPAQUE else whole.name
+    return whole.operands[index] if is_elementwise and whole.op not in _OPAQUE else whole.name
 
 
 def consumers(module: Module, spot: Spot) -> Iterator[Spot]:

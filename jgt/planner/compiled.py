@@ -37,6 +37,10 @@ from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
 from jgt.sharding.paths import path_text
 
+_WITHOUT_GPU = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
+"""Autotuning runs candidate kernels on the GPU, and here there may be none. Triton's matmuls need it to choose their tiles."""
+_BOOLEANS = {"true": True, "false": False}
+
 
 @contextlib.contextmanager
 def captured_stderr() -> Generator[list[str]]:
@@ -102,11 +106,12 @@ class Argument:
 class Compiled:
     """What JAX and XLA made of a function.
 
-    target: the hardware that it was compiled for; None for CPUs and for chips without a description. program: as traced. text: as
-    compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
+    target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation.
+    program: as traced. text: as compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
     """
 
     target: Target | None
+    flags: Mapping[str, str]
     mesh: Mesh
     program: Program
     arguments: tuple[Argument, ...]
@@ -121,11 +126,14 @@ class Compiled:
         return Module.parse(self.text)
 
 
-def compile_function(fn: Callable[..., object], args: Sequence[object], target: Target | None) -> Compiled:
+def compile_function(
+    fn: Callable[..., object], args: Sequence[object], target: Target | None, flags: Mapping[str, str] | None = None
+) -> Compiled:
     """Traces, lowers and compiles `fn(*args)` for a target, or for JAX's own devices.
 
-    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. A sharding that jax.jit around `fn` gives to an argument
-    precedes the sharding of the argument itself. Raises InputError if devices and mesh do not fit, or if there is more than one mesh.
+    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. flags: XLA's, by name, beside those of
+    XLA_FLAGS. A sharding that jax.jit around `fn` gives to an argument precedes the sharding of the argument
+    itself. Raises InputError if devices and mesh do not fit, or if there is more than one mesh.
     """
     started = time.perf_counter()
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
@@ -156,8 +164,8 @@ def compile_function(fn: Callable[..., object], args: Sequence[object], target: 
         out_shardings=outs,
         donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
     )
-    # Autotuning runs candidate kernels on the GPU, and here there may be none. Triton's matmuls need it to choose their tiles.
-    options: dict[str, str | bool] | None = None if target is None else {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+    # As an option of one compilation, a boolean is not text.
+    options = {name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **({} if target is None else _WITHOUT_GPU)}.items()}
     with _uncached(), captured_stderr() as lines:
         lowered = jitted.lower(*jax.tree.leaves(shapes))
         if target is not None:
@@ -172,6 +180,7 @@ def compile_function(fn: Callable[..., object], args: Sequence[object], target: 
     )
     return Compiled(
         target=target or _target_of(mesh),
+        flags=flags or {},
         mesh=mesh,
         program=call.program,
         arguments=arguments,

@@ -81,16 +81,23 @@ class Plan:
         return values
 
 
-def plan(fn: Callable[..., object], *args: object, target: str | Target | None = None, rules: RulesLike | None = None) -> Plan:
+def plan(
+    fn: Callable[..., object],
+    *args: object,
+    target: str | Target | None = None,
+    rules: RulesLike | None = None,
+    flags: Mapping[str, str] | None = None,
+) -> Plan:
     """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
     Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
     extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
-    the costs. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
+    the costs. flags: XLA's, by name, such as those that the run will have. Raises InputError if the target is unknown, or if its devices
+    and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
-    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target), known)
+    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known)
 
 
 def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
@@ -144,6 +151,8 @@ def _groups(arguments: Sequence[Argument], params: Sequence[Parameter]) -> dict[
 
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:
+    if compiled.flags:
+        yield f"XLA's flags: {', '.join(f'{name}={value}' for name, value in compiled.flags.items())}"
     yield (
         "FLOPs: 2 for each multiply-add of matmuls and convolutions. With a causal mask, all scores of attention count if XLA computes "
         "them, and half of them if cuDNN does, which skips the other half"

@@ -199,6 +199,7 @@ def test_a_plan_for_gpus(command):
     found = json.loads(out)
     assert code == 1 and "budget.step_ms: " in err and "ms per step, but 1e-06 is allowed" in err
     assert found["target"] == GPUS and found["memory"]["fits"] is True and found["step_time_ms"] > 0
+    assert found["assumptions"][0].startswith("XLA's flags: xla_gpu_enable_latency_hiding_scheduler=true, ")
 
 
 def test_help_comes_before_jax():

@@ -81,7 +81,7 @@ def assert_same(found, wanted):
 
 
 def assert_close(found, wanted):
-    # Rounding errors of f32 are those of the largest entries of a sum. A bias of keys has nothing else: adding to all keys changes no softmax.
+    # The largest entries decide the rounding errors of f32. A bias of keys has no other gradient: adding to all keys changes no softmax.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 + 5e-6 * np.abs(wanted).max())
 
 

@@ -73,9 +73,19 @@ def test_presets_are_known(name, flags):
 @pytest.mark.parametrize(("gpus", "virtual", "expected"), [(["nvidia0"], False, "gpu"), (["nvidia0"], True, "none"), ([], False, "none")])
 def test_a_preset_for_the_devices_here(gpus, virtual, expected, monkeypatch):
     monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
-    found = [xla._preset(XlaConfig(), virtual=virtual, fp8=fp8) for fp8 in (False, True)]
-    assert found == ([expected, expected] if expected == "none" else ["gpu-overlap", "gpu-fp8"])
-    assert xla._preset(XlaConfig(preset="none"), virtual=virtual, fp8=True) == "none"
+    monkeypatch.setattr(xla, "_accepted_flags", lambda flags, folder: flags)
+    for preset, fp8, name in (("auto", False, "gpu-overlap"), ("auto", True, "gpu-fp8"), ("none", True, "none")):
+        monkeypatch.setenv("XLA_FLAGS", "")
+        configure_xla(XlaConfig(cache=None, preset=preset), virtual=virtual, fp8=fp8)
+        wanted = PRESETS["none" if expected == "none" else name]
+        assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in wanted.items()]
+
+
+def test_the_flags_of_a_plan_are_those_of_the_run(flags):
+    flags(XlaConfig(cache=None, preset="none"), given=f"--{GOOD}=false")
+    planned, warnings = xla.planned_flags(XlaConfig(flags={GOOD: True, "xla_no_such_flag": 1}), has_gpu=True, fp8=False)
+    assert planned == {name: value for name, value in PRESETS["gpu-overlap"].items() if name != GOOD}
+    assert warnings == ["this XLA does not accept --xla_no_such_flag=1; it is left out"]
 
 
 def test_names_that_cannot_be_xlas(tiny):

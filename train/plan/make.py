@@ -14,6 +14,8 @@ from jgt.planner.plan import Plan, plan
 
 from ..config import Run
 from ..setup import prepare
+from ..sink import say
+from ..xla import planned_flags
 
 
 def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
@@ -38,7 +40,11 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
                 [f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"]
             )
         setup = prepare(run, devices=jax.devices()[:count])
-    return plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules)
+    # The program that will run is the one that XLA compiles with the run's own flags.
+    flags, warnings = planned_flags(run.config.xla, has_gpu=target is not None, fp8=run.config.model.fp8)
+    for warning in warnings:
+        say(warning)
+    return plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags)
 
 
 def _num_devices(run: Run, num_devices: int | None) -> int:
