@@ -107,6 +107,13 @@ class Checkpoints:
         search = self.search()
         return search.next(), search.reports
 
+    def newest(self) -> int:
+        """The newest listed step; 0 if there is none, or if they cannot be listed."""
+        try:
+            return max(self._steps.listed(), default=0)
+        except OSError:
+            return 0
+
     def describe(self) -> str:
         """Which checkpoint a restart would resume from, for a message."""
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -66,6 +67,8 @@ class Loop:
 
     def run(self, resume: Resume) -> Position:
         """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
+        # XLA compiles the step meanwhile, unless there is no step to take.
+        compiling = None if self._checkpoints.newest() >= self.num_steps else self._compile()
         position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
         self._count_epochs(position)
         self._profiler.check(position.step, self.num_steps)
@@ -79,7 +82,7 @@ class Loop:
             self._screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
             self._replace_config(position.step)
-            position = self._steps(position)
+            position = self._steps(position, compiling or self._compile())
             self._screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
         if position.step < last:
             why = self._watch.stop_signal or "a signal to another process"
@@ -118,12 +121,21 @@ class Loop:
             self._records.event("config", time.time(), 0.0, **change.to_json())
             self._screen.say(change.text)
 
-    def _steps(self, position: Position) -> Position:
+    def _compile(self) -> Future[Any]:
+        """The compiled step, by a thread of its own. Only XLA works there: the trace is finished when this returns."""
+        lowered = self._setup.lower_train_step()
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+        try:
+            return pool.submit(self._setup.compile_train_step, lowered)
+        finally:
+            pool.shutdown(wait=False)
+
+    def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
         config, state, samples = self._config.train, position.state, position.samples
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
-            train_step = self._setup.compile_train_step()
+            train_step = compiling.result()
         progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
         # The feed has no end, so the range of steps decides.

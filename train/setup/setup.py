@@ -196,9 +196,13 @@ class Setup:
             donate_argnums=0,
         )
 
-    def compile_train_step(self) -> Any:
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The step as XLA will compile it."""
+        return self.train_step().lower(*self.step_shapes)
+
+    def compile_train_step(self, lowered: jax.stages.Lowered | None = None) -> Any:
         """The compiled step. Raises InputError if its attention would mask wrongly."""
-        compiled = self.train_step().lower(*self.step_shapes).compile()
+        compiled = (self.lower_train_step() if lowered is None else lowered).compile()
         if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
             _check_masks(self.run, compiled.as_text())
         return compiled
