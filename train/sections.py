@@ -144,7 +144,8 @@ class TrainConfig:
     loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
     remat: what the backward pass computes again instead of reading it from memory. matmuls: all of a layer but the results of its
     matmuls and of cuDNN's attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the
-    tensors of these names.
+    tensors of these names. auto: of matmuls and block, or without a fused kernel of none, attention, matmuls and block, the first whose
+    step fits in the devices' memory.
     loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
     with which the logits on a device take at most 1 GiB.
     ema: the decay of a moving average of the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the
@@ -163,7 +164,7 @@ class TrainConfig:
     batch: BatchSize = 32
     accumulate: BatchSize = 1
     loss: str | None = None
-    remat: Literal["none", "matmuls", "attention", "block"] | tuple[str, ...] = "none"
+    remat: Literal["none", "matmuls", "attention", "block", "auto"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
     ema: Fraction | None = None
     log_every: Count = 1

@@ -132,7 +132,7 @@ def test_the_problems_of_a_config_come_at_once(write, refused):
         f"{path}:3: model.heads: must be a whole number, not the text 'four'",
         f"{path}:7: data.path: no such file or folder: nowhere.txt",
         f"{path}:8: optimizer.lr: 0.0 is too small; it must be greater than 0",
-        f"{path}:9: train.remat: 'bloc' is not one of none, matmuls, attention, block. Did you mean 'block'?",
+        f"{path}:9: train.remat: 'bloc' is not one of none, matmuls, attention, block, auto. Did you mean 'block'?",
         f"{folder}/rules.yaml:3: signals.embed.out: the axis 'tensro' appears twice in one spec",
         f"{folder}/rules.yaml:4: signals.layers.outs: unknown key. Did you mean 'out'?",
         f"{path}:4: mesh: data=3 = 3 devices, but there are 16. Make the product 16, or one size -1",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -13,7 +15,8 @@ from jgt.planner.described import described, devices_of
 from jgt.planner.plan import Plan, plan
 
 from ..config import Run
-from ..setup import prepare
+from ..models.remat import Remat
+from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
 
@@ -25,26 +28,48 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     are fewer, or if rules, mesh and shapes do not fit.
     """
     jax.config.update("jax_platforms", "cpu")
-    if target is not None:
-        with described():
-            # The step is set up on an abstract mesh. Shardings on described devices would forget which arrays are in the host's
-            # memory; the planner moves the traced program onto these devices afterwards, and marks such arrays itself.
-            setup = prepare(run, num_devices=target.num_devices, like=devices_of(target)[0])
-    else:
-        count = _num_devices(run, num_devices)
-        with contextlib.suppress(RuntimeError):
-            # JAX fixes the number of its devices when it starts, so this has no effect in a process that has used it already.
-            jax.config.update("jax_num_cpu_devices", count)
-        if len(jax.devices()) < count:
-            raise InputError(
-                [f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"]
-            )
-        setup = prepare(run, devices=jax.devices()[:count])
+    again = _maker(run, target, num_devices)
     # The program that will run is the one that XLA compiles with the run's own flags.
     flags, warnings = planned_flags(run.config.xla, has_gpu=target is not None, fp8=run.config.model.fp8)
     for warning in warnings:
         say(warning)
-    return plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags)
+    plans: list[Plan] = []
+
+    def fits(setup: Setup) -> Setup | None:
+        plans.append(plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags))
+        return None if plans[-1].memory.fits is False else setup
+
+    setup = again(None)
+    if run.config.train.remat == AUTO:
+        say(f"train.remat: auto takes {with_remat(setup, again, fits).remat}")
+    else:
+        fits(setup)
+    return plans[-1]
+
+
+def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
+    """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
+    if target is None:
+        devices = _devices(run, num_devices)
+        return lambda remat: prepare(run, devices=devices, remat=remat)
+
+    def described_setup(remat: Remat | None) -> Setup:
+        with described():
+            # The step is set up on an abstract mesh. Shardings on described devices would forget which arrays are in the host's
+            # memory; the planner moves the traced program onto these devices afterwards, and marks such arrays itself.
+            return prepare(run, num_devices=target.num_devices, like=devices_of(target)[0], remat=remat)
+
+    return described_setup
+
+
+def _devices(run: Run, num_devices: int | None) -> list[Any]:
+    count = _num_devices(run, num_devices)
+    with contextlib.suppress(RuntimeError):
+        # JAX fixes the number of its devices when it starts, so this has no effect in a process that has used it already.
+        jax.config.update("jax_num_cpu_devices", count)
+    if len(jax.devices()) < count:
+        raise InputError([f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"])
+    return jax.devices()[:count]
 
 
 def _num_devices(run: Run, num_devices: int | None) -> int:

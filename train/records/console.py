@@ -20,7 +20,7 @@ from jgt.pipeline.config import Pipeline
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import simulate
 
-from ..setup import Setup
+from ..setup import AUTO, Setup
 from ..sink import Stdout
 from .line import step_line
 from .notebook import find_notebook
@@ -60,6 +60,8 @@ class Screen:
         self.say(describe_mesh(setup))
         if kernels := describe_kernels(setup):
             self.say(kernels)
+        if setup.run.config.train.remat == AUTO:
+            self.say(f"Recompute: {setup.remat}, by train.remat: auto")
         if setup.run.pipeline is not None:
             self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         parameters = setup.placement.parameters

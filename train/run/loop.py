@@ -123,7 +123,7 @@ class Loop:
 
     def _compile(self) -> Future[Any]:
         """The compiled step, by a thread of its own. Only XLA works there: the trace is finished when this returns."""
-        lowered = self._setup.lower_train_step()
+        lowered = None if self._setup.compiled is not None else self._setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
             return pool.submit(self._setup.compile_train_step, lowered)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -28,6 +28,7 @@ from ..data.config import OwnData
 from ..data.mapped import DataChangedError
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
+from ..models.remat import Remat
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..profile.profiler import Profiler
@@ -37,7 +38,7 @@ from ..records.loggers import open_loggers
 from ..records.records import Records
 from ..records.summary import describe_data, describe_size, describe_start
 from ..sections import Fault
-from ..setup import Setup, prepare
+from ..setup import Setup, compiled_to_fit, prepare, with_remat
 from ..sink import describe_lost, say
 from ..xla import open_devices
 from .faults import Faults
@@ -181,4 +182,9 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
+    setup = with_remat(setup, partial(_again, run, setup.element), compiled_to_fit)
     return setup.with_epochs(data.train_sequences), data
+
+
+def _again(run: Run, element: Mapping[str, jax.ShapeDtypeStruct], remat: Remat) -> Setup:
+    return prepare(run, element=element, remat=remat)

@@ -1,4 +1,7 @@
 """Everything of a run that exists before its first step. `prepare` (`program.py`) makes it, `Setup` (`setup.py`) is it."""
 
+from .fit import AUTO as AUTO
+from .fit import compiled_to_fit as compiled_to_fit
+from .fit import with_remat as with_remat
 from .program import prepare as prepare
 from .setup import Setup as Setup

@@ -29,12 +29,13 @@ from ..code.names import load_object
 from ..config import Run, batch_problems
 from ..data.config import OwnData
 from ..data.own import open_own
-from ..models.attention import AttentionChoice, choose_attention
+from ..models.attention import CUDNN, AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
 from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
 from ..models.own import own_model
+from ..models.remat import Remat
 from ..sections import TrainConfig
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
@@ -42,6 +43,7 @@ from ..step.objective import Objective, ShardedLoss, own_objective, token_object
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
+from .fit import first_remat
 from .layout import devices_sharing, make_mesh, num_shards
 from .setup import Setup, rows_of
 
@@ -53,11 +55,12 @@ def prepare(
     like: Any = None,
     devices: Sequence[Any] | None = None,
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    remat: Remat | None = None,
 ) -> Setup:
     """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
 
     like: a device such as those will be, which may be only described. devices: those of the mesh; all that JAX finds if there are none.
-    element: the arrays of one row of data of the user's own; without it the data is opened.
+    element: the arrays of one row of data of the user's own; without it the data is opened. remat: instead of `train.remat`.
 
     Raises InputError with every misfit of rules, mesh and shapes.
     """
@@ -70,12 +73,14 @@ def prepare(
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
     part = rows_of(element, config.train.batch // config.train.accumulate)
     attention: AttentionChoice | None = None
+    remat = remat or config.train.remat
     if isinstance(config.model, OwnModel):
         model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
     else:
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
-        model = build(config.model, config.train.remat, attention.kernel)
+        remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
+        model = build(config.model, remat, attention.kernel)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -95,6 +100,7 @@ def prepare(
         mesh=mesh,
         model=model,
         attention=attention,
+        remat=remat,
         loss_chunks=chunks,
         make_optimizer=make_optimizer,
         objective=objective if storage is None else objective.on_stored(storage),

@@ -20,6 +20,7 @@ from jgt.sharding.storage import Storage
 from ..config import Run
 from ..models.attention import CUDNN, AttentionChoice, has_foreign_mask
 from ..models.model import Model
+from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
 from ..step.schedule import Settings, settings_of_step
@@ -36,13 +37,14 @@ class Setup:
 
     make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. placement: of the
     model's parameters. storage: how the state has them, where that is another form. shapes: of the state. element: the arrays of one row
-    of a batch, by name.
+    of a batch, by name. remat: `train.remat`, or what `auto` took. compiled: the step, if it is compiled already.
     """
 
     run: Run
     mesh: Mesh | AbstractMesh
     model: Model
     attention: AttentionChoice | None
+    remat: Remat
     loss_chunks: int
     make_optimizer: MakeOptimizer
     objective: Objective
@@ -51,6 +53,7 @@ class Setup:
     storage: Storage | None
     shapes: State
     element: Mapping[str, jax.ShapeDtypeStruct]
+    compiled: Any = None
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -202,9 +205,11 @@ class Setup:
 
     def compile_train_step(self, lowered: jax.stages.Lowered | None = None) -> Any:
         """The compiled step. Raises InputError if its attention would mask wrongly."""
+        if self.compiled is not None:
+            return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
         if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
-            _check_masks(self.run, compiled.as_text())
+            _check_masks(self.run, compiled.as_text() or "")
         return compiled
 
     @property
