@@ -26,6 +26,7 @@ from flax import nnx
 
 from jgt import signal
 
+from . import scores
 from .config import ModelConfig
 from .linear import adding_init, linear
 
@@ -183,7 +184,7 @@ CUDNN = AttentionKernel(
 XLA = AttentionKernel(
     name="xla",
     label="XLA's program",
-    attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
+    attend=scores.attend,
     keeps_scores=True,
     obstacle=lambda config, device, sharing: "",
 )
