@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -106,12 +107,13 @@ class Argument:
 class Compiled:
     """What JAX and XLA made of a function.
 
-    target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation.
-    program: as traced. text: as compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
+    target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation;
+    ignored: those that this XLA does not have. program: as traced. text: as compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
     """
 
     target: Target | None
     flags: Mapping[str, str]
+    ignored: tuple[str, ...]
     mesh: Mesh
     program: Program
     arguments: tuple[Argument, ...]
@@ -170,7 +172,7 @@ def compile_function(
         lowered = jitted.lower(*jax.tree.leaves(shapes))
         if target is not None:
             keep_on_host(lowered, ins_on_host, outs_on_host)
-        compiled = lowered.compile(compiler_options=options)
+        compiled, ignored = _compile(lowered, options)
     stats = compiled.memory_analysis()
     # Only backends without memory figures return None, and XLA for CPU and for GPU has them.
     assert stats is not None
@@ -180,7 +182,8 @@ def compile_function(
     )
     return Compiled(
         target=target or _target_of(mesh),
-        flags=flags or {},
+        flags={name: value for name, value in (flags or {}).items() if name not in ignored},
+        ignored=ignored,
         mesh=mesh,
         program=call.program,
         arguments=arguments,
@@ -189,6 +192,20 @@ def compile_function(
         lines=tuple(lines),
         seconds=time.perf_counter() - started,
     )
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
+    """The compiled program, and the options that XLA does not have."""
+    unknown: list[str] = []
+    while True:
+        try:
+            return lowered.compile(compiler_options={k: v for k, v in options.items() if k not in unknown}), tuple(unknown)
+        except RuntimeError as error:
+            # In XLA_FLAGS, XLA accepts and ignores flags that it has had before.
+            found = re.search(r"No such compile option: '(\w+)'", str(error))
+            if found is None or found[1] not in options or found[1] in unknown:
+                raise
+            unknown.append(found[1])
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def _probabilities(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> j
 
 
 def _forward(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    p = _probabilities(scores, is_seen, dtype)
+    p = jnp.asarray(_probabilities(scores, is_seen, dtype))
     return p, p
 
 

@@ -55,7 +55,7 @@ def compiled_to_fit(setup: Setup) -> Setup | None:
     try:
         compiled = setup.compile_train_step()
         is_enough = _peak_bytes(compiled.memory_analysis()) <= USABLE * limit
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
         # XLA may already give up while it compiles.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
