@@ -108,7 +108,8 @@ class Compiled:
     """What JAX and XLA made of a function.
 
     target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation;
-    ignored: those that this XLA does not have. program: as traced. text: as compiled. lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
+    ignored: those that this XLA does not have. program: as traced. text: as compiled.
+    lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
     """
 
     target: Target | None
