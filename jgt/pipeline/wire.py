@@ -61,10 +61,18 @@ class Wire:
         axes = self.layout.axes_inside
         if not axes:
             return fn(x)
-        spec = _spec(split_further(x.shape, dims, axes, dict(self.layout.mesh.shape)))
+        parts = split_further(x.shape, dims, axes, dict(self.layout.mesh.shape))
+
+        def put_together(part: jax.Array) -> jax.Array:
+            part = fn(part)
+            for dim, (before, after) in enumerate(zip(dims, parts, strict=True)):
+                if rest := after[len(before) :]:
+                    part = cast(jax.Array, jax.lax.all_gather(part, rest, axis=dim, tiled=True))
+            return part
+
         # Pinned on both sides, or the partitioner would lay out the layers before and after like the parts.
         whole = self.layout.constrained(x, _spec(dims))
-        return self.layout.constrained(self.layout.manual(fn, axes, spec, spec)(whole), _spec(dims))
+        return self.layout.constrained(self.layout.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
 
 
 def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str, int]) -> Dims:
