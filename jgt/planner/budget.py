@@ -94,7 +94,7 @@ def _step_overrun(plan: Plan, limit: Limit) -> str:
         "step_ms": (plan.step_time_ms, "ms per step", {r.signal: (r.compute_ms or 0) + (r.exposed_ms or 0) for r in rows}),
     }[limit.key]
     if value is None:
-        return "there is no time without a target"
+        return "a step's time is known only for a target"
     if value <= limit.most:
         return ""
     largest, cost = max(parts.items(), key=lambda part: part[1], default=("nothing", 0))

@@ -76,7 +76,7 @@ def refused(command):
 
 def test_an_unknown_chip(refused):
     (problem,) = refused("--config", "run.yaml", "--target", "mi300:1x8")
-    assert problem.startswith("target mi300:1x8: there is no chip 'mi300'.")
+    assert problem.startswith("target mi300:1x8: 'mi300' is not a chip that jgt knows.")
     assert all(name in problem for name in chip_names())
 
 
@@ -102,7 +102,7 @@ def test_a_config_is_needed(refused):
 def test_all_problems_are_told_at_once(refused):
     write("run.yaml", mesh={"data": 2, "tensr": 4}, budget={"peak_gbs": 1})
     problems = "\n".join(refused("--config", "run.yaml", "--target", "mi300"))
-    assert "there is no chip" in problems and "'peak_gb'" in problems
+    assert "is not a chip that jgt knows" in problems and "'peak_gb'" in problems
 
 
 def test_a_lock_of_another_format(refused):

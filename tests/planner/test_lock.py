@@ -201,7 +201,7 @@ def test_overruns_name_the_offender(original):
         assert problem.startswith(f"run.yaml:1: budget.{key}: ")
     assert "The largest part: parameters" in problems[0] or "The largest part: layers/" in problems[0]
     assert problems[1].endswith(f"The largest part: {largest}")
-    assert "there is no time without a target" in problems[2]
+    assert "a step's time is known only for a target" in problems[2]
 
 
 def test_a_step_that_takes_too_long_names_the_slowest_signal(original):
