@@ -1,0 +1,144 @@
+"""Layouts that others have published, planned with jgt's programs. By plan, without a GPU.
+
+    python benchmarks/published.py [--json] [--save] [--preset none] [ROW ...]
+
+Each row has the model, the mesh and the batch of a published run, or of a test of one feature:
+
+    mcore-70B       Megatron-Core: GPT 70B on 768 H100, replicas of 16-way ZeRO x 2 stages x tensor 8 (published: 2.18 s)
+    sc21-145B       arXiv 2104.04473: GPT 145B on 1,536 A100, stage 8 x tensor 8 (published: 24.8 s)
+    llama-8B        8 layers of Llama 3 8B, stage 2 x tensor 2 on one host
+    titan-70B       torchtitan: Llama 3 70B on 256 H100, fsdp 32 x tensor 8 (published: 27.4 s); with overlap, and in eight bits
+    llama-405B      Llama 3 405B on 512 H100, fsdp 8 x stage 8 x tensor 8
+    toolbox-7B      JAX-Toolbox: Llama 2 7B on 8 H100 (published: 0.72 s)
+
+    step            predicted seconds of a step
+    peak            GiB of memory, and whether the step fits
+    exposed         predicted seconds of waiting for collectives over the axis with the most
+    fsdp, tensor    GB that a device sends over these axes, f32 of it in brackets
+    kept            GiB that the forward pass leaves for the backward pass
+
+`--preset none` compiles without XLA's flags for overlap, which a run on GPUs has (`xla.preset`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
+
+LLAMA, GPT = "configs/llama-70b.yaml", "configs/gpt-175b.yaml"
+LLAMA_70B = ["mesh={data: 1, fsdp: 32, tensor: 8}", "train={steps: 1, batch: 512, remat: block}"]
+LLAMA_8B = "{kind: llama, layers: 8, embed: 4096, heads: 32, kv_heads: 8, ffn: 14336, vocab: 128256, seq: 8192, dtype: bf16}"
+LLAMA_405B = "{kind: llama, layers: 126, embed: 16384, heads: 128, kv_heads: 8, ffn: 53248, vocab: 128256, seq: 8192, dtype: bf16}"
+LLAMA2_7B = "{kind: llama, layers: 32, embed: 4096, heads: 32, ffn: 11008, vocab: 32000, seq: 4096, dtype: bf16}"
+
+
+def gpt(layers: int, embed: int, heads: int, vocab: int, seq: int) -> str:
+    """The model of a GPT, as an override."""
+    return f"model={{kind: gpt, layers: {layers}, embed: {embed}, heads: {heads}, vocab: {vocab}, seq: {seq}, dtype: bf16}}"
+
+
+def pipeline(schedule: str, microbatches: int, more: str = "") -> str:
+    """A pipeline, as an override."""
+    return f"pipeline={{signal: layers, axis: stage, schedule: {schedule}, microbatches: {microbatches}{more}}}"
+
+
+ROWS: dict[str, tuple[str, str, Sequence[str]]] = {
+    "mcore-70B": (
+        GPT,
+        "h100:96x8",
+        [
+            gpt(84, 8192, 64, 131072, 4096),
+            "mesh={data: 3, fsdp: 16, stage: 2, tensor: 8}",
+            "rules=rules/pipeline_sequence.yaml",
+            pipeline("interleaved", 8, ", virtual: 2"),
+            "train={steps: 1, batch: 384, remat: matmuls}",
+        ],
+    ),
+    "sc21-145B": (
+        GPT,
+        "a100:192x8",
+        [
+            gpt(80, 12288, 96, 51200, 2048),
+            "mesh={data: 24, fsdp: 1, stage: 8, tensor: 8}",
+            pipeline("interleaved", 48, ", virtual: 2, remat: layer"),
+            "train={steps: 1, batch: 2304}",
+        ],
+    ),
+    "llama-8B": (
+        LLAMA,
+        "h100:1x4",
+        [
+            f"model={LLAMA_8B}",
+            "mesh={data: 1, fsdp: 1, stage: 2, tensor: 2}",
+            "rules=rules/pipeline.yaml",
+            pipeline("1f1b", 8, ", remat: layer"),
+            "train={steps: 1, batch: 8}",
+        ],
+    ),
+    "titan-70B": (LLAMA, "h100:32x8", [*LLAMA_70B, "rules=rules/fsdp_sequence.yaml"]),
+    "titan-70B, overlap": (LLAMA, "h100:32x8", [*LLAMA_70B, "rules=rules/overlap.yaml"]),
+    "titan-70B, fp8": (LLAMA, "h100:32x8", [*LLAMA_70B, "rules=rules/fsdp_sequence.yaml", "model.fp8=true"]),
+    "llama-405B": (
+        LLAMA,
+        "h100:64x8",
+        [
+            f"model={LLAMA_405B}",
+            "mesh={data: 1, fsdp: 8, stage: 8, tensor: 8}",
+            "rules=rules/pipeline.yaml",
+            pipeline("1f1b", 32, ", remat: layer"),
+            "train={steps: 1, batch: 256}",
+        ],
+    ),
+    "toolbox-7B": (
+        LLAMA,
+        "h100:1x8",
+        [f"model={LLAMA2_7B}", "mesh={fsdp: 8}", "rules=rules/fsdp.yaml", "train={steps: 1, batch: 16, remat: matmuls}"],
+    ),
+}
+
+
+def main() -> None:
+    """Prints a line for each row, or one JSON object."""
+    parser = make_parser(__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
+    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
+    arguments = parser.parse_args()
+    if unknown := [row for row in arguments.rows if row not in ROWS]:
+        parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
+    try:
+        found = {row: measured(*ROWS[row], arguments.preset) for row in arguments.rows or ROWS}
+    except FailedError as error:
+        sys.exit(str(error))
+    report("published", found, arguments, table([{"run": name} | row for name, row in found.items()]))
+
+
+def measured(config: str, target: str, overrides: Sequence[str], preset: str) -> dict[str, Any]:
+    """The figures of a row."""
+    command = [sys.executable, "-m", "jgt", "plan", "--config", str(ROOT / config), "--target", target, "--json", *overrides]
+    plan = run_process([*command, f"xla.preset={preset}"]).found
+    axis, exposed = max(plan["exposed_ms"].items(), key=lambda item: item[1], default=("none", 0.0))
+    return {
+        "step_s": round(plan["step_time_ms"] / 1e3, 3),
+        "peak_gib": f"{plan['memory']['peak_bytes'] / 2**30:.1f}{'' if plan['memory']['fits'] else ', does not fit'}",
+        "exposed_s": f"{axis} {exposed / 1e3:.2f}",
+        "fsdp_gb": sent(plan, "fsdp"),
+        "tensor_gb": sent(plan, "tensor"),
+        "kept_gib": round(sum(plan["memory"]["activations"].values()) / 2**30, 1),
+    }
+
+
+def sent(plan: dict[str, Any], axis: str) -> str:
+    """The GB that a device sends over an axis alone, and how much of it is in f32."""
+    there = [c for c in plan["collectives"] if c["axes"] == [axis]]
+    total, wide = (sum(c["total_bytes"] for c in cs) / 1e9 for cs in (there, [c for c in there if c["dtype"] == "f32"]))
+    return f"{total:.1f} ({wide:.1f})"
+
+
+if __name__ == "__main__":
+    main()
