@@ -60,3 +60,19 @@ def even_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int], fixed:
         if fits:
             even[fits[0]] = (*even[fits[0]], axis)
     return tuple(even)
+
+
+def coarse_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """Dims for a value within a program: one that its axes do not divide is split by the first axes that do, or else by the first alone.
+
+    XLA pads such a dim on its own and masks what it adds, but not if partial sums over one axis are to be split by it and by another: then
+    it brings all of the factors together.
+    """
+
+    def coarse(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        # The size of a dim of jax.export's symbolic shapes is an expression, which its axes divide.
+        if len(axes) < 2 or not isinstance(size, int) or size % num_parts(axes, sizes) == 0:
+            return axes
+        return next((axes[:n] for n in range(len(axes) - 1, 0, -1) if size % num_parts(axes[:n], sizes) == 0), axes[:1])
+
+    return tuple(coarse(axes, size) for axes, size in zip(dims, shape, strict=True))

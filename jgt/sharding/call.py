@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, partition_spec
+from jgt.program.dims import Dims, even_dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
 from jgt.program.uses import Use, parameter_uses
@@ -208,6 +208,8 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
         if state.rule is None and pads:
             state = match_optimizer(rules, name, use.signals, fits_padded)
         state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
+        if pads and state_dims != dims:
+            state_dims = _of_state(state_dims, x.shape, use, site)
         place = ParameterPlace(
             path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims, sliced=use.sliced
         )
@@ -264,6 +266,13 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
             )
     if problems:
         raise InputError(problems)
+
+
+def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:
+    """The dims of an optimizer state, on other dims than the rule says if those divide and these do not."""
+    even = even_dims(dims, shape, site.sizes, use.sliced)
+    # A gradient is reduce-scattered over a dim that divides, but all-reduced where XLA has to pad it.
+    return even if {a for axes in even for a in axes} == {a for axes in dims for a in axes} else dims
 
 
 def _parameter_problems(

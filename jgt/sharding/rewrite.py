@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
-from jgt.program.dims import Dims, partition_spec
+from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
 from jgt.sharding.placement import Surroundings
@@ -57,7 +57,9 @@ def rewrite(
     # Arguments have no equation behind which a constraint could be put, so theirs come first.
     for index, (forward, backward) in arguments.items() if rewriter.constrains else ():
         var = jx.body(program).invars[index]
-        ahead, behind = (rewriter.sharding(site.free_dims(dims), site.around) for dims in (forward, backward))
+        shape = jx.shape_of(var)
+        free = (coarse_dims(site.free_dims(dims), shape, site.sizes) for dims in (forward, backward))
+        ahead, behind = (rewriter.sharding(dims, site.around) for dims in free)
         new, pinned[var] = constraint_equations(var, ahead, behind, None)
         eqns += new
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
@@ -243,7 +245,7 @@ class _Rewriter:
         self._problems += found
         if found or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
             return None
-        return self.sharding(free, manual, place.num_vmaps)
+        return self.sharding(coarse_dims(free, shape, dict((manual or self._site.mesh).shape)), manual, place.num_vmaps)
 
     def _misfit_problems(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], sizes: Mapping[str, int], what: str) -> Iterator[str]:
         even = tuple(() if size in self._site.uneven else axes for axes, size in zip(dims, shape, strict=True))
