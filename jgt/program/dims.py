@@ -71,7 +71,7 @@ def coarse_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> D
 
     def coarse(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
         # The size of a dim of jax.export's symbolic shapes is an expression, which its axes divide.
-        if len(axes) < 2 or not isinstance(size, int) or size % num_parts(axes, sizes) == 0:
+        if len(axes) < 2 or not isinstance(cast(object, size), int) or size % num_parts(axes, sizes) == 0:
             return axes
         return next((axes[:n] for n in range(len(axes) - 1, 0, -1) if size % num_parts(axes[:n], sizes) == 0), axes[:1])
 

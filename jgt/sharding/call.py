@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -194,7 +194,7 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
     for index, ((path, x), use) in enumerate(zip(params, parameter_uses(program, len(params)), strict=True)):
         name = path_text(path[2:])
         match = match_param(rules, name, use.signals, len(x.shape) - len(use.sliced))
-        pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(size, int) for size in x.shape)
+        pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(cast(object, size), int) for size in x.shape)
         own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, replace(site, pads=pads))]
         dims = ((),) * len(x.shape) if match.rule is None else expand(match.rule.spec, len(x.shape), use.sliced)
 

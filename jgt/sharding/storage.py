@@ -193,8 +193,11 @@ class Storage:
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             return (self._pinned(_padded(cotangent, form.stored.shape), form.stored.optimizer_dims).astype(dtype),)
 
+        def with_residuals(x: jax.Array) -> tuple[jax.Array, None]:
+            return forward(x), None
+
         used = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(forward))
-        used.defvjp(lambda x: (forward(x), None), backward)
+        used.defvjp(with_residuals, backward)
         return used(x)
 
     def _mapped(self, fn: Callable[[Form, Any], Any], placement: Placement, tree: Any) -> Any:
