@@ -148,6 +148,8 @@ class TrainConfig:
     step fits in the devices' memory.
     loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
     with which the logits on a device take at most 1 GiB.
+    uneven: what happens to a parameter with a dim that its mesh axes do not divide. pad: it is stored with zeros behind it, which the model
+    does not see; refuse: an error.
     ema: the decay of a moving average of the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the
     first steps it is at most (1 + step) / (10 + step).
     log_every: steps between logged steps.
@@ -166,6 +168,7 @@ class TrainConfig:
     loss: str | None = None
     remat: Literal["none", "matmuls", "attention", "block", "auto"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
+    uneven: Literal["pad", "refuse"] = "pad"
     ema: Fraction | None = None
     log_every: Count = 1
     eval_every: Natural = 0

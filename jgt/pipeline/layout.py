@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
-from jgt.program.dims import Dims
+from jgt.program.dims import Dims, num_parts
 from jgt.program.jaxpr import Var
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -145,7 +145,11 @@ class Layout:
         # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
         made = [(*(others or ()), *axes) or None for others, axes in zip(self._other_dims(var) or (), stored, strict=True)]
         with self._signals_of(var), scopes.backward():
-            return self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(parts).astype(jx.dtype_of(var))
+            # A shard_map takes equal parts only. What the partitioner splits unevenly, such as a vocabulary, is padded for it.
+            more = [-size % num_parts(axes, self.mesh.shape) for size, axes in zip(parts.shape[1:], self.dims[var], strict=True)]
+            even = jnp.pad(parts, [(0, 0), *((0, n) for n in more)]) if any(more) else parts
+            gradient = self.manual(local, self.mesh.axis_names, whole, PartitionSpec(*made))(even)
+            return jax.lax.slice(gradient, [0] * gradient.ndim, parts.shape[1:]).astype(jx.dtype_of(var))
 
     def rest_summed(self, var: Var, gradient: jax.Array) -> jax.Array:
         """A gradient that is scattered already over the axes its value is stored over, summed over the batch's other axes."""

@@ -13,6 +13,7 @@ Invariant: the runs that ship have no findings. The margins below are chosen so;
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ REPEATED = 1.2
 """Devices repeat work if one computes this many times its share: XLA may split a small matmul unevenly."""
 _NOTABLE = 0.05
 """Work or bytes below this share of the whole are not worth a finding."""
+_PADDED = 0.02
+"""Padding below this share of a dim is not worth a finding."""
 _UNEXPLAINED = 1.25
 """How far a signal may be above the formulas, which leave out what is small."""
 
@@ -140,9 +143,13 @@ def _indivisible(compiled: Compiled) -> Iterator[Finding]:
     # Each constraint once: it appears in the forward pass, and again in the recompute.
     for constraint in dict.fromkeys(constraints(compiled.program)):
         for dim, axes in constraint.misfits:
+            size = constraint.shape[dim]
+            # A vocabulary that is a few rows short of a multiple is padded by these, which costs nothing that is worth a line.
+            if -size % math.prod(sizes[axis] for axis in axes) <= _PADDED * size:
+                continue
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             text = (
-                f"dim {dim} of a tensor {list(constraint.shape)} has size {constraint.shape[dim]}, which {over} does not divide, so XLA "
+                f"dim {dim} of a tensor {list(constraint.shape)} has size {size}, which {over} does not divide, so XLA "
                 f"pads it or makes it whole ({size_text(constraint.local_bytes)}). Change the spec {constraint.spec}"
             )
             yield _finding("indivisible", constraint.signal, constraint.source, constraint.local_bytes, text)

@@ -12,7 +12,8 @@ ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sha
     once for the forward pass and once for the backward pass (or the recompute before it): (n-1) b each. Its gradient has B = n b
     bytes before it is reduce-scattered: (n-1)/n B = (n-1) b.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
-    (k-1)/k b, and is gathered after the update, when each device has b/k of it: (k-1) b/k.
+    (k-1)/k b, and is gathered after the update, when each device has b/k of it: (k-1) b/k. A parameter that is stored like its state
+    and gathered at the start of the step sends the same, in the type that it is read in.
 Data parallelism. The m devices that split the batch and neither of the two all-reduce the gradient: 2 (m-1)/m b.
 Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3). A matmul that contracts a dim that is sharded over n devices leaves a
     partial sum on each. Adding up partial sums of B bytes takes an all-reduce: 2 (n-1)/n B.
@@ -105,7 +106,11 @@ def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: _A
     if not use.is_gathered:
         # shard_map brings a parameter into its region once, however often it is used inside.
         times = Fraction(1) if use.is_manual else use.forward + use.again
-        yield axes, times * (_size(mesh, axes) - 1) * p.local_bytes * use.width, "parameters gathered"
+        brought = tuple(a for a in axes if a in use.brought)
+        rest = tuple(a for a in axes if a not in use.brought)
+        n, k = _size(mesh, brought), _size(mesh, rest)
+        yield brought, Fraction(n - 1) * p.local_bytes * use.width, "parameters gathered at the start"
+        yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
 
 
 def _gradients(

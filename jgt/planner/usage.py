@@ -52,13 +52,15 @@ class ParameterUse:
     """How a program uses one parameter in a step.
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
-    bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there.
+    bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there. brought: the mesh axes
+    over which the program gathers it once, before anything reads it.
     """
 
     counts: Mapping[str, Fraction] = field(default_factory=dict[str, Fraction])
     width: Fraction = Fraction(1)
     is_manual: bool = False
     is_gathered: bool = False
+    brought: frozenset[str] = frozenset()
 
     @property
     def forward(self) -> Fraction:
@@ -149,6 +151,7 @@ class _Walk:
         self.partial_sums: list[PartialSum] = []
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self._counted: set[tuple[Var, str]] = set()
+        self._pinned: set[Var] = set()
 
     def read(self, program: Program, around: _Scope, views: _Views) -> None:
         """Reads a program, and extends `views` by the arrays that are made of parameters."""
@@ -266,6 +269,12 @@ class _Walk:
             # XLA casts the shards and gathers the result.
             width = Fraction(jx.dtype_of(out).itemsize, before.dtype.itemsize)
             self.uses[view.index] = replace(use, width=min(width, use.width))
+        if kind == "sharding_constraint" and sources[0] in self._pinned:
+            # Pinned to where it is, then to where it is read: it travels in between.
+            brought = {a for axes in view.dims for a in axes} - {a for axes in dims for a in axes}
+            self.uses[view.index] = replace(use, brought=use.brought | brought)
+        if kind == "sharding_constraint":
+            self._pinned.add(out)
         # Slices are a smaller part of the parameter, but a broadcast is not a larger one.
         share = view.share * min(Fraction(math.prod(jx.shape_of(out)), max(math.prod(before.shape), 1)), Fraction(1))
         views[out] = _View(view.index, dims, share, scope.times if kind == "sharding_constraint" else view.times)

@@ -7,7 +7,8 @@ dims can be compared, sliced and extended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -32,3 +33,46 @@ def sharding_dims(sharding: NamedSharding, rank: int) -> Dims:
 def show_dims(dims: Dims) -> str:
     """Dims as the YAML writes them: `[data, [fsdp, tensor], null]`."""
     return "[" + ", ".join("null" if not axes else axes[0] if len(axes) == 1 else f"[{', '.join(axes)}]" for axes in dims) + "]"
+
+
+def num_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts these axes split a dim, on a mesh of these sizes."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def even_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int], fixed: Collection[int] = ()) -> Dims:
+    """Dims that split an array of this shape evenly, as an array between two programs must be: `dims`, if they do.
+
+    An axis that does not divide its dim splits another dim instead, but none in `fixed`. If there is none, it splits nothing.
+    """
+    even: list[tuple[str, ...]] = []
+    loose: list[str] = []
+    for axes, size in zip(dims, shape, strict=True):
+        kept: tuple[str, ...] = ()
+        for axis in axes:
+            if size % num_parts((*kept, axis), sizes):
+                loose.append(axis)
+            else:
+                kept = (*kept, axis)
+        even.append(kept)
+    for axis in loose:
+        fits = [d for d, size in enumerate(shape) if d not in fixed and size % num_parts((*even[d], axis), sizes) == 0]
+        if fits:
+            even[fits[0]] = (*even[fits[0]], axis)
+    return tuple(even)
+
+
+def coarse_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """Dims for a value within a program: one that its axes do not divide is split by the first axes that do, or else by the first alone.
+
+    XLA pads such a dim on its own and masks what it adds, but not if partial sums over one axis are to be split by it and by another: then
+    it brings all of the factors together.
+    """
+
+    def coarse(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        # The size of a dim of jax.export's symbolic shapes is an expression, which its axes divide.
+        if len(axes) < 2 or not isinstance(cast(object, size), int) or size % num_parts(axes, sizes) == 0:
+            return axes
+        return next((axes[:n] for n in range(len(axes) - 1, 0, -1) if size % num_parts(axes[:n], sizes) == 0), axes[:1])
+
+    return tuple(coarse(axes, size) for axes, size in zip(dims, shape, strict=True))

@@ -14,8 +14,8 @@ dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -23,8 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, partition_spec
+from jgt.program.dims import Dims, even_dims, partition_spec
 from jgt.program.jaxpr import Program
+from jgt.program.reads import narrow_reads
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules import Match, Rules, Seen, SpecRule, expand, fits_rank, match_optimizer, match_param, misfit_problems, misfits, unreached
 from jgt.sharding.arguments import Arguments, Traced
@@ -32,16 +33,16 @@ from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
 from jgt.sharding.placement import ParameterPlace, Placement, Surroundings
 from jgt.sharding.rewrite import rewrite
-from jgt.sharding.staging import Run, StagedCall, stage
-from jgt.sharding.storage import Storage
+from jgt.sharding.staging import Run, StagedCall, StoredCall, stage
+from jgt.sharding.storage import Form, Storage, form_of, form_of_stack
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """What a call of these shapes needs.
 
-    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`. storage,
-    run_stored: where parameters can be stored on their stages and are not, how, and the same for these.
+    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`. storage:
+    the stored forms of parameters, where these are not the model's. run_stored: the same where stacks are stored on their stages.
     out_tree: the tree of the result.
     is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
     around it.
@@ -63,6 +64,7 @@ def plan_call(
     *,
     partial: bool = False,
     pipeline: Pipeline | None = None,
+    pad: bool = False,
 ) -> PlannedCall:
     """Traces a call, places its parameters and inputs, and rewrites its program.
 
@@ -74,7 +76,8 @@ def plan_call(
     program = traced.program
     site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     num_params = len(arguments.parameters)
-    params = _place_parameters(arguments.parameters, program, rules, site)
+    params = _place_parameters(arguments.parameters, program, rules, replace(site, pads=pad))
+    site = replace(site, uneven=_uneven_sizes(params.places, site) if pad else frozenset())
     inputs = _place_inputs(arguments.inputs, num_params, rules, site)
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
     whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=pipeline is None)
@@ -99,7 +102,7 @@ def plan_call(
     staged = StagedCall(parameters=params.places, run=evaluate)
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
-        staged = stage(arguments, traced, pipeline, rules, mesh, params.places)
+        staged = stage(arguments, traced, pipeline, rules, site, params.places)
         found += staged.problems
     if found:
         raise InputError(found)
@@ -118,18 +121,34 @@ def plan_call(
     def pinned(run: Run) -> Run:
         return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in inputs.pins.items()}, site)
 
-    storage = None
-    if pipeline is not None and (stored := staged.stored):
-        storage = Storage(chunks=stored.chunks, axis=pipeline.axis, model=placement, stacks=stored.stacks)
+    forms = _forms(placement, program, pipeline, staged.stored)
     return PlannedCall(
         placement=placement,
         run=pinned(staged.run),
-        storage=storage,
+        storage=Storage(model=placement, forms=forms) if forms else None,
         run_stored=None if staged.stored is None else pinned(staged.stored.run),
         out_tree=traced.out_tree,
         changed=traced.changed,
         is_reusable=not jx.closes_over_tracers(program),
     )
+
+
+def _forms(placement: Placement, program: Program, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:
+    """The stored forms of the parameters that have one, by path."""
+    sizes, forms = dict(placement.mesh.shape), dict[str, Form]()
+    reads = narrow_reads(program)
+    for place, read in zip(placement.parameters, reads, strict=False):
+        if pipeline is not None and stacks is not None and place.path in stacks.stacks:
+            forms[place.path] = form_of_stack(place, stacks.chunks, pipeline.axis)
+        # A pipeline gathers its weights by itself, from where the rules have them.
+        elif form := form_of(place, sizes, read, finely=pipeline is None):
+            forms[place.path] = form
+    return forms
+
+
+def _uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
+    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
+    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
 
 
 def _with_state_pinned(run: Run, traced: Traced, pins: Mapping[int, Dims], site: Surroundings) -> Run:
@@ -175,14 +194,22 @@ def _place_parameters(params: Sequence[Named], program: Program, rules: Rules, s
     for index, ((path, x), use) in enumerate(zip(params, parameter_uses(program, len(params)), strict=True)):
         name = path_text(path[2:])
         match = match_param(rules, name, use.signals, len(x.shape) - len(use.sliced))
-        own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, site)]
+        pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(cast(object, size), int) for size in x.shape)
+        own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, replace(site, pads=pads))]
         dims = ((),) * len(x.shape) if match.rule is None else expand(match.rule.spec, len(x.shape), use.sliced)
 
         def fits(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
             return _fits(rule, shape, use, site)
 
+        def fits_padded(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
+            return fits_rank(rule.spec, len(shape) - len(use.sliced))
+
         state = match_optimizer(rules, name, use.signals, fits)
+        if state.rule is None and pads:
+            state = match_optimizer(rules, name, use.signals, fits_padded)
         state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
+        if pads and state_dims != dims:
+            state_dims = _of_state(state_dims, x.shape, use, site)
         place = ParameterPlace(
             path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims, sliced=use.sliced
         )
@@ -241,12 +268,20 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
         raise InputError(problems)
 
 
+def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:
+    """The dims of an optimizer state, on other dims than the rule says if those divide and these do not."""
+    even = even_dims(dims, shape, site.sizes, use.sliced)
+    # A gradient is reduce-scattered over a dim that divides, but all-reduced where XLA has to pad it.
+    return even if {a for axes in even for a in axes} == {a for axes in dims for a in axes} else dims
+
+
 def _parameter_problems(
     match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: Surroundings
 ) -> Iterable[str]:
     if match.rule is not None:
         dims = expand(match.rule.spec, len(shape), use.sliced)
-        yield from misfit_problems(match.rule, site.free_dims(dims), shape, site.sizes, f"parameter {name}")
+        if not site.pads:
+            yield from misfit_problems(match.rule, site.free_dims(dims), shape, site.sizes, f"parameter {name}")
         yield from site.stage_problems(match.rule, dims, use.signals, f"parameter {name}")
     elif not match.problems and rules.default is None:
         used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"

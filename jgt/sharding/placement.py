@@ -8,6 +8,7 @@ ZeRO-1 they are reduce-scattered and not all-reduced, and each leaf of an optimi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, partition_spec, show_dims
+from jgt.program.dims import Dims, even_dims, num_parts, partition_spec, show_dims
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Signature
 from jgt.sharding.matrices import on_whole_matrices
@@ -47,9 +48,8 @@ class ParameterPlace:
 
     def bytes_per_device(self, mesh: Mesh | AbstractMesh) -> int:
         """Bytes of this parameter on one device."""
-        local = NamedSharding(mesh, partition_spec(self.dims)).shard_shape(self.shape)
-        # The dtype matters: without it, np.prod of the shape () is the float 1.0.
-        return int(np.prod(local, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        local = [-(-size // num_parts(axes, mesh.shape)) for size, axes in zip(self.shape, self.dims, strict=True)]
+        return math.prod(local) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ class Placement:
     @property
     def params(self) -> Any:
         """The NamedShardings of the first argument, as a tree like it: parameters, and state of an nnx module. None: not an array."""
-        return self._like_first(p.dims for p in self.parameters)
+        return self._like_first(self._even(p, p.dims) for p in self.parameters)
 
     @property
     def gradients(self) -> Any:
         """The gradients' NamedShardings, which are those of the optimizer state."""
-        return self._like_first(p.optimizer_dims for p in self.parameters)
+        return self._like_first(self._even(p, p.optimizer_dims) for p in self.parameters)
 
     def optimizer(self, state: Any, memory_kind: str | None = None) -> Any:
         """NamedShardings for an optimizer state (arrays or ShapeDtypeStructs).
@@ -102,13 +102,13 @@ class Placement:
     def _state_dims(self, path: str, shape: tuple[int, ...]) -> Dims | None:
         place = self.owner(path, shape)
         if place is not None:
-            return place.optimizer_dims
+            return self._even(place, place.optimizer_dims)
         place = self.owner(path, None)
         num_more = 0 if place is None else len(shape) - len(place.shape)
         # A scalar parameter is at the end of every shape, so its state cannot be told from anything else.
         if place is None or not place.shape or num_more <= 0 or shape[num_more:] != place.shape:
             return None
-        return ((),) * num_more + place.optimizer_dims
+        return ((),) * num_more + self._even(place, place.optimizer_dims)
 
     def owner(self, path: str, shape: tuple[int, ...] | None) -> ParameterPlace | None:
         """The parameter that a leaf of an optimizer state belongs to, by its path and shape (None: any shape will do)."""
@@ -149,6 +149,9 @@ class Placement:
         leaves = [self.others[n] if n in self.others else next(of_parameters) for n in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, [None if d is None else self._sharding(d) for d in leaves])
 
+    def _even(self, place: ParameterPlace, dims: Dims) -> Dims:
+        return even_dims(dims, place.shape, self.mesh.shape, place.sliced)
+
     def _sharding(self, dims: Dims) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(dims))
 
@@ -165,6 +168,9 @@ class Surroundings:
     shard_map the manual axes are gone, and JAX wants shardings on its mesh. And the layers that a pipeline runs may not be sharded
     over its stage axis.
 
+    pads: whether parameters may have dims that their axes do not divide. uneven: the sizes of such dims, which may be split unevenly
+    wherever they occur: logits have the dim of a vocabulary, too.
+
     claimed: the axes of vmaps around the call (spmd_axis_name). around: the mesh of a shard_map around the call. stage: the signal whose
     layers a pipeline runs, and its mesh axis, which no rule inside may name.
     """
@@ -173,6 +179,8 @@ class Surroundings:
     claimed: frozenset[str] = frozenset()
     around: AbstractMesh | None = None
     stage: tuple[str, str] | None = None
+    pads: bool = False
+    uneven: frozenset[int] = frozenset()
 
     @classmethod
     def here(cls, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None) -> Surroundings:

@@ -12,15 +12,15 @@ constraint, and the caller raises all problems at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
-from jgt.program.dims import Dims, partition_spec
+from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
 from jgt.sharding.placement import Surroundings
@@ -57,7 +57,9 @@ def rewrite(
     # Arguments have no equation behind which a constraint could be put, so theirs come first.
     for index, (forward, backward) in arguments.items() if rewriter.constrains else ():
         var = jx.body(program).invars[index]
-        ahead, behind = (rewriter.sharding(site.free_dims(dims), site.around) for dims in (forward, backward))
+        shape = jx.shape_of(var)
+        free = (coarse_dims(site.free_dims(dims), shape, site.sizes) for dims in (forward, backward))
+        ahead, behind = (rewriter.sharding(dims, site.around) for dims in free)
         new, pinned[var] = constraint_equations(var, ahead, behind, None)
         eqns += new
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
@@ -67,9 +69,12 @@ def rewrite(
     return rewriter.result(new_program)
 
 
-def rewrite_part(program: Program, place: Place, rules: Rules, mesh: Mesh | AbstractMesh) -> Program:
-    """A part of a program that lies at this place, with every rule applied. Nothing is reported: the whole was checked before."""
-    new, saves = _Rewriter(rules, Surroundings.here(mesh), applies=True).program(program, place)
+def rewrite_part(program: Program, place: Place, rules: Rules, site: Surroundings) -> Program:
+    """A part of a program that lies at this place, with every rule applied. Nothing is reported: the whole was checked before.
+
+    site: of the whole.
+    """
+    new, saves = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True).program(program, place)
     return wrap_in_checkpoint(new, save_policy(saves), in_scan=True) if saves else new
 
 
@@ -234,13 +239,17 @@ class _Rewriter:
         wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
         free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
         found = [
-            *misfit_problems(rule, free, shape, dict((manual or self._site.mesh).shape), what),
+            *self._misfit_problems(rule, free, shape, dict((manual or self._site.mesh).shape), what),
             *self._site.stage_problems(rule, free, [place.path], what),
         ]
         self._problems += found
         if found or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
             return None
-        return self.sharding(free, manual, place.num_vmaps)
+        return self.sharding(coarse_dims(free, shape, dict((manual or self._site.mesh).shape)), manual, place.num_vmaps)
+
+    def _misfit_problems(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], sizes: Mapping[str, int], what: str) -> Iterator[str]:
+        even = tuple(() if size in self._site.uneven else axes for axes, size in zip(dims, shape, strict=True))
+        return misfit_problems(rule, even, shape, sizes, what)
 
     def _noted(self, match: Match[_R]) -> _R | None:
         if match.decided:

@@ -47,13 +47,14 @@ class Sharded(Generic[_P, _R]):
         partial: bool = False,
         pipeline: Pipeline | None = None,
         state: StateArguments = None,
+        pad: bool = False,
     ):
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
         # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
-        self._partial, self._pipeline = partial, pipeline
+        self._partial, self._pipeline, self._pad = partial, pipeline, pad
         self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
 
@@ -74,20 +75,30 @@ class Sharded(Generic[_P, _R]):
         return self._plan(self._arguments(args, kwargs)).placement
 
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
-        """How parameters are stored on the stages that run them, if that is another form than the model's; None: the model's."""
+        """The form in which parameters are best stored between steps; None: as the model has them."""
         return self._plan(self._arguments(args, kwargs)).storage
 
     def on_stored(self, storage: Storage) -> Callable[..., _R]:
         """The same function of parameters that are stored so. It has no state in its first argument."""
+        function = self.on_used(storage)
+
+        def call(params: Any, *args: Any, **kwargs: Any) -> _R:
+            return function(storage.used(params), *args, **kwargs)
+
+        return call
+
+    def on_used(self, storage: Storage) -> Callable[..., _R]:
+        """The same function of what `storage.used` makes of stored parameters, for several calls with the same parameters."""
 
         def call(params: Any, *args: Any, **kwargs: Any) -> _R:
             leaves = jax.tree.leaves(params)
-            arguments = self._arguments((storage.shapes(params), *args), kwargs)
+            arguments = self._arguments((storage.model_shapes(params), *args), kwargs)
             planned = self._plan(arguments)
             arrays = [*leaves, *arguments.arrays[len(leaves) :]]
             check_surroundings(arrays)
-            assert planned.run_stored is not None, "calls of one function store its parameters alike"
-            results, num_results = planned.run_stored(arrays), planned.out_tree.num_leaves
+            run = planned.run_stored if storage.has_stacks else planned.run
+            assert run is not None, "calls of one function store its parameters alike"
+            results, num_results = run(arrays), planned.out_tree.num_leaves
             arguments.store(planned.changed, results[num_results:])
             return jax.tree.unflatten(planned.out_tree, results[:num_results])
 
@@ -123,7 +134,7 @@ class Sharded(Generic[_P, _R]):
         # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
             return self
-        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state)
+        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state, pad=self._pad)
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         return Arguments(self._fn, args, kwargs, self._signature)
@@ -135,7 +146,7 @@ class Sharded(Generic[_P, _R]):
             # The key does not say whether two parameters are one array.
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
-        planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline)
+        planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline, pad=self._pad)
         if key is not None and planned.is_reusable:
             self._planned[key] = planned
         return planned
@@ -150,6 +161,7 @@ def shard(
     partial: bool = False,
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
+    pad: bool = False,
 ) -> Sharded[_P, _R]: ...
 
 
@@ -162,6 +174,7 @@ def shard(
     partial: bool = False,
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
+    pad: bool = False,
 ) -> Callable[_P, _R]: ...
 
 
@@ -173,6 +186,7 @@ def shard(
     partial: bool = False,
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
+    pad: bool = False,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
@@ -191,10 +205,12 @@ def shard(
 
     With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
     the batch, and only the first one has a gradient, with respect to the parameters.
+
+    With `pad` a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
     """
     if rules is None or mesh is None:
         return fn
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state)
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
 
 
 def place(

@@ -37,7 +37,7 @@ from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.microbatches import Microbatches, find_microbatches
-from jgt.sharding.placement import ParameterPlace
+from jgt.sharding.placement import ParameterPlace, Surroundings
 from jgt.sharding.rewrite import rewrite_part
 from jgt.sharding.storage import stored_dims
 
@@ -71,13 +71,14 @@ def stage(
     traced: Traced,
     pipeline: Pipeline,
     rules: Rules,
-    mesh: Mesh | AbstractMesh,
+    site: Surroundings,
     parameters: tuple[ParameterPlace, ...],
 ) -> StagedCall:
     """Puts a call with this trace into its pipeline. Raises ValueError inside a shard_map or a vmap over a mesh axis."""
     if jx.mesh_around() is not None or jx.vmapped_axes():
         raise ValueError("a pipelined function cannot be called inside shard_map or a vmap over a mesh axis. Put these inside the function")
-    num_params, sizes, program = len(parameters), dict(mesh.shape), traced.program
+    mesh, num_params, program = site.mesh, len(parameters), traced.program
+    sizes = dict(mesh.shape)
     found = find_microbatches(
         arguments.inputs,
         rules,
@@ -108,7 +109,7 @@ def stage(
         param_dims=[p.dims for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
-        rewrite=lambda program, place: rewrite_part(program, place, rules, mesh),
+        rewrite=lambda program, place: rewrite_part(program, place, rules, site),
     )
 
     def running(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]]) -> Run:

@@ -1,30 +1,37 @@
-"""Parameters stored on the stages that run them, where that is not by neighbouring layers.
+"""Parameters that are stored in another form than the model uses.
 
-A stage of an interleaved pipeline runs several chunks that are not neighbours in the model, and with layers that the chunks
-do not divide some chunks are shorter. No sharding of [layers, ...] can express either, so each step would move all weights to their
-stages and all gradients back. Between steps, arrays may have another shape instead: the chunks of each stage one after another,
+A model asks for its parameters whole, or split as the rules say, in its own shapes. Between steps three things make another form better:
 
-    in the model    [layers, ...]                                            12 layers: [12, embed, ffn]
-    stored          [chunks of a stage, stages, layers of a chunk, ...]      3 chunks on 2 stages: [3, 2, 2, embed, ffn]
+    an optimizer state that is split more finely (ZeRO-1)     the same split: an update needs no more, and a device stores less
+    a dim that its axes do not divide                         padded with zeros: arrays between two programs have equal parts
+    chunks of a pipeline that are no neighbours in the model  [chunks of a stage, stages, layers of a chunk, ...], each on its stage
 
-with the stage axis on the second dim. Where each stage runs every S-th of v · S equal chunks, this is a reshape: the bytes and their
-order stay the same. Shorter chunks are padded by a layer of zeros that nothing reads. An optimizer that treats all elements alike,
-or each matrix alone, does not notice. A checkpoint has the model's shapes, so that it fits any mesh and schedule: `entered` and `left`
-convert, by one all-to-all for each array, and no device ever holds more than its part.
+So a parameter has a stored form, with a shape and a split of its own, and each step begins by making of it what the model uses. What
+travels then is what the model reads: if it casts a parameter to bf16, that is cast first. The way back is that of the gradient, which is
+reduced into the stored form, where the optimizer finds it.
+
+Padding is zero, stays zero under an optimizer that treats all elements alike or each matrix alone, and adds nothing to a norm; the
+program slices it off before anything reads it. A chunk is padded by whole layers. Where each stage runs every S-th of v · S equal chunks,
+that form is a reshape, so the bytes and their order stay the same. A checkpoint has the model's shapes, so that it fits any mesh and
+schedule: `entered` and `left` convert, and no device ever holds more than its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jgt.pipeline.chunks import Chunks
-from jgt.program.dims import Dims, partition_spec
+from jgt.program import scopes
+from jgt.program.dims import Dims, even_dims, num_parts, partition_spec
+from jgt.program.reads import Read
 from jgt.sharding.paths import KeyPath, path_text
 from jgt.sharding.placement import ParameterPlace, Placement
 
@@ -35,18 +42,88 @@ def stored_dims(dims: Dims, axis: str) -> Dims:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
-    """The stacks of layers of one model, by the paths of their parameters, and how they are stored. model: their places in the model."""
+class Form:
+    """How one parameter is stored.
 
-    chunks: Chunks
-    axis: str
+    model: its place by the rules, which may split its dims unevenly. stored: its place between steps. saved: in the model's shape, split
+    evenly, and as finely as it is stored. chunks: of a stack of layers that is stored on its stages. read: the narrower type in which
+    the program reads it.
+    """
+
+    model: ParameterPlace
+    stored: ParameterPlace
+    saved: ParameterPlace
+    chunks: Chunks | None = None
+    read: Read | None = None
+
+
+def form_of(place: ParameterPlace, sizes: Mapping[str, int], read: Read | None, *, finely: bool) -> Form | None:
+    """The stored form of a parameter at this place, on a mesh of these sizes; None: the model's. finely: split like its optimizer state."""
+    parts = [math.lcm(*(num_parts(axes, sizes) for axes in both)) for both in zip(place.dims, place.optimizer_dims, strict=True)]
+    shape = tuple(-(-size // n) * n for size, n in zip(place.shape, parts, strict=True))
+    of_state, of_model = (math.prod(num_parts(axes, sizes) for axes in dims) for dims in (place.optimizer_dims, place.dims))
+    dims = place.optimizer_dims if finely and of_state > of_model else place.dims
+    if (shape, dims) == (place.shape, place.dims):
+        return None
+    stored = replace(place, shape=shape, dims=dims)
+    even, even_state = (even_dims(d, place.shape, sizes, place.sliced) for d in (dims, place.optimizer_dims))
+    moves = dims != place.dims
+    return Form(model=place, stored=stored, saved=replace(place, dims=even, optimizer_dims=even_state), read=read if moves else None)
+
+
+def form_of_stack(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
+    """The stored form of a stack of layers whose chunks are stored on their stages."""
+    stored = replace(
+        place,
+        shape=(*chunks.rows_shape, *place.shape[1:]),
+        dims=stored_dims(place.dims, axis),
+        optimizer_dims=stored_dims(place.optimizer_dims, axis),
+        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
+    )
+    return Form(model=place, stored=stored, saved=place, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The stored forms of a model's parameters, by path; others are stored as the model has them. model: their places by the rules."""
+
     model: Placement
-    stacks: frozenset[str]
+    forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
 
     @cached_property
     def placement(self) -> Placement:
-        """The places of the stored parameters, and of all others."""
-        return replace(self.model, parameters=tuple(self._stored(p) if p.path in self.stacks else p for p in self.model.parameters))
+        """The places of the parameters as they are stored."""
+        return self._with({path: form.stored for path, form in self.forms.items()})
+
+    @cached_property
+    def saved(self) -> Placement:
+        """The places of parameters of the model's shapes, before they enter and after they have left."""
+        return self._with({path: form.saved for path, form in self.forms.items()})
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether stacks of layers are stored on their stages."""
+        return any(form.chunks is not None for form in self.forms.values())
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the stored shapes are others than the model's."""
+        return any(form.stored.shape != form.model.shape for form in self.forms.values())
+
+    @property
+    def padded(self) -> list[Form]:
+        """The parameters that are padded, other than by layers."""
+        return [form for form in self.forms.values() if form.chunks is None and form.stored.shape != form.model.shape]
+
+    @property
+    def spread(self) -> list[Form]:
+        """The parameters that are split more finely than the model uses them."""
+        return [form for form in self.forms.values() if form.chunks is None and form.stored.dims != form.model.dims]
+
+    def of_same_shapes(self) -> Storage | None:
+        """The part of it that keeps the model's shapes; None if that is nothing."""
+        forms = {path: form for path, form in self.forms.items() if form.stored.shape == form.model.shape}
+        return replace(self, forms=forms) if forms else None
 
     def shapes(self, params: Any) -> Any:
         """The shapes of the model's parameters, from stored ones."""
@@ -55,41 +132,96 @@ class Storage:
     def entered(self, tree: Any, *, as_state: bool = False) -> Any:
         """A tree of the model's shapes, stored: parameters, or (as_state) anything that is laid out like the optimizer state."""
 
-        def enter(place: ParameterPlace, x: jax.Array) -> jax.Array:
-            dims = place.optimizer_dims if as_state else place.dims
+        def enter(form: Form, x: jax.Array) -> jax.Array:
+            saved, stored = (_dims_of(place, as_state=as_state) for place in (form.saved, form.stored))
+            if form.chunks is None:
+                return self._pinned(_padded(x, form.stored.shape), stored)
             # Pinned before and after: in between the stage axis moves from one dim to another.
-            rows = self.chunks.rows(self.chunks.arrange(self._pinned(x, dims)))
-            return self._pinned(self._pinned(rows, ((), (), *dims)), stored_dims(dims, self.axis))
+            rows = form.chunks.rows(form.chunks.arrange(self._pinned(x, saved)))
+            return self._pinned(self._pinned(rows, ((), (), *saved)), stored)
 
-        return self._mapped(enter, self.model, tree)
+        return self._mapped(enter, self.saved, tree)
 
     def left(self, tree: Any, *, as_state: bool = False) -> Any:
         """The inverse of `entered`."""
-        of_model = {p.path: p for p in self.model.parameters}
 
-        def leave(place: ParameterPlace, x: jax.Array) -> jax.Array:
-            model = of_model[place.path]
-            dims = model.optimizer_dims if as_state else model.dims
-            rows = self._pinned(self._pinned(x, stored_dims(dims, self.axis)), ((), (), *dims))
-            return self._pinned(self.chunks.restore(self.chunks.staged(rows)), dims)
+        def leave(form: Form, x: jax.Array) -> jax.Array:
+            saved, stored = (_dims_of(place, as_state=as_state) for place in (form.saved, form.stored))
+            if form.chunks is None:
+                return self._pinned(_sliced(self._pinned(x, stored), form.model.shape), saved)
+            rows = self._pinned(self._pinned(x, stored), ((), (), *saved))
+            return self._pinned(form.chunks.restore(form.chunks.staged(rows)), saved)
 
         return self._mapped(leave, self.placement, tree)
 
-    def _mapped(self, fn: Callable[[ParameterPlace, jax.Array], jax.Array], placement: Placement, tree: Any) -> Any:
-        def one(path: KeyPath, x: jax.Array) -> jax.Array:
+    def used(self, params: Any) -> Any:
+        """The parameters that the model uses, from stored ones, at the top of a step. Stacks remain on their stages.
+
+        Its derivative brings gradients into the stored form.
+        """
+
+        def use(form: Form, x: jax.Array) -> jax.Array:
+            if form.chunks is not None:
+                return x
+            # In its signal, so that a plan and a profile know whose bytes these are.
+            (signal,) = form.model.signals if len(form.model.signals) == 1 else ("",)
+            with scopes.signals(signal.split("/") if signal else ()):
+                return self._used(form, x)
+
+        return self._mapped(use, self.placement, params)
+
+    def model_shapes(self, used: Any) -> Any:
+        """The shapes of the model's parameters, from what `used` returns."""
+
+        def shape(form: Form, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(form.model.shape, x.dtype) if form.chunks is not None else x
+
+        return self._mapped(shape, self.placement, used)
+
+    def _used(self, form: Form, x: jax.Array) -> jax.Array:
+        dtype, read, moves = x.dtype, form.read, form.stored.dims != form.model.dims
+
+        def forward(x: jax.Array) -> jax.Array:
+            x = x if read is None else x.astype(read.dtype)
+            if moves:
+                # Pinned twice, or the cast could come after the way.
+                x = self._pinned(self._pinned(x, form.stored.dims), form.model.dims)
+            x = _sliced(x, form.model.shape)
+            # What is read twice has a gradient of two parts. They are added in the wide type, in which the program thus gets its value.
+            return x if read is None or read.once else x.astype(dtype)
+
+        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+            return (self._pinned(_padded(cotangent, form.stored.shape), form.stored.optimizer_dims).astype(dtype),)
+
+        def with_residuals(x: jax.Array) -> tuple[jax.Array, None]:
+            return forward(x), None
+
+        used = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(forward))
+        used.defvjp(with_residuals, backward)
+        return used(x)
+
+    def _mapped(self, fn: Callable[[Form, Any], Any], placement: Placement, tree: Any) -> Any:
+        def one(path: KeyPath, x: Any) -> Any:
             place = placement.owner(path_text(path), x.shape)
-            return x if place is None or place.path not in self.stacks else fn(place, x)
+            form = None if place is None else self.forms.get(place.path)
+            return x if form is None else fn(form, x)
 
         return jax.tree.map_with_path(one, tree)
 
-    def _stored(self, place: ParameterPlace) -> ParameterPlace:
-        return replace(
-            place,
-            shape=(*self.chunks.rows_shape, *place.shape[1:]),
-            dims=stored_dims(place.dims, self.axis),
-            optimizer_dims=stored_dims(place.optimizer_dims, self.axis),
-            sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
-        )
+    def _with(self, places: Mapping[str, ParameterPlace]) -> Placement:
+        return replace(self.model, parameters=tuple(places.get(p.path, p) for p in self.model.parameters))
 
     def _pinned(self, x: jax.Array, dims: Dims) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.model.mesh, partition_spec(dims)))
+
+
+def _dims_of(place: ParameterPlace, *, as_state: bool) -> Dims:
+    return place.optimizer_dims if as_state else place.dims
+
+
+def _padded(x: jax.Array, shape: Collection[int]) -> jax.Array:
+    return x if x.shape == shape else jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])
+
+
+def _sliced(x: jax.Array, shape: Collection[int]) -> jax.Array:
+    return x if x.shape == shape else jax.lax.slice(x, [0] * x.ndim, tuple(shape))

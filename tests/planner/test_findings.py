@@ -182,7 +182,7 @@ def test_bf16_is_explained(planned):
 def test_optimizer_state_that_is_split_further_is_explained(planned):
     found = planned("zero1")
     assert not found.findings
-    assert any(e.formula == "parameters gathered after their update" for e in found.expected)
+    assert any(e.formula == "parameters gathered at the start" for e in found.expected)
 
 
 def test_attention_that_every_device_computes(planned, right):

@@ -197,7 +197,7 @@ def test_all_that_does_not_divide_comes_at_once_with_what_is_wrong_in_the_data(w
         mesh: {{data: 2, tensor: 4}}
         rules: rules.yaml
         data: {{source: tokens, path: {tmp_path}/tokens.bin, eval_tokens: 20}}
-        train: {{batch: 7}}
+        train: {{batch: 7, uneven: refuse}}
         """,
     )
     rules = write(

@@ -80,9 +80,9 @@ def to_json(setup: Setup) -> dict[str, Any]:
                 "signals": list(p.signals),
                 "shape": list(p.shape),
                 "spec": p.spec,
-                "bytes_per_device": p.bytes_per_device(setup.mesh),
+                "bytes_per_device": stored.bytes_per_device(setup.mesh),
             }
-            for p in setup.placement.parameters
+            for p, stored in zip(setup.placement.parameters, setup.stored.parameters, strict=True)
         ],
     }
 
@@ -91,4 +91,4 @@ def print_check(setup: Setup) -> None:
     """Prints the placement for a person."""
     screen = Screen(enabled=True)
     screen.setup(setup)
-    screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes.")
+    screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes or padded.")

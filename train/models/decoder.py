@@ -71,14 +71,16 @@ class Decoder(nnx.Module):
         segments: for each token [b, s], the position at which its document begins; None if each row is one document.
         """
         with signal.context("embed"):
-            x = self.embed(tokens)
+            x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
                 x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
+            # A name of its own, so that `out` of this signal may differ from the layout of the rows.
+            x = signal.tensor(x, "stream")
         with signal.context("layers"):
             x = scan_layers(self.layers, x, segments, self.keep)
         with signal.context("head"):
             # [b, s, d] and [v, d]
-            return self.norm(x), (self.head or self.embed).table()
+            return signal.tensor(self.norm(x), "normed"), (self.head or self.embed).table()
 
 
 class Block(nnx.Module):

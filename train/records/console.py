@@ -7,9 +7,10 @@ notebook a step replaces the one before it, until an evaluation or another line 
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
@@ -65,7 +66,8 @@ class Screen:
         if setup.run.pipeline is not None:
             self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         parameters = setup.placement.parameters
-        sizes = [p.bytes_per_device(setup.mesh) for p in parameters]
+        # What a device keeps between steps.
+        sizes = [p.bytes_per_device(setup.mesh) for p in setup.stored.parameters]
         # The last row has the parameters without the optimizer's state, which has its own shapes; the dry run shows it.
         columns = {
             "name": [*(p.path for p in parameters), f"{setup.num_parameters:,} parameters"],
@@ -78,6 +80,8 @@ class Screen:
         if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) - 2 > self._console.width:
             del columns["shape"]
         self.table("Parameters", list(columns), list(map(list, zip(*columns.values(), strict=True))), numbers=1)
+        for line in describe_storage(setup):
+            self.say(line)
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """Prints a logged step, or an evaluation."""
@@ -121,6 +125,18 @@ def describe_kernels(setup: Setup) -> str:
     """A line with the attention kernel and the reason for it, and the number of chunks of the loss."""
     chunks = "" if setup.loss_chunks == 1 else f"; loss in {setup.loss_chunks} chunks of the sequence"
     return f"Attention: {setup.attention.text}{chunks}" if setup.attention is not None else ""
+
+
+def describe_storage(setup: Setup) -> Iterator[str]:
+    """Lines about parameters that are stored in another form than the model's."""
+    if setup.storage is None:
+        return
+    if finely := setup.storage.spread:
+        yield f"{len(finely)} parameters are stored like their optimizer state between steps, and gathered at the start of each"
+    for form in setup.storage.padded:
+        model, stored = (list(place.shape) for place in (form.model, form.stored))
+        more = math.prod(stored) / math.prod(model) - 1
+        yield f"{form.model.path} {model} is stored as {stored}, because its axes do not divide it: {more:.1%} more, all zero"
 
 
 def describe_mesh(setup: Setup) -> str:

@@ -153,7 +153,7 @@ def load_model(
     shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.saved_shapes, setup.saved_shardings))
     arrays = restore_parts(saved, shapes, shardings, cast=False)
     if main == "params":
-        params = arrays["params"]
+        params = setup.model_params(setup.stored_params(arrays["params"]))
     else:
         average = setup.stored_params(arrays["average"])
         params = setup.model_params(setup.evaluated(State(saved.manifest.step, None, None, average=average)))

@@ -92,8 +92,7 @@ def prepare(
     placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
     storage = _storage(run, objective, (params, variables, part))
-    stored = placement if storage is None else storage.placement
-    make_optimizer = _optimizer(run, model, stored)
+    make_optimizer = _optimizer(run, model, placement, storage)
     make_state = _state_maker(init, make_optimizer, config.train, storage)
     return Setup(
         run=run,
@@ -141,6 +140,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     own = _own_loss(run)
     # In a pipeline a device meets its own rows alone.
     groups = num_shards(run, mesh)[0] if run.pipeline is None else 1
+    pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
     if model.has_features:
         tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups)
@@ -150,7 +150,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
             plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables")
+        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables", pad=pads)
 
     loss = sharded(True)
     is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
@@ -162,11 +162,18 @@ def roles_of(model: Model, placement: Placement) -> Any:
     return jax.tree.unflatten(placement.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in placement.parameters])
 
 
-def _optimizer(run: Run, model: Model, placement: Placement) -> MakeOptimizer:
+def _optimizer(run: Run, model: Model, placement: Placement, storage: Storage | None) -> MakeOptimizer:
     config = run.config.optimizer
     if isinstance(config, OwnOptimizer):
         return own_optimizer(config, run.code, run.where)
-    return build_optimizer(config, roles_of(model, placement), dtype=compute_type(run.config.model), map_matrices=placement.map_matrices)
+    stored = placement if storage is None else storage.placement
+    return build_optimizer(
+        config,
+        roles_of(model, stored),
+        dtype=compute_type(run.config.model),
+        map_matrices=stored.map_matrices,
+        sizes={p.path: p.shape[-2:] for p in placement.parameters},
+    )
 
 
 def _attention(run: Run, config: ModelConfig, device: Any, *, sharing: int) -> AttentionChoice:
@@ -215,13 +222,17 @@ def _check_remat(run: Run, tensors: Sequence[str]) -> None:
 
 
 def _storage(run: Run, objective: Objective, shapes: tuple[Any, ...]) -> Storage | None:
-    """How the parameters are stored on a pipeline's stages; None: as the model has them."""
-    optimizer = run.config.optimizer
-    # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
-    if run.pipeline is None or isinstance(optimizer, OwnOptimizer) or optimizer.offload == "host":
+    """How the parameters are stored between steps; None: as the model has them."""
+    if not isinstance(objective.loss, Sharded):
         return None
-    assert isinstance(objective.loss, Sharded)
-    return objective.loss.storage(*shapes)
+    storage = objective.loss.storage(*shapes)
+    return storage if storage is None or _may_reshape(run) else storage.of_same_shapes()
+
+
+def _may_reshape(run: Run) -> bool:
+    """Whether parameters may be stored in other shapes than the model's."""
+    # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
+    return not isinstance(run.config.optimizer, OwnOptimizer) and run.config.optimizer.offload != "host"
 
 
 def _state_maker(

@@ -73,12 +73,16 @@ class Setup:
     @property
     def saved_shapes(self) -> State:
         """The shapes of a state in a checkpoint: the model's, so that it fits any mesh and schedule."""
-        return self.shapes if self.storage is None else jax.eval_shape(self._leave, self.shapes)
+        return jax.eval_shape(self._leave, self.shapes) if self._reshapes else self.shapes
 
     @property
     def saved_shardings(self) -> State:
         """Where each part of a state goes before it is saved, and after it is restored."""
-        return self._shardings(self.placement, self.saved_shapes)
+        return self._shardings(self.placement if self.storage is None else self.storage.saved, self.saved_shapes)
+
+    @property
+    def _reshapes(self) -> bool:
+        return self.storage is not None and self.storage.reshapes
 
     def _shardings(self, place: Placement, shapes: State) -> State:
         whole = place.replicated()
@@ -92,11 +96,11 @@ class Setup:
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
-        return state if self.storage is None else self._left(state)
+        return self._left(state) if self._reshapes else state
 
     def from_saved(self, state: State) -> State:
         """The inverse of `to_save`. The state may lack its losses or its average."""
-        if self.storage is None:
+        if not self._reshapes:
             return state
         absent = {name: () for name in ("losses", "average") if not jax.tree.leaves(getattr(state, name))}
         return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(state)

@@ -11,12 +11,14 @@ many times the bytes. Here the caller, who knows the layout, passes a function t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jgt.sharding.paths import KeyPath, path_text
 
 MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Any], Any]
 """map_matrices(fn, tree): fn over the leaves [..., m, n] of a tree."""
@@ -36,10 +38,13 @@ class MuonState(NamedTuple):
     mu: Any
 
 
-def scale_by_muon(beta: float, dtype: Any, map_matrices: MapMatrices = jax.tree.map) -> optax.GradientTransformation:
+def scale_by_muon(
+    beta: float, dtype: Any, map_matrices: MapMatrices = jax.tree.map, sizes: Mapping[str, Sequence[int]] | None = None
+) -> optax.GradientTransformation:
     """Gradients [..., m, n] → orthogonalised updates with a root mean square of 0.2, from Nesterov's momentum.
 
-    dtype: the type in which matrices are orthogonalised; the momentum has the parameters' type.
+    dtype: the type in which matrices are orthogonalised; the momentum has the parameters' type. sizes: m and n of matrices that are padded
+    with zeros, by path. Padding changes no singular value, and so only the root mean square.
     """
 
     def init(params: Any) -> MuonState:
@@ -56,8 +61,12 @@ def scale_by_muon(beta: float, dtype: Any, map_matrices: MapMatrices = jax.tree.
         )
         orthogonal = map_matrices(orthogonalize, ahead)
         # An orthogonal [m, n] has a root mean square of 1 / sqrt(max(m, n)).
-        updates = jax.tree.map(lambda o, g: o.astype(g.dtype) * (_RMS * math.sqrt(max(g.shape[-2:]))), orthogonal, updates)
+        updates = jax.tree.map_with_path(scaled, orthogonal, updates)
         return updates, MuonState(count, mu)
+
+    def scaled(path: KeyPath, orthogonal: jax.Array, like: jax.Array) -> jax.Array:
+        size = (sizes or {}).get(path_text(path), like.shape[-2:])
+        return orthogonal.astype(like.dtype) * (_RMS * math.sqrt(max(size)))
 
     return optax.GradientTransformation(init, update)
 

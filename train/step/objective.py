@@ -57,18 +57,20 @@ ShardedLoss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
 class Objective:
     """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
 
-    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`.
+    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
+    that both take.
     """
 
     loss: ShardedLoss
     evaluated: ShardedLoss
     is_token_loss: bool
+    used: Callable[[Any], Any] = lambda params: params
 
     def on_stored(self, storage: Storage) -> Objective:
-        """The same of parameters that are stored on a pipeline's stages."""
+        """The same of parameters that are stored in other forms."""
         assert isinstance(self.loss, Sharded)
         assert isinstance(self.evaluated, Sharded)
-        return replace(self, loss=self.loss.on_stored(storage), evaluated=self.evaluated.on_stored(storage))
+        return replace(self, loss=self.loss.on_used(storage), evaluated=self.evaluated.on_used(storage), used=storage.used)
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:

@@ -7,7 +7,7 @@ kept in bf16 between updates; the update itself is computed in f32. Learning rat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +29,18 @@ MakeOptimizer = Callable[[Settings], optax.GradientTransformation]
 
 
 def build_optimizer(
-    config: OptimizerConfig, roles: Any, *, dtype: Any = jnp.float32, map_matrices: MapMatrices = jax.tree.map
+    config: OptimizerConfig,
+    roles: Any,
+    *,
+    dtype: Any = jnp.float32,
+    map_matrices: MapMatrices = jax.tree.map,
+    sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> MakeOptimizer:
     """The optimizer of a config.
 
     roles: the Role of each parameter, in a tree like theirs. dtype: of Muon's matmuls. map_matrices(fn, tree): maps a function over the
-    matrices of a tree, wherever their shards are. Clipping is not part of it: the step clips, since it has the norm already.
+    matrices of a tree, wherever their shards are. sizes: see `scale_by_muon`. Clipping is not part of it: the step clips, since it has the
+    norm already.
     """
     decays = by_role(roles, {"matrix": True, "table": True}, default=False)
 
@@ -43,7 +49,7 @@ def build_optimizer(
         if config.name == "muon":
             # Each of the two keeps a state for its own parameters only.
             muon = optax.chain(
-                scale_by_muon(config.momentum, dtype, map_matrices),
+                scale_by_muon(config.momentum, dtype, map_matrices, sizes),
                 optax.add_decayed_weights(settings.weight_decay),
                 optax.scale_by_learning_rate(settings.lr),
             )

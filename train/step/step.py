@@ -18,7 +18,7 @@ import optax
 from jgt import signal
 
 from ..sections import SpikesConfig
-from .objective import Arrays, Objective, Part, ShardedLoss, joined, weighed
+from .objective import Arrays, Objective, Part, joined, weighed
 from .optimizer import MakeOptimizer
 from .schedule import Settings
 from .update import Update, update_all
@@ -70,7 +70,7 @@ def make_train_step(
         if objective.is_token_loss:
             # At least 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        (total, part), gradients = _value_and_gradients(objective.loss, state, batch, accumulate, pin_gradients)
+        (total, part), gradients = _value_and_gradients(objective, state, batch, accumulate, pin_gradients)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
@@ -131,7 +131,7 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
     """
 
     def eval_step(params: Any, variables: Any, batch: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]:
-        total, part = objective.evaluated(params, variables, batch)
+        total, part = objective.evaluated(objective.used(params), variables, batch)
         if objective.is_token_loss:
             return {"loss": (total, jnp.sum(batch["weights"]))}
         rows = len(next(iter(batch.values())))
@@ -141,21 +141,27 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
 
 
 def _value_and_gradients(
-    loss: ShardedLoss, state: State, batch: Arrays, parts: int, pin: Callable[[Any], Any]
+    objective: Objective, state: State, batch: Arrays, parts: int, pin: Callable[[Any], Any]
 ) -> tuple[tuple[jax.Array, Part], Any]:
     """The loss, the rest of its results and the gradient: added up over the parts of the batch."""
-    differentiated = jax.value_and_grad(loss, has_aux=True)
+    # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
+    params, to_stored = jax.vjp(objective.used, state.params)
+
+    def differentiated(variables: Any, rows: Arrays) -> tuple[tuple[jax.Array, Part], Any]:
+        result, gradients = jax.value_and_grad(objective.loss, has_aux=True)(params, variables, rows)
+        return result, to_stored(gradients)[0]
+
     if parts == 1:
-        return differentiated(state.params, state.variables, batch)
+        return differentiated(state.variables, batch)
 
     def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[tuple[Any, Any], None]:
         sums, variables = carry
-        (value, part), gradients = differentiated(state.params, variables, rows)
+        (value, part), gradients = differentiated(variables, rows)
         return (jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables), None
 
     # [b, ...] → [parts, b / parts, ...]
     split = jax.tree.map(lambda x: _split(x, parts), batch)
-    value, part = jax.eval_shape(loss, state.params, state.variables, jax.tree.map(lambda x: x[0], split))
+    value, part = jax.eval_shape(objective.loss, params, state.variables, jax.tree.map(lambda x: x[0], split))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (value, part.weight, part.metrics))
     # Pinned, or the scan would carry whole gradients on every device.
     gradients = pin(jax.tree.map(jnp.zeros_like, state.params))
