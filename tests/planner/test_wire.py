@@ -22,24 +22,20 @@ CASES = {
 }
 
 
+SLOW = [pytest.param(rules, marks=pytest.mark.slow) for rules in ("fsdp", "fsdp_tensor")]
+
+
 @needs_plugin
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "rules", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("fsdp_tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rules", ["zero1", *SLOW])
 def test_parameters_and_gradients_travel_in_the_type_that_the_model_reads(rules, dtype):
     mesh, n, gathers, others = CASES[rules]
-    overrides = [
-        f"model={SIZES % dtype}",
-        f"mesh={mesh}",
-        f"rules={CONFIGS / 'rules' / rules}.yaml",
-        "train.batch=64",
-        "devices.virtual_cpu=null",
-    ]
+    layout = (f"mesh={mesh}", f"rules={CONFIGS / 'rules' / rules}.yaml", "devices.virtual_cpu=null")
+    overrides = [f"model={SIZES % dtype}", *layout, "train.batch=64"]
     found = make_plan(load(CONFIGS / "quickstart.yaml", overrides), parse_target("h100:1x8"), None)
     whole = ELEMENTS * {"bf16": 2, "f32": 4}[dtype] // others
     batch = {"data", "fsdp"}
-    sent = {kind: 0 for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+    sent = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
     for one in found.collectives:
         if one.signal.startswith("layers/") and set(one.axes) <= batch:
             sent[one.kind] = sent.get(one.kind, 0) + one.bytes * one.count
