@@ -95,7 +95,8 @@ class Executor:
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
-        weights = [values[v] if layout.by_layer else layout.gathered(v, values[v]) for v in split.weights]
+        stored = [layout.narrowed(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
+        weights = stored if layout.by_layer else [layout.gathered(v, x) for v, x in zip(split.weights, stored, strict=True)]
         common = [layout.gathered(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
         rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]

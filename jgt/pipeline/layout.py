@@ -115,6 +115,13 @@ class Layout:
         with self._signals_of(var):
             return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
+    def narrowed(self, var: Var, x: jax.Array, dtype: Any) -> jax.Array:
+        """A stored value in another type, laid out as it is stored: what becomes whole after this travels in this type."""
+        dims = self.dims.get(var)
+        with self._signals_of(var):
+            narrow = x.astype(dtype)
+            return narrow if dims is None else self.constrained(narrow, PartitionSpec(*[axes or None for axes in dims]))
+
     def summed(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
         return _psum(x, self.batch_axes)

@@ -37,6 +37,34 @@ def _unchanged_operands(equation: Equation, program: Program) -> list[Var | None
     return [a if a is not None and jx.is_var(a) else None for a in atoms]
 
 
+def type_read(program: Program, index: int) -> Any:
+    """The narrower type of float that a program casts argument `index` to wherever it reads it; None if it reads it in another way."""
+    var = jx.body(program).invars[index]
+    types = _types_read(program, var)
+    if len(types) != 1 or None in types:
+        return None
+    (one,) = types
+    return one if jnp.issubdtype(one, jnp.floating) and one.itemsize < jx.dtype_of(var).itemsize else None
+
+
+def _types_read(program: Program, var: Var) -> set[Any]:
+    """The types that a program casts a variable to; None stands for any other use."""
+    found: set[Any] = {None for a in jx.body(program).outvars if a is var}
+    for equation in jx.body(program).eqns:
+        if not any(a is var for a in equation.invars):
+            continue
+        if equation.primitive.name == "convert_element_type":
+            found.add(jx.dtype_of(equation.outvars[0]))
+        # Not into custom derivatives: their rules read the operands as well, and nothing shows how.
+        elif jx.is_call(equation) or jx.is_remat(equation):
+            for inner in jx.subprograms(equation):
+                pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+                found |= {one for a, v in pairs if a is var for one in _types_read(inner, v)}
+        else:
+            found.add(None)
+    return found
+
+
 def result_depends_on(fn: Callable[[Any, Any], Any], args: Any, others: Any) -> bool:
     """Whether any result of fn(args, others) depends on an array of `args`."""
     # A jit counts as one equation: each of its results depends on all of its operands.
