@@ -27,7 +27,7 @@ from flax import nnx
 from jgt import signal
 
 from .config import ModelConfig
-from .linear import adding_init, linear
+from .linear import adding_init, linear, read_by
 
 Attend = Callable[..., jax.Array]
 """attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         # [b, s, n · h] → [b, s, n, h]
-        q, k, v = (proj(x).reshape(*x.shape[:2], -1, self.head_size) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_size) for y in read_by(x, self.q_proj, self.k_proj, self.v_proj))
         if self.rope_theta is not None:
             q, k = rotate(q, self.rope_theta, segments), rotate(k, self.rope_theta, segments)
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")

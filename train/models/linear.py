@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traceback_util
 
+from jgt import signal
+
 from .config import ModelConfig, OwnModel
 
 # A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
@@ -41,6 +43,14 @@ def linear(
     """A layer [..., size_in] → [..., size_out] of a model."""
     dot = fp8_dot if config.fp8 else full_dot
     return nnx.Linear(size_in, size_out, use_bias=use_bias, dtype=compute_type(config), dot_general=dot, kernel_init=init, rngs=rngs)
+
+
+def read_by(x: jax.Array, *layers: nnx.Linear) -> list[jax.Array]:
+    """x [..., k] through each of several layers that read it."""
+    # A name of its own besides the norm's: rules may split the norm's result along the sequence and gather what the matmuls read. Both
+    # are in the type of the matmuls, so that is the type which travels.
+    x = signal.tensor(x, "operand")
+    return [layer(x) for layer in layers]
 
 
 # -- in the type of the input ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from jgt import signal
 
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .linear import adding_init, linear
+from .linear import adding_init, linear, read_by
 from .remat import cheap
 
 
@@ -23,7 +23,8 @@ class GatedMLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = signal.tensor(self.gate_proj(x), "gate"), signal.tensor(self.up_proj(x), "up")  # [b, s, ffn] each
+        gate, up = read_by(x, self.gate_proj, self.up_proj)  # [b, s, ffn] each
+        gate, up = signal.tensor(gate, "gate"), signal.tensor(up, "up")
         return self.down(signal.tensor(_gated(gate, up), "hidden"))
 
 
