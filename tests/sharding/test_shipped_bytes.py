@@ -36,3 +36,21 @@ def test_what_is_split_along_the_sequence_is_gathered_in_the_type_of_matmuls(kin
     activations = [c for c in found if "tensor" in c.axes and c.signal.startswith("layers/") and c.bytes > 16 * 1024]
     kinds = {(c.kind, c.dtype) for c in activations}
     assert kinds == {("all-gather", "bf16"), ("reduce-scatter", "bf16")}
+
+
+@needs_plugin
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_eight_bits_are_gathered_in_eight_bits_and_reduced_as_often_as_sixteen(kind):
+    def sent(fp8):
+        options = ("train.remat=block", f"model.kind={kind}", f"model.fp8={fp8}")
+        found = planned("sequence", "{data: 2, tensor: 4}", *options).collectives
+        large = [c for c in found if "tensor" in c.axes and c.signal.startswith("layers/") and c.bytes > 4096]
+        gathers, scatters = ([c for c in large if c.kind == one] for one in ("all-gather", "reduce-scatter"))
+        assert len(gathers) + len(scatters) == len(large)
+        return gathers, {c.dtype for c in gathers}, {(c.signal, c.phase, c.dtype, c.count, c.bytes) for c in scatters}
+
+    (eight, types, sums), (sixteen, _, sums_in_sixteen) = sent("true"), sent("false")
+    assert types == {"f8e4m3fn", "f8e5m2"}
+    # XLA computes the results of recomputed row-parallel matmuls in bf16, though nothing reads them.
+    assert sums <= sums_in_sixteen and {s[1] for s in sums_in_sixteen - sums} <= {"recompute"}
+    assert sum(c.total_bytes for c in eight) < 0.8 * sum(c.total_bytes for c in sixteen)
