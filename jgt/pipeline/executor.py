@@ -17,7 +17,7 @@ the layers' rules apply inside a pipeline as outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,7 +36,7 @@ from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of
 from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages
-from jgt.program.jaxpr import Var
+from jgt.program.jaxpr import Program, Var
 from jgt.schedule.table import Table
 
 WHOLE = PartitionSpec()
@@ -47,7 +47,8 @@ class Executor:
     """A split program on a mesh with a table, ready to run.
 
     inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
-    param_signals: the region that each parameter is used in. is_stored: weights are stored on their stages, and come and go as
+    param_signals: the region that each parameter is used in. rewrite_shared: as `rewrite`, of a program whose arguments, by number, have
+    these dims. is_stored: weights are stored on their stages, and come and go as
     [chunks of a stage, stages, layers of a chunk, ...].
     """
 
@@ -60,6 +61,7 @@ class Executor:
     param_dims: Sequence[Dims]
     param_signals: Sequence[tuple[str, ...]]
     rewrite: Rewrite
+    rewrite_shared: Callable[[Program, Mapping[int, Dims]], Program]
     is_stored: bool = False
 
     @cached_property
