@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from jgt.pipeline.layout import Layout, axes_inside
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of
+from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages
 from jgt.program.jaxpr import Program, Var
@@ -74,7 +76,16 @@ class Executor:
             signals={var: self.param_signals[index] for var, index in self.split.like.items()},
             by_layer=self.pipeline.gather == "layer",
             stacked=3 if self.is_stored else 1,
+            sums=self._sums if self.pipeline.gradients == "bf16" else {},
         )
+
+    @property
+    def _sums(self) -> dict[Var, Any]:
+        """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
+        split = self.split
+        read = {v: jnp.dtype(split.narrow.get(v, jx.dtype_of(v))) for v in split.shared.outputs}
+        # A weight has a dim of layers in front.
+        return {v: dtype for v, dtype in read.items() if dtype == jnp.bfloat16 and len(jx.shape_of(v)) - (v in split.weights) >= 2}
 
     @property
     def _skips(self) -> bool:

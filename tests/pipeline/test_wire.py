@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from models import (
     RULES,
+    assert_close,
     assert_trained,
     case,
     decoder_loss,
@@ -136,6 +137,22 @@ def test_weights_that_layers_cast_are_cast_once_and_the_bits_are_the_same(monkey
     expected = bits()
     assert asked == [jnp.bfloat16, jnp.bfloat16]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
+def test_gradients_that_are_added_up_in_half_precision_are_rounded_once(gather):
+    trained, mesh = case(bf16_loss), mesh_of(data=2, fsdp=2, stage=2)
+    pipeline = jgt.Pipeline(signal="layers", microbatches=4, gather=gather)
+    found, wide = (
+        trained.derivatives(jgt.shard(trained.loss, trained.rules, mesh, pipeline=one)) for one in (pipeline.reducing("bf16"), pipeline)
+    )
+    assert found[0] == wide[0]
+    # The gradient on each device is rounded, and their sum.
+    assert_close(found[1], wide[1], 2**-7)
+    layers, narrow = wide[1]["layers"], found[1]["layers"]
+    assert all(np.any(narrow[name] != layers[name]) for name in layers)
+    # Tables are read in f32.
+    np.testing.assert_array_equal(found[1]["embed"], wide[1]["embed"])
 
 
 @needs_plugin

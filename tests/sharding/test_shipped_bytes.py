@@ -1,5 +1,6 @@
-"""The types in which activations and weights travel under the shipped rules, in steps compiled for described GPUs."""
+"""The types and bytes in which activations, weights and gradients travel under the shipped rules, in steps compiled for described GPUs."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,83 @@ def planned(rules, mesh, *overrides):
     """The plan of a small bf16 model on 8 GPUs."""
     options = (f"rules=rules/{rules}.yaml", f"mesh={mesh}", "model.dtype=bf16", "train.batch=16", "model.attention=xla")
     return make_plan(load(ROOT / "configs/quickstart.yaml", [*SMALL, *options, *overrides]), parse_target("h100:1x8"), None)
+
+
+# -- weights and gradients -------------------------------------------------------------------------------------------
+
+LAYERS, EMBED, FFN, VOCAB = 2, 64, 128, 512
+MATRICES, TABLES, NORMS = LAYERS * (4 * EMBED * EMBED + 3 * EMBED * FFN), 2 * VOCAB * EMBED, (2 * LAYERS + 1) * EMBED
+"""Elements."""
+MESHES = {
+    "replicated": {"data": 8},
+    "zero1": {"data": 8},
+    "fsdp": {"fsdp": 8},
+    "hybrid": {"replica": 2, "fsdp": 4},
+    "tensor": {"data": 4, "tensor": 2},
+    "sequence": {"data": 4, "tensor": 2},
+    "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "pipeline": {"data": 2, "fsdp": 2, "stage": 2, "tensor": 1},
+}
+SIZE = {"f32": 4, "bf16": 2}
+
+
+def formula(rules, gradients):
+    """The bytes that a device sends of weights and gradients, by kind and type of collective.
+
+    A gather or a scatter over n devices is (n - 1) / n of the whole array, a sum is twice that.
+    """
+    sizes = {axis: MESHES[rules].get(axis, 1) for axis in ("data", "replica", "fsdp", "stage", "tensor")}
+    copies, shards, inside = sizes["data"] * sizes["replica"], sizes["fsdp"], sizes["tensor"] * sizes["stage"]
+    mine = (MATRICES + TABLES) / inside
+    sent = Counter()
+    # Matrices are gathered forward and backward, in a pipeline once; each table is read once.
+    reads = 1 if rules == "pipeline" else 2
+    sent["all-gather", "bf16"] = (reads * MATRICES + TABLES) / inside * 2 * (shards - 1) / shards
+    scattered = copies if rules == "zero1" else shards
+    sent["reduce-scatter", gradients] = mine * SIZE[gradients] * (scattered - 1) / scattered
+    summed = 1 if rules == "zero1" else copies
+    if rules == "fsdp_tensor":
+        # Known and wasteful: XLA adds up tables over both axes, and each device then takes its part.
+        tables = TABLES / inside
+        sent["reduce-scatter", gradients] -= tables * SIZE[gradients] * (scattered - 1) / scattered
+        sent["all-reduce", gradients] = tables * SIZE[gradients] * 2 * (copies * shards - 1) / (copies * shards)
+        mine -= tables
+    sent["all-reduce", gradients] += mine * SIZE[gradients] / shards * 2 * (summed - 1) / summed
+    # With a split sequence, devices of the axis tensor have parts of the sums as well. Stages have the norms of their layers.
+    devices = copies * shards * (sizes["tensor"] if rules == "sequence" else 1)
+    norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if rules == "pipeline" else NORMS
+    kind, times = ("reduce-scatter", 1) if rules == "zero1" else ("all-reduce", 2)
+    sent[kind, "f32"] += norms * 4 * times * (devices - 1) / devices
+    return {kind: pytest.approx(size, rel=0.01) for kind, size in sent.items() if size}
+
+
+def is_of_weights(collective):
+    """Not of new parameters, tokens, single numbers or activations."""
+    if collective.signal == "optimizer" or collective.dtype not in SIZE or collective.bytes <= 64:
+        return False
+    return collective.kind != "collective-permute" and {"data", "replica", "fsdp"} & set(collective.axes)
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("rules", "gradients"),
+    [
+        pytest.param(rules, gradients, marks=() if (rules, gradients) in (("fsdp", None), ("pipeline", "bf16")) else pytest.mark.slow)
+        for rules in MESHES
+        for gradients in (None, "f32", "bf16")
+    ],
+)
+def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, gradients):
+    mesh = ", ".join(f"{axis}: {size}" for axis, size in MESHES[rules].items())
+    pipeline = ("pipeline={signal: layers, microbatches: 2}",) if rules == "pipeline" else ()
+    found = Counter()
+    for c in planned(rules, f"{{{mesh}}}", f"optimizer.gradients={gradients or 'null'}", *pipeline).collectives:
+        if is_of_weights(c):
+            found[c.kind, c.dtype] += c.total_bytes
+    assert dict(found) == formula(rules, gradients or ("f32" if rules == "pipeline" else "bf16"))
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
 
 
 @needs_plugin

@@ -35,46 +35,48 @@ Scaled = tuple[jax.Array, jax.Array]
 _Dims = Sequence[int]
 
 
-def dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
-    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is."""
-    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+def dot(wide: bool, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x. wide: see `linear.Dot.has_wide_gradients`."""
     with signal.per_microbatch():
-        return _matmul(None, x, kernel)
+        return _matmul(wide, None, x, kernel)
 
 
-def dots(x: jax.Array, kernels: Sequence[jax.Array], *, groups: int, name: str) -> list[jax.Array]:
+def dots(wide: bool, x: jax.Array, kernels: Sequence[jax.Array], *, groups: int, name: str) -> list[jax.Array]:
     """x [..., k] · each kernel [k, n_i] → [..., n_i] in the type of x, by one matmul.
 
     groups: a divisor of each n_i. Rules may split the columns of all kernels into as many parts: each part has columns of all kernels.
     name: the signal's tensor that is x in eight bits.
     """
     # [k, n_i] → [k, g, n_i / g] → [k, g, Σ n_i / g]
-    wide = jnp.concatenate([kernel.reshape(kernel.shape[0], groups, -1) for kernel in kernels], axis=-1)
+    side = jnp.concatenate([kernel.reshape(kernel.shape[0], groups, -1) for kernel in kernels], axis=-1)
     ends = list(itertools.accumulate(kernel.shape[1] // groups for kernel in kernels))
     with signal.per_microbatch():
-        made = _matmul(name, x, wide)  # [..., g, Σ n_i / g]
+        made = _matmul(wide, name, x, side)  # [..., g, Σ n_i / g]
     return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(made, ends[:-1], axis=-1)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(name: str | None, x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., k] · kernel [k, *columns] → [..., *columns]."""
-    return _forward(name, x, kernel)[0]
+    return _forward(wide, name, x, kernel)[0]
 
 
-def _forward(name: str | None, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
+def _forward(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
     a, b = _scaled(x, jnp.float8_e4m3fn, name), _scaled(kernel, jnp.float8_e4m3fn)
     # The backward pass needs the kernel's type. Residuals are arrays, so an empty one carries it.
     return _scaled_dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
 
 
-def _backward(name: str | None, residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    wide: bool, name: str | None, residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     a, b, like_kernel = residuals
     c = _scaled(cotangent, jnp.float8_e5m2)
     rows = range(a[0].ndim - 1)
     columns = range(len(rows), cotangent.ndim)
     by_x = _scaled_dot(c, b, columns, range(1, b[0].ndim), cotangent.dtype)
-    return by_x, _scaled_dot(a, c, rows, rows, like_kernel.dtype)
+    by_kernel = _scaled_dot(a, c, rows, rows, jnp.float32 if wide else like_kernel.dtype)
+    return by_x, by_kernel.astype(like_kernel.dtype)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -9,7 +9,9 @@ nnx.Linear takes both as its `dot_general`, so the layer keeps its parameters' n
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +43,7 @@ def linear(
     config: ModelConfig, size_in: int, size_out: int, init: nnx.Initializer = READING_INIT, *, use_bias: bool, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """A layer [..., size_in] → [..., size_out] of a model."""
-    dot = eight_bits.dot if config.fp8 else full_dot
+    dot = Dot(has_eight_bits=config.fp8)
     return nnx.Linear(size_in, size_out, use_bias=use_bias, dtype=compute_type(config), dot_general=dot, kernel_init=init, rngs=rngs)
 
 
@@ -49,10 +51,12 @@ def read_by(x: jax.Array, *layers: nnx.Linear, groups: int) -> list[jax.Array]:
     """x [..., k] through each of several layers that read it. In eight bits they are one matmul, whose columns are in `groups` groups."""
     # A name of its own besides the norm's: rules may split the norm's result along the sequence and gather what the matmuls read. Both
     # are in the type of the matmuls, so that is the type which travels.
-    if layers[0].dot_general is not eight_bits.dot:
+    dot = cast(Dot, layers[0].dot_general)
+    if not dot.has_eight_bits:
         x = signal.tensor(x, "operand")
         return [layer(x) for layer in layers]
-    made = eight_bits.dots(x, [layer.kernel[...].astype(x.dtype) for layer in layers], groups=groups, name="operand")
+    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    made = eight_bits.dots(dot.has_wide_gradients, x, kernels, groups=groups, name="operand")
     return [_biased(y, layer) for y, layer in zip(made, layers, strict=True)]
 
 
@@ -60,18 +64,26 @@ def _biased(y: jax.Array, layer: nnx.Linear) -> jax.Array:
     return y if layer.bias is None else y + layer.bias[...].astype(y.dtype).reshape(*(1,) * (y.ndim - 1), -1)
 
 
-def full_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
-    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is."""
-    _check_dims(x, dimension_numbers)
-    return _matmul(x, kernel)
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is.
+
+    has_wide_gradients: the sums over positions that are the kernel's gradient leave the matmul in f32. Devices then add up theirs in f32;
+    what the caller gets has the kernel's type in any case.
+    """
+
+    has_eight_bits: bool = False
+    has_wide_gradients: bool = False
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
+        assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+        dot = eight_bits.dot if self.has_eight_bits else _matmul
+        return dot(self.has_wide_gradients, x, kernel)
 
 
-def _check_dims(x: jax.Array, dimension_numbers: Any) -> None:
-    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
-
-
-@jax.custom_vjp
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(wide: bool, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    del wide
     return _product(x, kernel)
 
 
@@ -79,27 +91,27 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))  # [..., k] · [k, n] → [..., n]
 
 
-def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(wide: bool, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Not by `_matmul`, whose call would hide the matmul from a policy of jax.checkpoint.
     return _product(x, kernel), (x, kernel)
 
 
-def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(wide: bool, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     by_x = jax.lax.dot_general(cotangent, kernel, (((x.ndim - 1,), (1,)), ((), ())))  # [..., n] · [k, n] → [..., k]
-    return by_x, _sum_of_products(x, cotangent)
+    return by_x, _sum_of_products(x, cotangent, jnp.float32 if wide else None).astype(kernel.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [..., k], b [..., n] → [k, n], summed over all positions.
+def _sum_of_products(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """a [..., k], b [..., n] → [k, n], summed over all positions. dtype: of the result; None: that of a and b.
 
     XLA's CPU backend transposes the left side of such a matmul, and fuses what computes that side into the transposed order, which is
     slow. JAX would always put the cotangent there. This puts the smaller side there; several matmuls may share it (q, k and v read one x).
     """
     positions = tuple(range(a.ndim - 1))
     if a.shape[-1] > b.shape[-1]:
-        return _sum_of_products(b, a).T
-    return jax.lax.dot_general(a, b, ((positions, positions), ((), ())))
+        return _sum_of_products(b, a, dtype).T
+    return jax.lax.dot_general(a, b, ((positions, positions), ((), ())), preferred_element_type=dtype)

@@ -75,7 +75,7 @@ def prepare(
     else:
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
-        model = build(config.model, config.train.remat, attention.kernel)
+        model = build(config.model, config.train.remat, attention.kernel, wide_gradients=_has_wide_gradients(run))
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -104,6 +104,11 @@ def prepare(
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         element=element,
     )
+
+
+def _has_wide_gradients(run: Run) -> bool:
+    """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
+    return run.config.optimizer.gradients == "f32" and run.pipeline is None
 
 
 def _element(run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -137,7 +142,8 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     groups = num_shards(run, mesh)[0] if run.pipeline is None else 1
     tokens = loss_of_logits
     if model.has_features:
-        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups)
+        widens = _has_wide_gradients(run)
+        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups, wide_gradients=widens)
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:
