@@ -83,7 +83,7 @@ class Executor:
     def _sums(self) -> dict[Var, Any]:
         """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
         split = self.split
-        read = {v: jnp.dtype(split.narrow.get(v, jx.dtype_of(v))) for v in split.shared.outputs}
+        read = {v: jnp.dtype(split.narrow.get(v, jx.dtype_of(v))) for v in (*split.weights, *split.common)}
         # A weight has a dim of layers in front.
         return {v: dtype for v, dtype in read.items() if dtype == jnp.bfloat16 and len(jx.shape_of(v)) - (v in split.weights) >= 2}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jgt import signal
 
 from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
-from .linear import compute_type
+from .linear import Dot, compute_type
 from .model import Model, Table, Vector, of_nnx
 from .remat import Keep, Remat, cheap, recomputed
 
@@ -132,7 +132,7 @@ def widen_gradients(decoder: Decoder) -> None:
     """Gradients of matrices and of the input's table leave their sums over positions in f32, so that devices add them up in f32."""
     for _, module in nnx.iter_graph(decoder):
         if isinstance(module, nnx.Linear):
-            module.dot_general = replace(module.dot_general, has_wide_gradients=True)
+            module.dot_general = replace(cast(Dot, module.dot_general), has_wide_gradients=True)
         elif isinstance(module, Embedding):
             module.has_wide_gradients = True
 

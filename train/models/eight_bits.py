@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def dots(wide: bool, x: jax.Array, kernels: Sequence[jax.Array], *, groups: int,
     side = jnp.concatenate([kernel.reshape(kernel.shape[0], groups, -1) for kernel in kernels], axis=-1)
     ends = list(itertools.accumulate(kernel.shape[1] // groups for kernel in kernels))
     with signal.per_microbatch():
-        made = _matmul(wide, name, x, side)  # [..., g, Σ n_i / g]
+        made = cast(jax.Array, _matmul(wide, name, x, side))  # [..., g, Σ n_i / g]
     return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(made, ends[:-1], axis=-1)]
 
 
