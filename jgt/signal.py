@@ -20,6 +20,9 @@ from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVa
 PREFIX = "sig."
 """Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
 
+MICROBATCH = "jgt.microbatch"
+"""The named scope of `per_microbatch`."""
+
 # The others mean something in XLA's op names: `@` ends a name, a quote ends the attribute, and / ( ) : separate scopes and the names
 # of operations that XLA combined.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -55,6 +58,15 @@ def tensor(x: jax.Array, name: str) -> jax.Array:
     Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.
     """
     return checkpoint_name(x, _checked(name))
+
+
+def per_microbatch() -> contextlib.AbstractContextManager[object]:
+    """A region whose values are meant of the rows at hand: in a pipeline, those of one microbatch on one data shard.
+
+    As `pipeline.per_microbatch` for a signal, said by the model itself: of scales of eight-bit matmuls, for instance, nobody expects
+    those of the whole batch.
+    """
+    return jax.named_scope(MICROBATCH)
 
 
 def _checked(name: object) -> str:

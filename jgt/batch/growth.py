@@ -35,7 +35,7 @@ class Growth:
     """The extents of a program's values, and what is fed back into rows.
 
     num_rows: the batch sizes of the two traces. trusted: signals under which values are meant to be computed from the rows at
-    hand. Nothing is refused there: a plain sum is a sum, and everything else is averaged.
+    hand, besides the regions of which the model says so. Nothing is refused there: a plain sum is a sum, and everything else is averaged.
     """
 
     num_rows: tuple[int, int]
@@ -55,8 +55,8 @@ class Growth:
         return constant_extent(atom.val, twin_value, self.num_rows)
 
     def trusts(self, place: Place) -> bool:
-        """Whether a place is under one of the trusted signals."""
-        return any(place.inside(tuple(signal.split("/"))) for signal in self.trusted)
+        """Whether a place is under one of the trusted signals, or in a region of `signal.per_microbatch`."""
+        return place.of_microbatch or any(place.inside(tuple(signal.split("/"))) for signal in self.trusted)
 
     def add_constants(self, constants: Mapping[Var, ArrayLike], twins: Mapping[Var, ArrayLike]) -> None:
         """Adds the extents of the arrays that two traces close over. Raises AlignmentError if they have different numbers of them."""

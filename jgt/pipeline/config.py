@@ -50,6 +50,18 @@ class Pipeline:
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
 
+    gradients: Literal["f32", "bf16"] = field(default="f32", init=False)
+    """See `reducing`."""
+
+    def reducing(self, gradients: Literal["f32", "bf16"]) -> Pipeline:
+        """The same options, with the type in which gradients are added up over the batch's axes.
+
+        bf16: those of matrices that are read in bf16. Microbatches are added up in f32 in any case.
+        """
+        new = self.located(self.lines)
+        object.__setattr__(new, "gradients", gradients)
+        return new
+
     def located(self, lines: Mapping[str, str]) -> Pipeline:
         """The same options, with the file:line of each key."""
         new = replace(self)

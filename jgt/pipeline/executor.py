@@ -17,9 +17,10 @@ the layers' rules apply inside a pipeline as outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,10 @@ from jgt.pipeline.layout import Layout, axes_inside
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of
+from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages
-from jgt.program.jaxpr import Var
+from jgt.program.jaxpr import Program, Var
 from jgt.schedule.table import Table
 
 WHOLE = PartitionSpec()
@@ -47,7 +49,8 @@ class Executor:
     """A split program on a mesh with a table, ready to run.
 
     inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
-    param_signals: the region that each parameter is used in. is_stored: weights are stored on their stages, and come and go as
+    param_signals: the region that each parameter is used in. rewrite_shared: as `rewrite`, of a program whose arguments, by number, have
+    these dims. is_stored: weights are stored on their stages, and come and go as
     [chunks of a stage, stages, layers of a chunk, ...].
     """
 
@@ -60,6 +63,7 @@ class Executor:
     param_dims: Sequence[Dims]
     param_signals: Sequence[tuple[str, ...]]
     rewrite: Rewrite
+    rewrite_shared: Callable[[Program, Mapping[int, Dims]], Program]
     is_stored: bool = False
 
     @cached_property
@@ -72,7 +76,16 @@ class Executor:
             signals={var: self.param_signals[index] for var, index in self.split.like.items()},
             by_layer=self.pipeline.gather == "layer",
             stacked=3 if self.is_stored else 1,
+            sums=self._sums if self.pipeline.gradients == "bf16" else {},
         )
+
+    @property
+    def _sums(self) -> dict[Var, Any]:
+        """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
+        split = self.split
+        read = {v: jnp.dtype(split.narrow.get(v, jx.dtype_of(v))) for v in (*split.weights, *split.common)}
+        # A weight has a dim of layers in front.
+        return {v: dtype for v, dtype in read.items() if dtype == jnp.bfloat16 and len(jx.shape_of(v)) - (v in split.weights) >= 2}
 
     @property
     def _skips(self) -> bool:
@@ -95,7 +108,8 @@ class Executor:
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
-        weights = [values[v] if layout.by_layer else layout.gathered(v, values[v]) for v in split.weights]
+        stored = [layout.narrowed(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
+        weights = stored if layout.by_layer else [layout.gathered(v, x) for v, x in zip(split.weights, stored, strict=True)]
         common = [layout.gathered(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
         rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]

@@ -68,7 +68,9 @@ class Body:
         ys = travel[num_moving:]
         known: dict[Atom, jax.Array] = dict(zip([*split.in_layers, *split.local.outputs], [*inputs.common, *inputs.local], strict=True))
         known |= {atom: value for atom, value in zip(split.travel, moving, strict=True) if jx.is_var(atom) and atom not in known}
-        weights: Mapping[Atom, jax.Array] = dict(zip(split.weights, inputs.weights, strict=True))
+        # Those in the layers' own type become wide again, because the program casts them. XLA removes both casts.
+        wide = [x.astype(jx.dtype_of(v)) for v, x in zip(split.weights, inputs.weights, strict=True)]
+        weights: Mapping[Atom, jax.Array] = dict(zip(split.weights, wide, strict=True))
         # Padding computes layer 0 and drops the result: -1 is not the index of a row.
         layer = jnp.maximum(inputs.index, 0)
         consts = [_value(a, known) for a in split.scan.invars[:num_consts]]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import jax
@@ -54,7 +54,7 @@ class Layout:
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    those of one layer.
+    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
     """
 
     mesh: Mesh | AbstractMesh
@@ -64,6 +64,7 @@ class Layout:
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
     stacked: int = 1
+    sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
 
     @property
     def num_shards(self) -> int:
@@ -115,13 +116,21 @@ class Layout:
         with self._signals_of(var):
             return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
+    def narrowed(self, var: Var, x: jax.Array, dtype: Any) -> jax.Array:
+        """A stored value in another type, laid out as it is stored: what becomes whole after this travels in this type."""
+        dims = self.dims.get(var)
+        with self._signals_of(var):
+            narrow = x.astype(dtype)
+            return narrow if dims is None else self.constrained(narrow, PartitionSpec(*[axes or None for axes in dims]))
+
     def summed(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
         return _psum(x, self.batch_axes)
 
     def parts(self, var: Var, gradient: jax.Array) -> jax.Array:
         """One data shard's gradient as the shard_map returns it: stacked with the other shards', or their sum."""
-        return gradient[None] if self._is_stacked(var) else self.summed(gradient)
+        # Rounded in front of the border, or the partitioner could move the wide array.
+        return self._to_send(var, gradient)[None] if self._is_stacked(var) else self.summed(gradient)
 
     def parts_spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of the result of `parts`."""
@@ -166,7 +175,7 @@ class Layout:
     def scattered_layer(self, weight: Var, gradient: jax.Array) -> jax.Array:
         """The inverse for a gradient: summed over the axes that the weight is stored over."""
         with self._signals_of(weight), scopes.backward():
-            return self._on_layer(weight, gradient, _scattered)
+            return self._on_layer(weight, self._to_send(weight, gradient), _scattered).astype(gradient.dtype)
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
         stored, others = self._batch_dims(var)[self.stacked :], self._dims_on_stage(var) or []
@@ -181,6 +190,9 @@ class Layout:
             return _each_dim(stored, x, collective)
 
         return self.manual(local, axes, spec, spec)(x)
+
+    def _to_send(self, var: Var, gradient: jax.Array) -> jax.Array:
+        return gradient.astype(self.sums.get(var, gradient.dtype))
 
     def _is_stacked(self, var: Var) -> bool:
         """Whether parts of a gradient leave the shard_map apart, to be reduce-scattered; a value of unknown layout is summed."""

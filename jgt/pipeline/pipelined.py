@@ -144,7 +144,7 @@ class Pipelined:
     def _shared(self, params: Arrays, inputs: Arrays) -> Arrays:
         """The weights and common values, from the parameters. The part reads no inputs."""
         split = self.executor.split
-        return call(self._rewritten(split.shared), dict(zip(split.arguments, [*params, *inputs], strict=True)))
+        return call(self._rewritten_shared, dict(zip(split.arguments, [*params, *inputs], strict=True)))
 
     def _statistics(self, inputs: Arrays) -> Arrays:
         """What microbatches have to know of the whole batch, from the inputs alone."""
@@ -160,7 +160,16 @@ class Pipelined:
 
     def can_be_stored(self) -> bool:
         """Whether the stacked weights may be stored on their stages."""
-        return are_stacks_apart(self.executor.split, self._rewritten(self.executor.split.shared).program)
+        return are_stacks_apart(self.executor.split, self._rewritten_shared.program)
+
+    @property
+    def _rewritten_shared(self) -> Part:
+        """`Split.shared`, whose casts of parameters besides the stacks are laid out like these."""
+        split, dims = self.executor.split, self.executor.param_dims
+        stacks = {split.like[v] for v in split.weights if v in split.like}
+        index = {var: n for n, var in enumerate(split.arguments[: len(dims)]) if n not in stacks}
+        known = {n: dims[index[var]] for n, var in enumerate(split.shared.inputs) if var in index}
+        return split.shared.changed(lambda program: self.executor.rewrite_shared(program, known))
 
     def _rewritten(self, part: Part) -> Part:
         return part.changed(lambda program: self.executor.rewrite(program, Place()))

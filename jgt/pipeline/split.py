@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import Pipeline
@@ -30,6 +31,7 @@ from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
+from jgt.program.reads import narrow_reads
 
 _ELEMENTWISE = ("convert_element_type", "copy", "name")
 """Equations that mean the same for any shape."""
@@ -63,6 +65,8 @@ class Split:
     """Parameters → `weights` and `common`, each value once."""
     weights: tuple[Var, ...]
     """Values of parameters alone that the layers are scanned over."""
+    narrow: Mapping[Var, Any]
+    """For a weight that the layers cast wherever they read it, the type that they cast it to."""
     common: tuple[Var, ...]
     """Values of parameters alone that are read elsewhere in the pipeline."""
     in_layers: tuple[Var, ...]
@@ -178,6 +182,7 @@ class _Splitter:
             inputs=tuple(self.inputs),
             shared=extract_part(self.flat, shared),
             weights=weights,
+            narrow=self._narrow(weights, num_consts + num_carry),
             common=common,
             in_layers=_unique(a for a in _variables(constants) if self._of(a) == PARAMS),
             before=before,
@@ -196,6 +201,16 @@ class _Splitter:
             num_extras=len(extras),
             like={var: index for var in shared if (index := self._origin(var)) is not None},
         )
+
+    def _narrow(self, weights: Sequence[Var], first: int) -> dict[Var, Any]:
+        """For each weight that layers read in one narrower type alone, that type. first: the number of the first operand scanned over."""
+        types: dict[Var, set[Any]] = {}
+        reads = narrow_reads(self.scan.params["jaxpr"])
+        for index, atom in enumerate(self.scan.invars[first:], start=first):
+            if jx.is_var(atom) and atom in weights:
+                read = reads[index]
+                types.setdefault(atom, set()).add(None if read is None else read.dtype)
+        return {var: one for var, (one, *others) in types.items() if one is not None and not others}
 
     def _crossing(self, outputs: Sequence[Atom], ends: set[Var], *, travelling: bool = True) -> list[Var]:
         """The values that the equations computing `outputs` read from elsewhere.

@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jgt.signal import PREFIX
+from jgt.signal import MICROBATCH, PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -47,10 +47,12 @@ class Place:
     """Where an equation is in the model: the signals around it, outermost first, and how many vmaps it was traced under.
 
     A vmap adds a leading dim to every value below it that the model's author does not see, so rules must not count it.
+    of_microbatch: the model says that values there are meant of one microbatch.
     """
 
     signals: tuple[str, ...] = ()
     num_vmaps: int = 0
+    of_microbatch: bool = False
 
     @property
     def path(self) -> str:
@@ -296,7 +298,7 @@ def line_of(equation: Equation) -> str:
 
 def place_of(equation: Equation, around: Place) -> Place:
     """The place of an equation whose program is at `around`."""
-    signals, num_vmaps = list(around.signals), around.num_vmaps
+    signals, num_vmaps, of_microbatch = list(around.signals), around.num_vmaps, around.of_microbatch
     # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
     for element in _listed_once(equation.source_info.name_stack.stack):
         if element.name.startswith(PREFIX):
@@ -304,7 +306,8 @@ def place_of(equation: Equation, around: Place) -> Place:
         # jvp and transpose are transforms too; only vmap adds a dim.
         elif type(element).__name__ == "Transform" and element.name == "vmap":
             num_vmaps += 1
-    return Place(tuple(signals), num_vmaps)
+        of_microbatch |= element.name == MICROBATCH
+    return Place(tuple(signals), num_vmaps, of_microbatch)
 
 
 def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.program import jaxpr as jx
@@ -62,6 +63,7 @@ def rewrite(
         ahead, behind = (rewriter.sharding(dims, site.around) for dims in free)
         new, pinned[var] = constraint_equations(var, ahead, behind, None)
         eqns += new
+        rewriter.layouts[var] = ahead, behind
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
@@ -69,12 +71,16 @@ def rewrite(
     return rewriter.result(new_program)
 
 
-def rewrite_part(program: Program, place: Place, rules: Rules, site: Surroundings) -> Program:
+def rewrite_part(program: Program, place: Place, rules: Rules, site: Surroundings, arguments: Mapping[int, Dims] | None = None) -> Program:
     """A part of a program that lies at this place, with every rule applied. Nothing is reported: the whole was checked before.
 
-    site: of the whole.
+    site: of the whole. arguments: the dims of those that are pinned outside, by number.
     """
-    new, saves = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True).program(program, place)
+    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True)
+    for index, dims in (arguments or {}).items():
+        sharding = rewriter.sharding(dims)
+        rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
+    new, saves = rewriter.program(program, place)
     return wrap_in_checkpoint(new, save_policy(saves), in_scan=True) if saves else new
 
 
@@ -85,6 +91,8 @@ class _Rewriter:
         self._rules, self._site, self._applies = rules, site, applies
         # On one device there is nothing to lay out.
         self.constrains = applies and site.mesh.size > 1
+        self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
+        """Of arguments that are pinned, and of their cotangents."""
         self._matches: list[AnyMatch] = []
         self._problems: list[str] = []
         self._signals: set[str] = set()
@@ -200,6 +208,9 @@ class _Rewriter:
         behind = self._checked(backward, var, place, manual, f"{what} (backward)")
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
+        if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
+            # What becomes of an argument travels after the cast. Left to itself, the partitioner may gather first and cast then.
+            ahead, last = self.layouts[equation.invars[0]]
         if last is None or not self.constrains:
             return [], var
         return constraint_equations(var, ahead, last, equation)
@@ -255,6 +266,14 @@ class _Rewriter:
         if match.decided:
             self._matches.append(cast(AnyMatch, match))
         return match.rule
+
+
+def _is_narrowing(equation: Equation) -> bool:
+    """Whether an equation casts a float to a narrower type."""
+    if equation.primitive.name != "convert_element_type" or not jx.is_var(equation.invars[0]):
+        return False
+    old, new = jx.dtype_of(equation.invars[0]), jx.dtype_of(equation.outvars[0])
+    return jnp.issubdtype(new, jnp.floating) and new.itemsize < old.itemsize
 
 
 def _consumers(program: Program, around: Place) -> dict[Var, list[Place]]:

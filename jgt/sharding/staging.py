@@ -31,7 +31,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
-from jgt.program.jaxpr import Program
+from jgt.program.jaxpr import Place, Program
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
@@ -110,6 +110,7 @@ def stage(
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
         rewrite=lambda program, place: rewrite_part(program, place, rules, site),
+        rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
     )
 
     def running(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]]) -> Run:

@@ -7,7 +7,7 @@ import pytest
 from models import assert_exact, case, embed, logits_of, make_batch, mesh_of, mlp, nats, run_layers
 
 import jgt
-from jgt.signal import context
+from jgt.signal import context, per_microbatch
 
 SIZES = {"stage": 2, "data": 2}
 
@@ -374,6 +374,15 @@ def capacity_in_a_signal(params, batch):
             return jnp.where(kept[:, None], tokens, 0).reshape(x.shape)
 
     return jnp.mean(rows_of(params, batch, layer))
+
+
+def capacity_as_the_model_says(params, batch):
+    with per_microbatch():
+        return capacity_in_a_signal(params, batch)
+
+
+def test_a_model_may_say_itself_what_is_meant_of_one_microbatch():
+    shapes(case(capacity_as_the_model_says))
 
 
 @pytest.mark.parametrize("loss", [balance_in_a_signal, capacity_in_a_signal], ids=lambda loss: loss.__name__)

@@ -2,14 +2,31 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from models import RULES, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
+from models import (
+    RULES,
+    assert_close,
+    assert_trained,
+    case,
+    decoder_loss,
+    embed,
+    logits_of,
+    make_batch,
+    make_params,
+    mesh_of,
+    mlp,
+    nats,
+    run_layers,
+    weighted,
+)
 from plugin import needs_plugin
 
 import jgt
 from jgt.pipeline.layer import Body
 from jgt.pipeline.wire import split_further
 from jgt.planner.chip import parse_target
+from jgt.program.reads import narrow_reads
 from train.config import load
 from train.plan.make import make_plan
 
@@ -72,9 +89,95 @@ def test_half_precision_travels_as_it_is_on_cpus_too():
         assert float(found(make_params(), make_batch())) == pytest.approx(float(halved(make_params(), make_batch())), rel=1e-2)
 
 
-# -- traffic between stages ---------------------------------------------------------------------------------------
+STAGES, TENSOR, MICROBATCHES, BATCH, SEQ, EMBED, FFN = 2, 4, 8, 16, 64, 64, 128
 
-STAGES, TENSOR, MICROBATCHES, BATCH, SEQ, EMBED = 2, 4, 8, 16, 64, 64
+
+def planned(*overrides):
+    """The plan of a small bf16 model in a pipeline on 8 GPUs."""
+    sizes = ("model.heads=4", f"model.ffn={FFN}", f"model.embed={EMBED}", f"model.seq={SEQ}", f"train.batch={BATCH}")
+    small = [*sizes, "model.dtype=bf16", "model.attention=xla", "devices.virtual_cpu=8", *overrides]
+    return make_plan(load("configs/pipeline.yaml", small), parse_target("h100:1x8"), None)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def bf16_loss(params, batch):
+    """The decoder's loss with layers that cast their weights to bf16."""
+
+    def layer(x, weights):
+        return mlp(x, {name: w.astype(jnp.bfloat16) for name, w in weights.items()})
+
+    x = run_layers(params, embed(params, batch).astype(jnp.bfloat16), layer)
+    return weighted(nats(logits_of(params, x.astype(jnp.float32)), batch), batch)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"fsdp": 2, "stage": 2, "tensor": 2}, {}),
+        pytest.param({"fsdp": 2, "stage": 2}, {"schedule": "interleaved", "gather": "layer"}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "stage": 2}, {"schedule": "zb", "remat": "layer"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weights_that_layers_cast_are_cast_once_and_the_bits_are_the_same(monkeypatch, sizes, options):
+    trained = case(bf16_loss)
+
+    def bits():
+        return trained.derivatives(trained.pipelined(mesh_of(**sizes), **options))
+
+    asked = []
+
+    def never(program):
+        found = narrow_reads(program)
+        asked.extend(read.dtype for read in found if read is not None)
+        return [None] * len(found)
+
+    found = bits()
+    monkeypatch.setattr("jgt.pipeline.split.narrow_reads", never)
+    expected = bits()
+    assert asked == [jnp.bfloat16, jnp.bfloat16]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
+def test_gradients_that_are_added_up_in_half_precision_are_rounded_once(gather):
+    trained, mesh = case(bf16_loss), mesh_of(data=2, fsdp=2, stage=2)
+    pipeline = jgt.Pipeline(signal="layers", microbatches=4, gather=gather)
+    found, wide = (
+        trained.derivatives(jgt.shard(trained.loss, trained.rules, mesh, pipeline=one)) for one in (pipeline.reducing("bf16"), pipeline)
+    )
+    assert found[0] == wide[0]
+    # The gradient on each device is rounded, and their sum.
+    assert_close(found[1], wide[1], 2**-7)
+    layers, narrow = wide[1]["layers"], found[1]["layers"]
+    assert all(np.any(narrow[name] != layers[name]) for name in layers)
+    # Tables are read in f32.
+    np.testing.assert_array_equal(found[1]["embed"], wide[1]["embed"])
+
+
+@needs_plugin
+@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
+def test_weights_are_gathered_in_the_type_of_the_layers_and_their_gradients_are_added_up_in_f32(gather):
+    layers = 4
+    found = planned(
+        "mesh={data: 1, fsdp: 2, stage: 2, tensor: 2}",
+        f"model.layers={layers}",
+        f"pipeline={{signal: layers, microbatches: {MICROBATCHES}, gather: {gather}}}",
+    )
+    large = [c for c in found.collectives if c.axes == ("fsdp",) and c.signal.startswith("layers/")]
+    # A device's part of the matrices, of which it sends its half of each, or receives the other.
+    sent = layers * (4 * EMBED * EMBED + 3 * EMBED * FFN) // 4 // 2
+    kinds = {
+        kind: sum(c.total_bytes for c in large if (c.kind, c.dtype) == kind) for kind in (("all-gather", "bf16"), ("reduce-scatter", "f32"))
+    }
+    assert sum(kinds.values()) == sum(c.total_bytes for c in large)
+    if gather == "step":
+        assert kinds == {("all-gather", "bf16"): 2 * sent, ("reduce-scatter", "f32"): 4 * sent}
+
+
+# -- traffic between stages ---------------------------------------------------------------------------------------
 
 
 @needs_plugin
@@ -88,20 +191,11 @@ STAGES, TENSOR, MICROBATCHES, BATCH, SEQ, EMBED = 2, 4, 8, 16, 64, 64
     ],
 )
 def test_bytes_between_stages_are_those_of_the_formula(schedule, virtual):
-    small = [
+    plan = planned(
         f"mesh={{data: 1, fsdp: 1, stage: {STAGES}, tensor: {TENSOR}}}",
         f"pipeline={{signal: layers, schedule: {schedule}, virtual: {virtual or 'null'}, microbatches: {MICROBATCHES}}}",
-        *(
-            f"model.layers={STAGES * (virtual or 1)}",
-            "model.heads=4",
-            "model.ffn=128",
-            f"model.embed={EMBED}",
-            f"model.seq={SEQ}",
-            f"train.batch={BATCH}",
-        ),
-        *("model.dtype=bf16", "model.attention=xla", "devices.virtual_cpu=8"),
-    ]
-    plan = make_plan(load("configs/pipeline.yaml", small), parse_target("h100:1x8"), None)
+        f"model.layers={STAGES * (virtual or 1)}",
+    )
     part = BATCH // MICROBATCHES * SEQ * EMBED * 2 // TENSOR
     between = [c for c in plan.collectives if c.axes == ("stage",) and c.signal == "pipeline"]
     assert {c.dtype for c in between} == {"bf16"}

@@ -304,3 +304,11 @@ def test_values_that_would_do_are_named_with_the_line_of_their_key(write, refuse
 def test_a_name_to_keep_is_a_tensor_of_the_model(write, refused):
     path = write("run.yaml", "train: {remat: [head, hidden]}")
     assert refused(path) == [f"{path}:1: train.remat: the model has no tensor 'head'. Did you mean 'heads'?"]
+
+
+def test_gradients_in_another_type_than_they_have(write, refused):
+    path = write("run.yaml", "optimizer: {gradients: bf16}")
+    text = "bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32"
+    assert refused(path) == [f"{path}:1: optimizer.gradients: {text}"]
+    path = write("own.yaml", "model: {kind: 'own:Model'}\noptimizer: {gradients: f32}")
+    assert any("optimizer.gradients: f32 without a pipeline is for the trainer's own models" in problem for problem in refused(path))

@@ -17,10 +17,10 @@ from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from jgt.program import kernels
 from train.config import load
+from train.models import eight_bits as fp8
 from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, attend_with, choose_attention, has_foreign_mask
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.models.linear import fp8_dot
 from train.setup import prepare
 
 GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
@@ -119,7 +119,6 @@ def test_attention_that_is_recomputed_keeps_no_scores():
 # -- eight bits --------------------------------------------------------------------------------------------------
 
 X, KERNEL = jax.random.normal(jax.random.key(0), (3, 5, 64)), jax.random.normal(jax.random.key(1), (64, 32))
-CONTRACTED = (((2,), (0,)), ((), ()))
 
 
 def eight_bits(x, dtype):
@@ -130,21 +129,34 @@ def eight_bits(x, dtype):
 
 def test_a_matmul_in_eight_bits_is_that_of_rounded_sides():
     expected = eight_bits(X, jnp.float8_e4m3fn) @ eight_bits(KERNEL, jnp.float8_e4m3fn)
-    np.testing.assert_allclose(fp8_dot(X, KERNEL, CONTRACTED), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(fp8.dot(False, X, KERNEL), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_its_gradients_are_those_of_rounded_sides():
     cotangent = jax.random.normal(jax.random.key(2), (3, 5, 32))
-    by_x, by_kernel = jax.vjp(lambda x, k: fp8_dot(x, k, CONTRACTED), X, KERNEL)[1](cotangent)
+    by_x, by_kernel = jax.vjp(lambda x, k: fp8.dot(False, x, k), X, KERNEL)[1](cotangent)
     rounded = eight_bits(cotangent, jnp.float8_e5m2)
     np.testing.assert_allclose(by_x, rounded @ eight_bits(KERNEL, jnp.float8_e4m3fn).T, rtol=1e-4, atol=1e-4)
     expected = np.einsum("bsk,bsn->kn", eight_bits(X, jnp.float8_e4m3fn), rounded)
     np.testing.assert_allclose(by_kernel, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_one_matmul_for_several_layers_is_that_of_their_columns_side_by_side():
+    kernels = [jax.random.normal(jax.random.key(n), (64, n)) for n in (8, 4, 4)]
+    cotangents = [jax.random.normal(jax.random.key(n), (3, 5, k.shape[1])) for n, k in enumerate(kernels)]
+    side = jnp.concatenate(kernels, axis=1)
+    wanted, pull = jax.vjp(lambda x, k: fp8.dot(False, x, k), X, side)
+    found, pull_found = jax.vjp(lambda x, *k: fp8.dots(False, x, k, groups=4, name="operand"), X, *kernels)
+    by_x, by_side = pull(jnp.concatenate(cotangents, axis=-1))
+    by_x_found, *by_kernels = pull_found(cotangents)
+    pairs = [(jnp.concatenate(found, axis=-1), wanted), (by_x_found, by_x), (jnp.concatenate(by_kernels, axis=1), by_side)]
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("x", [jnp.zeros((1, 2, 16)), jnp.full((1, 2, 16), 1e30), jnp.full((1, 2, 16), 1e-30)])
 def test_extreme_tensors_stay_finite(x):
-    assert jnp.all(jnp.isfinite(fp8_dot(x, jnp.ones((16, 4)), CONTRACTED)))
+    assert jnp.all(jnp.isfinite(fp8.dot(False, x, jnp.ones((16, 4)))))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])

@@ -9,8 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from models import assert_close
 from runs import flags, run_both
 
+from jgt.schedule.schedules import SCHEDULES
 from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.data.opening import open_data
@@ -109,6 +111,26 @@ def first_steps(run, number=4):
 
 def assert_near(found, expected, tolerance=1e-5):
     np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(one, marks=pytest.mark.slow) for one in SCHEDULES if one != "1f1b")])
+def test_matmuls_in_eight_bits_have_the_scales_of_a_microbatch(small, schedule):
+    pipeline = f"pipeline={{signal: layers, schedule: {schedule}, microbatches: 4}}"
+    setup, feed = opened(small("model.fp8=true", "mesh={data: 4, fsdp: 1, stage: 2, tensor: 1}", pipeline))
+    batch = jax.device_get(next(iter(feed.train(0))))
+    batch["weights"] = batch["weights"] / batch["weights"].sum()
+    plain = prepare(small("model.fp8=true", *ONE_DEVICE))
+    state = jax.device_get(plain.init())
+
+    def gradients(setup, params, rows):
+        (loss, _), found = jax.jit(jax.value_and_grad(setup.objective.loss, has_aux=True))(params, state.variables, rows)
+        return jax.device_get((loss, found if setup.storage is None else setup.model_params(found)))
+
+    # 4 microbatches on each of 4 data shards have one row each.
+    parts = [gradients(plain, state.params, {name: x[n : n + 1] for name, x in batch.items()}) for n in range(16)]
+    expected = jax.tree.map(lambda *x: np.sum(x, axis=0), *parts)
+    found = gradients(setup, setup.stored_params(state.params), batch)
+    assert_close(found, expected, 1e-5)
 
 
 # -- the numbers of one device -----------------------------------------------------------------------------------

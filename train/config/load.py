@@ -105,7 +105,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     pipeline = None
     if config.pipeline is not None:
-        pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder)
+        pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder).reducing(config.optimizer.gradients or "f32")
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
@@ -170,6 +170,11 @@ def _own_problems(run: Run) -> Iterator[str]:
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
         if loss is not None and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
+    if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
+        yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
+    if isinstance(config.model, OwnModel) and config.optimizer.gradients == "f32" and config.pipeline is None:
+        text = "f32 without a pipeline is for the trainer's own models. Cast parameters where your model adds up in f32, and remove the key"
+        yield run.root.find("optimizer.gradients").problem(text)
     if isinstance(config.model, OwnModel) and config.train.remat != "none":
         yield run.root.find("train.remat").problem("is for the trainer's own models. Use jax.checkpoint in your model, and remove the key")
 

@@ -28,7 +28,7 @@ from jgt import signal
 
 from . import scores
 from .config import ModelConfig
-from .linear import adding_init, linear
+from .linear import adding_init, linear, read_by
 
 Attend = Callable[..., jax.Array]
 """attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
@@ -48,12 +48,13 @@ class Attention(nnx.Module):
         self.v_proj = make(config.embed, keys)
         self.out = make(queries, config.embed, adding_init(config.layers))
         self.attend = attend
-        self.head_size = config.head_size
+        self.head_size, self.num_kv_heads = config.head_size, config.num_kv_heads
         self.rope_theta = config.rope_theta if config.facts.positions == "rotary" else None
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        made = read_by(x, self.q_proj, self.k_proj, self.v_proj, groups=self.num_kv_heads)
         # [b, s, n · h] → [b, s, n, h]
-        q, k, v = (proj(x).reshape(*x.shape[:2], -1, self.head_size) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_size) for y in made)
         if self.rope_theta is not None:
             q, k = rotate(q, self.rope_theta, segments), rotate(k, self.rope_theta, segments)
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")

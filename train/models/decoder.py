@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jgt import signal
 
 from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
-from .linear import compute_type
+from .linear import Dot, compute_type
 from .model import Model, Table, Vector, of_nnx
 from .remat import Keep, Remat, cheap, recomputed
 
@@ -32,12 +33,19 @@ TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
 
 
-def build(config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA) -> Model:
-    """The model of a config; allocates nothing."""
+def build(config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA, *, wide_gradients: bool = False) -> Model:
+    """The model of a config; allocates nothing. wide_gradients: those of matrices and tables leave their matmuls in f32."""
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
     kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
-    return of_nnx(lambda rngs: kind(config, remat, attention, rngs=rngs))
+
+    def make(rngs: nnx.Rngs) -> Decoder:
+        decoder = kind(config, remat, attention, rngs=rngs)
+        if wide_gradients:
+            widen_gradients(decoder)
+        return decoder
+
+    return of_nnx(make)
 
 
 class Decoder(nnx.Module):
@@ -80,7 +88,7 @@ class Decoder(nnx.Module):
             x = scan_layers(self.layers, x, segments, self.keep)
         with signal.context("head"):
             # [b, s, d] and [v, d]
-            return signal.tensor(self.norm(x), "normed"), (self.head or self.embed).table()
+            return signal.tensor(signal.tensor(self.norm(x), "normed"), "operand"), (self.head or self.embed).table()
 
 
 class Block(nnx.Module):
@@ -122,6 +130,32 @@ def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Ar
     return table[None, :seq] if segments is None else table[jnp.arange(seq)[None, :] - segments]
 
 
+def widen_gradients(decoder: Decoder) -> None:
+    """Gradients of matrices and of the input's table leave their sums over positions in f32, so that devices add them up in f32."""
+    for _, module in nnx.iter_graph(decoder):
+        if isinstance(module, nnx.Linear):
+            module.dot_general = replace(cast(Dot, module.dot_general), has_wide_gradients=True)
+        elif isinstance(module, Embedding):
+            module.has_wide_gradients = True
+
+
+@jax.custom_vjp
+def _wide_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def _wide_lookup_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return table[tokens], (table, tokens)
+
+
+def _wide_lookup_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = residuals
+    return jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32)).astype(table.dtype), None
+
+
+_wide_lookup.defvjp(_wide_lookup_forward, _wide_lookup_backward)
+
+
 class Embedding(nnx.Module):
     """A table [v, d] that embeds tokens, [b, s] → [b, s, d], or that scores them (`scores`).
 
@@ -132,9 +166,10 @@ class Embedding(nnx.Module):
         setattr(self, name, Table(TABLE_INIT(rngs.params(), (vocab, embed), jnp.float32)))
         self.name = name
         self.dtype = dtype
+        self.has_wide_gradients = False
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.table()[tokens]
+        return _wide_lookup(self.table(), tokens) if self.has_wide_gradients else self.table()[tokens]
 
     def table(self) -> jax.Array:
         """The table [v, d] in the type of matmuls."""

@@ -9,7 +9,7 @@ from jgt import signal
 
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .linear import adding_init, linear
+from .linear import adding_init, linear, read_by
 from .remat import cheap
 
 
@@ -22,7 +22,8 @@ class MLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        up = signal.tensor(self.up_proj(x), "up")  # [b, s, ffn]
+        (up,) = read_by(x, self.up_proj, groups=1)  # [b, s, ffn]
+        up = signal.tensor(up, "up")
         return self.down(signal.tensor(cheap(jax.nn.gelu)(up), "hidden"))
 
 

@@ -1,21 +1,25 @@
 """The linear layer: x [..., k] · kernel [k, n] → [..., n], in the model's type or in eight bits.
 
 Parameters are f32, and a matmul runs in the type that `model.dtype` names, so the kernel is cast each time it is used. With `model.fp8`
-both sides of the matmul are rounded to eight bits as well (arXiv 2209.05433): e4m3 in the forward pass, which needs precision, e5m2 for
-cotangents, which need range. Either way the backward pass is written out here. In the model's type it is, because JAX's own runs slowly on
-CPUs; in eight bits it must be, because rounding has no useful derivative.
+both sides are rounded to eight bits as well (`eight_bits.py`). In the model's type the backward pass is written out here, because JAX's own
+runs slowly on CPUs.
 
 nnx.Linear takes both as its `dot_general`, so the layer keeps its parameters' names.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traceback_util
 
+from jgt import signal
+
+from . import eight_bits
 from .config import ModelConfig, OwnModel
 
 # A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
@@ -39,25 +43,47 @@ def linear(
     config: ModelConfig, size_in: int, size_out: int, init: nnx.Initializer = READING_INIT, *, use_bias: bool, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """A layer [..., size_in] → [..., size_out] of a model."""
-    dot = fp8_dot if config.fp8 else full_dot
+    dot = Dot(has_eight_bits=config.fp8)
     return nnx.Linear(size_in, size_out, use_bias=use_bias, dtype=compute_type(config), dot_general=dot, kernel_init=init, rngs=rngs)
 
 
-# -- in the type of the input ------------------------------------------------------------------------------------
+def read_by(x: jax.Array, *layers: nnx.Linear, groups: int) -> list[jax.Array]:
+    """x [..., k] through each of several layers that read it. In eight bits they are one matmul, whose columns are in `groups` groups."""
+    # A name of its own besides the norm's: rules may split the norm's result along the sequence and gather what the matmuls read. Both
+    # are in the type of the matmuls, so that is the type which travels.
+    dot = cast(Dot, layers[0].dot_general)
+    if not dot.has_eight_bits:
+        x = signal.tensor(x, "operand")
+        return [layer(x) for layer in layers]
+    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    made = eight_bits.dots(dot.has_wide_gradients, x, kernels, groups=groups, name="operand")
+    return [_biased(y, layer) for y, layer in zip(made, layers, strict=True)]
 
 
-def full_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
-    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is."""
-    _check_dims(x, dimension_numbers)
-    return _matmul(x, kernel)
+def _biased(y: jax.Array, layer: nnx.Linear) -> jax.Array:
+    return y if layer.bias is None else y + layer.bias[...].astype(y.dtype).reshape(*(1,) * (y.ndim - 1), -1)
 
 
-def _check_dims(x: jax.Array, dimension_numbers: Any) -> None:
-    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x; called as jax.lax.dot_general is.
+
+    has_wide_gradients: the sums over positions that are the kernel's gradient leave the matmul in f32. Devices then add up theirs in f32;
+    what the caller gets has the kernel's type in any case.
+    """
+
+    has_eight_bits: bool = False
+    has_wide_gradients: bool = False
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
+        assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+        dot = eight_bits.dot if self.has_eight_bits else _matmul
+        return dot(self.has_wide_gradients, x, kernel)
 
 
-@jax.custom_vjp
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(wide: bool, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    del wide
     return _product(x, kernel)
 
 
@@ -65,79 +91,27 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))  # [..., k] · [k, n] → [..., n]
 
 
-def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(wide: bool, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # Not by `_matmul`, whose call would hide the matmul from a policy of jax.checkpoint.
     return _product(x, kernel), (x, kernel)
 
 
-def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(wide: bool, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     by_x = jax.lax.dot_general(cotangent, kernel, (((x.ndim - 1,), (1,)), ((), ())))  # [..., n] · [k, n] → [..., k]
-    return by_x, _sum_of_products(x, cotangent)
+    return by_x, _sum_of_products(x, cotangent, jnp.float32 if wide else None).astype(kernel.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [..., k], b [..., n] → [k, n], summed over all positions.
+def _sum_of_products(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """a [..., k], b [..., n] → [k, n], summed over all positions. dtype: of the result; None: that of a and b.
 
     XLA's CPU backend transposes the left side of such a matmul, and fuses what computes that side into the transposed order, which is
     slow. JAX would always put the cotangent there. This puts the smaller side there; several matmuls may share it (q, k and v read one x).
     """
     positions = tuple(range(a.ndim - 1))
     if a.shape[-1] > b.shape[-1]:
-        return _sum_of_products(b, a).T
-    return jax.lax.dot_general(a, b, ((positions, positions), ((), ())))
-
-
-# -- in eight bits -----------------------------------------------------------------------------------------------
-
-Scaled = tuple[jax.Array, jax.Array]
-"""An array in eight bits, and the f32 scalar to multiply it by."""
-
-
-def fp8_dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
-    """x [..., k] · kernel [k, n] → [..., n] in the type of x, of operands in eight bits; called as jax.lax.dot_general is.
-
-    Each tensor has one scale, which maps its own largest value to the format's largest, as in torchao's dynamic tensorwise scaling: no
-    history of past steps has to be checkpointed. XLA turns scale, convert and dot into one cuBLASLt matmul on GPUs of compute capability
-    8.9 and newer.
-    """
-    _check_dims(x, dimension_numbers)
-    # [..., k] → [positions, k] · [k, n] → [positions, n] → [..., n]
-    return _fp8_matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
-
-
-@jax.custom_vjp
-def _fp8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _fp8_forward(x, kernel)[0]
-
-
-def _fp8_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
-    a, b = _scaled(x, jnp.float8_e4m3fn), _scaled(kernel, jnp.float8_e4m3fn)
-    # The backward pass needs the kernel's type. Residuals are arrays, so an empty one carries it.
-    return _scaled_dot(a, b, (1, 0), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
-
-
-def _fp8_backward(residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    a, b, like_kernel = residuals
-    c = _scaled(cotangent, jnp.float8_e5m2)
-    return _scaled_dot(c, b, (1, 1), cotangent.dtype), _scaled_dot(a, c, (0, 0), like_kernel.dtype)
-
-
-_fp8_matmul.defvjp(_fp8_forward, _fp8_backward)
-
-
-def _scaled(x: jax.Array, dtype: Any) -> Scaled:
-    largest = float(jnp.finfo(dtype).max)
-    # The lower limit keeps a tensor of zeros from being divided by zero.
-    scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-30) / largest
-    # Clipped, because rounding in the division may pass the largest value, which e4m3 would make NaN.
-    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype), scale
-
-
-def _scaled_dot(a: Scaled, b: Scaled, contracted: tuple[int, int], dtype: Any) -> jax.Array:
-    # XLA recognises this form: eight bits, converted, times a scalar, into a dot.
-    left, right = (values.astype(dtype) * scale.astype(dtype) for values, scale in (a, b))
-    return jax.lax.dot_general(left, right, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype)
+        return _sum_of_products(b, a, dtype).T
+    return jax.lax.dot_general(a, b, ((positions, positions), ((), ())), preferred_element_type=dtype)

@@ -80,7 +80,7 @@ def prepare(
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
-        model = build(config.model, remat, attention.kernel)
+        model = build(config.model, remat, attention.kernel, wide_gradients=_has_wide_gradients(run))
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -109,6 +109,11 @@ def prepare(
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         element=element,
     )
+
+
+def _has_wide_gradients(run: Run) -> bool:
+    """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
+    return run.config.optimizer.gradients == "f32" and run.pipeline is None
 
 
 def _element(run: Run) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -143,7 +148,8 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
     if model.has_features:
-        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups)
+        widens = _has_wide_gradients(run)
+        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups, wide_gradients=widens)
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:

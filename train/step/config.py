@@ -27,6 +27,7 @@ class _RateKeys:
     final_lr: the learning rate at the end of the run, as a share of lr.
     weight_decay: decoupled weight decay. Norms and biases have none.
     clip: the largest global norm of the gradient. null: no clipping.
+    gradients: the type in which devices add up gradients of matrices and tables. null: that of matmuls, in a pipeline f32.
     """
 
     lr: Positive = 3e-4
@@ -36,6 +37,7 @@ class _RateKeys:
     final_lr: Fraction = 0.1
     weight_decay: NotNegative = 0.1
     clip: Positive | None = 1.0
+    gradients: Literal["f32", "bf16"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,19 +33,19 @@ Chunk = tuple[jax.Array, jax.Array, jax.Array]
 LOGITS_BYTES = 1 << 30
 
 
-def make_loss(features: Features, *, chunks: int = 1, groups: int = 1) -> Loss:
+def make_loss(features: Features, *, chunks: int = 1, groups: int = 1, wide_gradients: bool = False) -> Loss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
     begin, features gets them too, by that name. chunks: a divisor of s. groups: the number of
     devices that split the batch. With several chunks each device adds up the table's gradient from its own rows, and they are summed
-    over devices once, after the last chunk.
+    over devices once, after the last chunk. wide_gradients: in f32, whatever the table's type.
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
         x, table = features(model, batch["inputs"], **segments_of(batch))
         with signal.context("head"):
-            return _loss(chunks, groups, x, table, batch["targets"], batch["weights"])
+            return _loss(chunks, groups, wide_gradients, x, table, batch["targets"], batch["weights"])
 
     return loss
 
@@ -88,10 +88,10 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _loss(chunks: int, groups: int, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     """The loss alone, for an evaluation."""
-    del groups
+    del groups, wide
 
     def nats_of(chunk: Chunk) -> jax.Array:
         x, targets, _ = chunk
@@ -103,8 +103,11 @@ def _loss(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax
     return jnp.sum(weights * nats)
 
 
-def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(
+    chunks: int, groups: int, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
+    added_up = jnp.dtype(jnp.float32) if wide else table.dtype
 
     def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
@@ -131,20 +134,20 @@ def _forward(chunks: int, groups: int, x: jax.Array, table: jax.Array, targets: 
         nats, by_x, by_logits = differentiated((x, targets, weights))
         with scopes.backward():
             # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
-            by_table = jnp.einsum("bsd,bsv->dv", x, by_logits).T
+            by_table = jnp.einsum("bsd,bsv->dv", x, by_logits, preferred_element_type=added_up).T
     else:
         # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.
         zero = jnp.zeros((groups, *table.shape), jnp.float32)
         # by_group [g, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
         by_group, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
         # The sum over groups crosses devices. In the table's type, as other gradients; jnp.sum would widen bf16 to f32.
-        by_table = jax.lax.reduce(by_group.astype(table.dtype), table.dtype.type(0), jax.lax.add, (0,))
+        by_table = jax.lax.reduce(by_group.astype(added_up), added_up.type(0), jax.lax.add, (0,))
         nats, by_x = _joined(nats), _joined(by_x)
     # The loss is linear in the weights, so its gradient by them is the nats.
-    return jnp.sum(weights * nats), (by_x, by_table, nats)
+    return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
 
 
-def _backward(chunks: int, groups: int, gradients: Any, cotangent: jax.Array) -> Any:
+def _backward(chunks: int, groups: int, wide: bool, gradients: Any, cotangent: jax.Array) -> Any:
     by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
     return by_x, by_table, None, by_weights
 
