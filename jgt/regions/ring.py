@@ -67,22 +67,19 @@ class Ring:
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
-    def empty(self, part: jax.Array) -> jax.Array:
-        """Room for the parts of all devices, unwritten."""
+    def in_order(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The whole of an array from its parts in the order in which they arrive: this device's own, that of the device before it, ..."""
+        n, size = len(parts), parts[0].shape[self.dim]
+        # Backward they are in the order of the devices, from the next one on. Twice in a row, they begin with device 0 somewhere.
+        twice = jax.lax.concatenate([*parts[::-1], *parts[::-1]], self.dim)
+        return jax.lax.dynamic_slice_in_dim(twice, (n - 1 - jax.lax.axis_index(self.axis)) * size, n * size, self.dim)
+
+    def part(self, whole: jax.Array, step: int, lane: int, lanes: int) -> jax.Array:
+        """The part of the device `step` before this one, or the half of it with this number."""
         n = jax.lax.axis_size(self.axis)
-        return jax.lax.empty(tuple(size * n if dim == self.dim else size for dim, size in enumerate(part.shape)), part.dtype)
-
-    def placed(self, whole: jax.Array, part: jax.Array, step: int) -> jax.Array:
-        """The array with the part of the device `step` before this one."""
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, self._start(part.shape[self.dim], step), self.dim)
-
-    def taken(self, whole: jax.Array, step: int) -> jax.Array:
-        """The part of the device `step` before this one."""
-        size = whole.shape[self.dim] // jax.lax.axis_size(self.axis)
-        return jax.lax.dynamic_slice_in_dim(whole, self._start(size, step), size, self.dim)
-
-    def _start(self, size: int, step: int) -> jax.Array:
-        return (jax.lax.axis_index(self.axis) - step) % jax.lax.axis_size(self.axis) * size
+        size = whole.shape[self.dim] // n // lanes
+        start = ((jax.lax.axis_index(self.axis) - step) % n * lanes + lane) * size
+        return jax.lax.dynamic_slice_in_dim(whole, start, size, self.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +111,14 @@ class Gathered:
         ring, n = self.ring, jax.lax.axis_size(self.ring.axis)
         if not weights:
             return [jax.lax.all_gather(rows, ring.axis, axis=ring.dim, tiled=True)]
-        whole: list[jax.Array] = []
+        arrived: list[list[jax.Array]] = []
         for step in range(n):
-            made = [*(ring.dot(rows, w, self.contracted) for w in weights), *([rows] if self.keeps else [])]
+            made = [ring.dot(rows, w, self.contracted) for w in weights]
+            here = [rows] * self.keeps
             if step < n - 1:
-                rows, made[0] = jax.lax.optimization_barrier((ring.next(rows), made[0]))
-            whole = [ring.placed(into, part, step) for into, part in zip(whole or map(ring.empty, made), made, strict=True)]
-        return whole
+                rows, *made = jax.lax.optimization_barrier((ring.next(rows), *made))
+            arrived.append([*made, *here])
+        return [ring.in_order(parts) for parts in zip(*arrived, strict=True)]
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | None, list[int]]:
         """See `RegionPlan`."""
@@ -151,8 +149,9 @@ class Scattered:
         num = self._num(len(arrays))
         return [self._sum(arrays, num), *arrays[2 * num :]]
 
-    def _sum(self, arrays: Sequence[jax.Array], num: int) -> jax.Array:
-        first, *others = (self.ring.dot(x, w, self.contracted) for x, w in zip(arrays[:num], arrays[num : 2 * num], strict=True))
+    def _sum(self, arrays: Sequence[jax.Array], num: int, start: jax.Array | None = None) -> jax.Array:
+        dots = [self.ring.dot(x, w, self.contracted) for x, w in zip(arrays[:num], arrays[num : 2 * num], strict=True)]
+        first, *others = dots if start is None else [start, *dots]
         return sum(others, start=first)
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
@@ -166,16 +165,27 @@ class Scattered:
         """See `RegionPlan`."""
         ring, n, num = self.ring, jax.lax.axis_size(self.ring.axis), self._num(len(arrays))
         products, weights, fetched = arrays[:num], arrays[num : 2 * num], list(arrays[2 * num :])
-        whole = [ring.empty(x) for x in fetched]
-        total: list[jax.Array] = []
+        arrived = [[x] for x in fetched]
+        # Half of a sum travels while the other half grows. Without halves, it travels while its next summand is computed.
+        lanes = 2 if products[0].shape[ring.dim] // n % 2 == 0 else 1
+        sums: list[jax.Array | None] = [None] * lanes
         for step in range(n):
-            whole = [ring.placed(into, x, step) for into, x in zip(whole, fetched, strict=True)]
-            part = self._sum([*(ring.taken(x, step + 1) for x in products), *weights], num)
-            travels = [*total, *(fetched if step < n - 1 else [])]
-            part, *arrived = jax.lax.optimization_barrier((part, *map(ring.next, travels)))
-            fetched = arrived[len(total) :]
-            total = [sum(arrived[: len(total)], start=part)]
-        return [*total, *whole]
+            for lane in range(lanes):
+                sum_so_far = sums[lane] if lanes == 2 else None
+                grown = self._sum([*(ring.part(x, step + 1, lane, lanes) for x in products), *weights], num, sum_so_far)
+                # What was added to last; after the last step, sums stay where they are.
+                last = lane - 1 if lanes == 2 else 0
+                waiting = sums[last] if step < n - 1 or lane == 0 else None
+                travels = [*([] if waiting is None else [waiting]), *(parts[-1] for parts in arrived if lane == 0 and step < n - 1)]
+                grown, *moved = jax.lax.optimization_barrier((grown, *map(ring.next, travels)))
+                if waiting is not None:
+                    sums[last] = moved.pop(0)
+                    grown = grown if lanes == 2 else grown + sums[last]
+                sums[lane] = grown
+                for parts, x in zip(arrived, moved, strict=False):
+                    parts.append(x)
+        total = jax.lax.concatenate([x for x in sums if x is not None], ring.dim)
+        return [total, *map(ring.in_order, arrived)]
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | Scattered | None, list[int]]:
         """See `RegionPlan`."""
