@@ -147,12 +147,8 @@ class Scattered:
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
         """See `RegionPlan`."""
         num = self._num(len(arrays))
-        return [self._sum(arrays, num), *arrays[2 * num :]]
-
-    def _sum(self, arrays: Sequence[jax.Array], num: int, start: jax.Array | None = None) -> jax.Array:
-        dots = [self.ring.dot(x, w, self.contracted) for x, w in zip(arrays[:num], arrays[num : 2 * num], strict=True)]
-        first, *others = dots if start is None else [start, *dots]
-        return sum(others, start=first)
+        first, *others = (self.ring.dot(x, w, self.contracted) for x, w in zip(arrays[:num], arrays[num : 2 * num], strict=True))
+        return [sum(others, start=first), *arrays[2 * num :]]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
         """See `RegionPlan`."""
@@ -164,15 +160,18 @@ class Scattered:
     def on_device(self, *arrays: jax.Array) -> list[jax.Array]:
         """See `RegionPlan`."""
         ring, n, num = self.ring, jax.lax.axis_size(self.ring.axis), self._num(len(arrays))
-        products, weights, fetched = arrays[:num], arrays[num : 2 * num], list(arrays[2 * num :])
-        arrived = [[x] for x in fetched]
+        # Side by side, several products are one, whose summand XLA adds within the matmul.
+        products, weights = arrays[:num], jax.lax.concatenate(arrays[num : 2 * num], self.contracted)
+        arrived = [[x] for x in arrays[2 * num :]]
         # Half of a sum travels while the other half grows. Without halves, it travels while its next summand is computed.
         lanes = 2 if products[0].shape[ring.dim] // n % 2 == 0 else 1
         sums: list[jax.Array | None] = [None] * lanes
         for step in range(n):
             for lane in range(lanes):
+                rows = jax.lax.concatenate([ring.part(x, step + 1, lane, lanes) for x in products], products[0].ndim - 1)
+                grown = ring.dot(rows, weights, self.contracted)
                 sum_so_far = sums[lane] if lanes == 2 else None
-                grown = self._sum([*(ring.part(x, step + 1, lane, lanes) for x in products), *weights], num, sum_so_far)
+                grown = grown if sum_so_far is None else grown + sum_so_far
                 # What was added to last; after the last step, sums stay where they are.
                 last = lane - 1 if lanes == 2 else 0
                 waiting = sums[last] if step < n - 1 or lane == 0 else None
