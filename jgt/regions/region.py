@@ -1,3 +1,4 @@
+# pyright: basic
 """A region: a piece of a program that means one thing and runs as another.
 
 XLA's partitioner splits a program operation by operation. Where that is not good enough, the devices have to run a program that somebody

@@ -107,7 +107,7 @@ class _Reader:
         )
 
     def _overlap(self, node: Node | None) -> OverlapRule | None:
-        axes = () if node is None else self._axis(node)
+        axes = list(() if node is None else self._axis(node))
         if node is None or not axes:
             return None
         if len(axes) > 1:
