@@ -107,8 +107,10 @@ class _Reader:
         )
 
     def _overlap(self, node: Node | None) -> OverlapRule | None:
-        axes = list(() if node is None else self._axis(node))
-        if node is None or not axes:
+        if node is None or node.value is None:
+            return None
+        axes = list(self._axis(node))
+        if not axes:
             return None
         if len(axes) > 1:
             self._problem(node, f"is one mesh axis, but {node.value!r} stands for {', '.join(axes)}. Write one of them")
