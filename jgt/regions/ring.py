@@ -160,8 +160,11 @@ class Scattered:
     def on_device(self, *arrays: jax.Array) -> list[jax.Array]:
         """See `RegionPlan`."""
         ring, n, num = self.ring, jax.lax.axis_size(self.ring.axis), self._num(len(arrays))
-        # Side by side, several products are one, whose summand XLA adds within the matmul.
-        products, weights = arrays[:num], jax.lax.concatenate(arrays[num : 2 * num], self.contracted)
+        products, weights = arrays[:num], arrays[num]
+        if num > 1:
+            # Side by side they are one product, to which XLA adds the sum so far within the matmul. What makes them comes before: XLA would
+            # compute it once more for each part.
+            products, weights = jax.lax.optimization_barrier(products), jax.lax.concatenate(arrays[num : 2 * num], self.contracted)
         arrived = [[x] for x in arrays[2 * num :]]
         # Half of a sum travels while the other half grows. Without halves, it travels while its next summand is computed.
         lanes = 2 if products[0].shape[ring.dim] // n % 2 == 0 else 1
@@ -176,7 +179,8 @@ class Scattered:
                 last = lane - 1 if lanes == 2 else 0
                 waiting = sums[last] if step < n - 1 or lane == 0 else None
                 travels = [*([] if waiting is None else [waiting]), *(parts[-1] for parts in arrived if lane == 0 and step < n - 1)]
-                grown, *moved = jax.lax.optimization_barrier((grown, *map(ring.next, travels)))
+                # With the weights: XLA would make one large matmul of several that read the same, and all sums would wait for it.
+                grown, weights, *moved = jax.lax.optimization_barrier((grown, weights, *map(ring.next, travels)))
                 if waiting is not None:
                     sums[last] = moved.pop(0)
                     grown = grown if lanes == 2 else grown + sums[last]

@@ -246,14 +246,15 @@ def test_a_plan_for_gpus_shows_what_is_hidden():
     mesh = jgt.abstract_mesh({"data": 1, "tensor": 8})
     shapes = {"up": (embed, ffn), "gate": (embed, ffn), "down": (ffn, embed)}
     p = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    x = jax.ShapeDtypeStruct((8, 4096, embed), jnp.bfloat16)
+    x, rows = jax.ShapeDtypeStruct((8, 4096, embed), jnp.bfloat16), ["data", "tensor", None]
     plain, rings = (
-        jgt.plan(jax.value_and_grad(jgt.shard(loss, rules, mesh)), p, x, target="h100:1x8", rules=jgt.make_rules(rules))
+        # With the gradient of x: the block is one of many.
+        jgt.plan(jax.value_and_grad(jgt.shard(loss, {**rules, "inputs": rows}, mesh), argnums=(0, 1)), p, x, target="h100:1x8")
         for rules in (changed(overlap=None), RULES)
     )
     assert plain.exposed_ms["tensor"] > 1
-    assert rings.exposed_ms["tensor"] < 0.1 * plain.exposed_ms["tensor"]
-    assert rings.step_time_ms < 0.9 * plain.step_time_ms
+    assert rings.exposed_ms["tensor"] < 0.35 * plain.exposed_ms["tensor"]
+    assert rings.step_time_ms < 0.92 * plain.step_time_ms
     # Nothing else has changed: what is computed, and what is sent, where.
     assert rings.flops_per_device == plain.flops_per_device
     sent = {(c.signal, c.axes) for c in rings.collectives if c.total_bytes > 1000}

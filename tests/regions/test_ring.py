@@ -73,8 +73,8 @@ def test_all_that_is_sent_goes_around_the_ring():
     values = placed(mesh, *arrays(16, (24, 48)))
     text = rings(mesh, True).lower(*values).compile().as_text()
     kinds = re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
-    # 3 sends bring all rows, and 6 send a sum in halves. Forward: one gather for both matmuls, and two sums. Backward: two gathers and one sum
-    # for both matmuls. The two gathers are of one array, and XLA merges what it can of them.
+    # 3 sends bring all rows, and 6 send a sum in halves. Forward: one gather for both matmuls, and two sums. Backward: two gathers, and one
+    # sum for both matmuls. The two gathers are of one array, and XLA merges what it can of them.
     assert 3 + 2 * 6 + 3 + 6 <= kinds.count("collective-permute") <= 3 + 2 * 6 + 2 * 3 + 6
     # The gradients of the weights and the loss are summed over data.
     assert set(kinds) <= {"collective-permute", "all-reduce"}
