@@ -26,7 +26,7 @@ RULES = {"plain": ROOT / "benchmarks" / "overlap.yaml", "rings": ROOT / "configs
 ROWS = {
     "512 sequences": ("train.batch=512",),
     "128 sequences": ("train.batch=128",),
-    "128 sequences, remat matmuls": ("train.batch=128", "train.remat=matmuls"),
+    "64 sequences, remat matmuls": ("train.batch=64", "train.remat=matmuls"),
 }
 
 

@@ -121,7 +121,9 @@ class _Search:
                 continue
             if jx.tensor_name(equation) is not None:
                 self._gather(equation, place, match, match.rule)
-            elif (matmul := _matmul_of(equation)) is not None and not any(matmul in one.matmuls for one in self.found):
+            elif (matmul := _matmul_of(equation)) is not None and not any(
+                m.equation is equation for one in self.found for m in one.matmuls
+            ):
                 self._scatter(matmul, match, match.rule)
 
     def _gather(self, equation: Equation, place: Place, match: Match[OverlapRule], rule: OverlapRule) -> None:
