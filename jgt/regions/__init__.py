@@ -1,8 +1,8 @@
 """Pieces of a program that a rule replaces by another program of the same meaning: found, proven, replaced.
 
 `region` is the mechanism: an equation that means one thing and is lowered as another, written for the devices of a mesh. `ring` has the
-programs that hide what tensor parallelism sends beside matmuls, and `matmuls` finds in a traced program what `overlap:` is about. The
-rewriter in `jgt.sharding` is the one that asks.
+programs that hide what tensor parallelism sends beside matmuls, `matmuls` finds in a traced program what `overlap:` is about, and `proof`
+shows that each is a matmul. The rewriter in `jgt.sharding` is the one that asks.
 """
 
 from jgt.regions.matmuls import Overlapped, Site, overlap

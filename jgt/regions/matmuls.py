@@ -6,18 +6,14 @@ matmul whose result is split along the sequence where it leaves the block: it wa
 
     gather     tensors: {t: [batch, null, null]} with backward: {tensors: {t: [batch, tensor, null]}}, and all that reads t are matmuls
     scatter    a matmul whose result reaches, by elementwise steps, a value that out: or tensors: splits as [batch, tensor, null]
-
-A matmul is rows [..., k] times weights [k, m], as one dot_general or as a function with a derivative of its own that is the usual one.
-That is proven on its trace: one matmul going forward and two going backward, and between them nothing but transpositions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -25,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.program.parts import flatten
+from jgt.regions.proof import Matmul, matmul_of, mesh_context
 from jgt.regions.ring import Ring, gather_and_multiply, multiply_and_scatter
 from jgt.rules import Match, OverlapRule, Rules, SpecRule, expand, match_out, match_overlap, match_tensor, prefixes
 
@@ -76,24 +72,10 @@ def overlap(program: Program, around: Place, rules: Rules, site: Site) -> Overla
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Matmul:
-    """An equation that is rows · weights, and the dot_general in it."""
-
-    equation: Equation
-    rows: Var
-    weights: Var
-    dot: Equation
-
-    @property
-    def result(self) -> Var:
-        return self.equation.outvars[0]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Replacement:
     """Matmuls that one function computes: `run(*operands)` returns their results."""
 
-    matmuls: tuple[_Matmul, ...]
+    matmuls: tuple[Matmul, ...]
     operands: tuple[Var, ...]
     run: Callable[..., list[jax.Array]]
 
@@ -121,9 +103,7 @@ class _Search:
                 continue
             if jx.tensor_name(equation) is not None:
                 self._gather(equation, place, match, match.rule)
-            elif (matmul := _matmul_of(equation)) is not None and not any(
-                m.equation is equation for one in self.found for m in one.matmuls
-            ):
+            elif (matmul := matmul_of(equation)) is not None and not any(m.equation is equation for one in self.found for m in one.matmuls):
                 self._scatter(matmul, match, match.rule)
 
     def _gather(self, equation: Equation, place: Place, match: Match[OverlapRule], rule: OverlapRule) -> None:
@@ -146,7 +126,7 @@ class _Search:
                 run = gather_and_multiply(ring, self._mesh(equation), keeps=self.site.recomputes(same[0].dot))
                 self._add(_Replacement(matmuls=same, operands=(same[0].rows, *(m.weights for m in same)), run=run), rule)
 
-    def _scatter(self, matmul: _Matmul, match: Match[OverlapRule], rule: OverlapRule) -> None:
+    def _scatter(self, matmul: Matmul, match: Match[OverlapRule], rule: OverlapRule) -> None:
         """A matmul whose result becomes a value that is split along another dim than its features."""
         for dims in self._reached(matmul):
             dim = _split_dim(dims, rule.axis)
@@ -162,7 +142,7 @@ class _Search:
         if self.site.sizes[rule.axis] > 1:
             self.found.append(one)
 
-    def _ring(self, axis: str, dim: int, dims: Dims, matmul: _Matmul) -> Ring:
+    def _ring(self, axis: str, dim: int, dims: Dims, matmul: Matmul) -> Ring:
         rows = tuple(tuple(a for a in axes if a != axis) for axes in dims)
         params = matmul.dot.params
         return Ring(axis=axis, dim=dim, rows=rows, precision=params["precision"], result=params["preferred_element_type"])
@@ -170,7 +150,7 @@ class _Search:
     def _mesh(self, equation: Equation) -> Mesh | AbstractMesh:
         return jx.manual_mesh(equation) or self.site.mesh
 
-    def _fits(self, matmuls: Sequence[_Matmul], dim: int, rule: OverlapRule) -> bool:
+    def _fits(self, matmuls: Sequence[Matmul], dim: int, rule: OverlapRule) -> bool:
         size = self.site.sizes[rule.axis]
         for m in matmuls:
             shape = jx.shape_of(m.weights)
@@ -201,12 +181,12 @@ class _Search:
                 consumers.setdefault(atom, []).append(None)
         return consumers
 
-    def _readers(self, var: Var) -> tuple[list[_Matmul], list[str]]:
+    def _readers(self, var: Var) -> tuple[list[Matmul], list[str]]:
         """The matmuls that read a value or a cast of it as their rows, and the lines of everything else that reads it."""
-        matmuls: list[_Matmul] = []
+        matmuls: list[Matmul] = []
         others: list[str] = []
         for equation in self._consumers.get(var, ()):
-            matmul = None if equation is None else _matmul_of(equation)
+            matmul = None if equation is None else matmul_of(equation)
             if equation is not None and equation.primitive.name == "convert_element_type":
                 more, rest = self._readers(equation.outvars[0])
                 matmuls += more
@@ -217,7 +197,7 @@ class _Search:
                 others.append("the end of the function" if equation is None else jx.line_of(equation) or equation.primitive.name)
         return matmuls, others
 
-    def _reached(self, matmul: _Matmul) -> Iterator[Dims]:
+    def _reached(self, matmul: Matmul) -> Iterator[Dims]:
         """The dims that rules give to the values that a result becomes, step by step and in order."""
         var, equation = matmul.result, matmul.equation
         while True:
@@ -259,67 +239,13 @@ def _split_dim(dims: Dims | None, axis: str) -> int | None:
     return found[0] if dims and len(found) == 1 and dims[found[0]] == (axis,) and found[0] < len(dims) - 1 and not dims[-1] else None
 
 
-def _by_type(matmuls: Sequence[_Matmul]) -> Iterator[tuple[_Matmul, ...]]:
+def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:
     """Matmuls that read equal rows in one type, and make results of one type: those that can share a ring."""
-    groups: dict[Any, list[_Matmul]] = {}
+    groups: dict[Any, list[Matmul]] = {}
     for m in matmuls:
         key = (jx.dtype_of(m.rows), str(m.dot.params["precision"]), m.dot.params["preferred_element_type"])
         groups.setdefault(key, []).append(m)
     return (tuple(group) for group in groups.values())
-
-
-# -- what is a matmul --------------------------------------------------------------------------------------------
-
-
-def _matmul_of(equation: Equation) -> _Matmul | None:
-    """The matmul rows [..., k] · weights [k, m] that an equation is; None for any other."""
-    dot = _dot_of(equation)
-    if dot is None or not all(jx.is_var(a) for a in equation.invars):
-        return None
-    rows, weights = equation.invars
-    assert jx.is_var(rows) and jx.is_var(weights)
-    return _Matmul(equation=equation, rows=rows, weights=weights, dot=dot)
-
-
-def _dot_of(equation: Equation) -> Equation | None:
-    if len(equation.invars) != 2 or len(equation.outvars) != 1:
-        return None
-    if equation.primitive.name == "dot_general":
-        rank = len(jx.shape_of(equation.invars[0]))
-        (left, right), batch = equation.params["dimension_numbers"]
-        is_matmul = (tuple(left), tuple(right), *map(tuple, batch)) == ((rank - 1,), (0,), (), ())
-        return equation if is_matmul and rank > 1 and len(jx.shape_of(equation.invars[1])) == 2 else None
-    if not (jx.is_call(equation) or jx.has_custom_derivative(equation)):
-        return None
-    inner = jx.body(next(iter(jx.subprograms(equation))))
-    if len(inner.eqns) != 1 or list(inner.eqns[0].invars) != list(inner.invars) or list(inner.eqns[0].outvars) != list(inner.outvars):
-        return None
-    dot = _dot_of(inner.eqns[0])
-    return dot if dot is not None and (jx.is_call(equation) or _has_usual_derivative(equation)) else None
-
-
-def _has_usual_derivative(equation: Equation) -> bool:
-    """Whether the derivative that a function brings along is made of matmuls alone: one forward, and one for each operand."""
-    operands = [a for a in equation.invars if jx.is_var(a)]
-    run = jx.program_of(next(iter(jx.subprograms(equation))), operands, [equation], equation.outvars)
-
-    def both(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
-        result, pull = cast(Any, jax.vjp(lambda *x: jx.evaluate(run, x)[0], rows, weights))
-        return result, pull(cotangent)
-
-    try:
-        with _around(equation):
-            traced = jax.make_jaxpr(both)(*[v.aval for v in (*equation.invars, *equation.outvars)])
-    except Exception:
-        # It is the user's code. A derivative that fails is not the usual one.
-        return False
-    kinds = [e.primitive.name for e in flatten(traced).eqns]
-    return kinds.count("dot_general") == 3 and set(kinds) <= {"dot_general", "transpose"}
-
-
-def _around(equation: Equation) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of the shard_map that an equation was traced in."""
-    return contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager
 
 
 # -- the program with rings --------------------------------------------------------------------------------------
@@ -353,7 +279,7 @@ def _replaced(program: Program, replacements: Sequence[_Replacement]) -> Program
 
 def _equations_of(one: _Replacement) -> Iterator[Equation]:
     first = one.matmuls[0].equation
-    with _around(first):
+    with mesh_context(first):
         traced = jax.make_jaxpr(one.run)(*[v.aval for v in one.operands])
     for equation in jx.inlined(traced, first, one.operands, [m.result for m in one.matmuls]):
         # The signals and the line of the model, for plans and profiles.
