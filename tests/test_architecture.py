@@ -54,7 +54,7 @@ def test_the_reader_of_imports_sees_them():
     assert len(modules("jgt")) > 10
 
 
-ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding", "jgt.program", "jgt.batch", "jgt.signal"]
+ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding", "jgt.regions", "jgt.program", "jgt.batch", "jgt.signal"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,7 @@ ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),
         ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.program", "jgt.signal"))]),
+        ("jgt/regions", ["jgt.mesh", "jgt.schedule", "jgt.batch", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo", "jgt.profile"]),
         ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
         ("jgt/pipeline", ["jgt.rules", "jgt.mesh", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
         ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),

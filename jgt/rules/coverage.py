@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from jgt.document import nearest, suggestion
 from jgt.rules.matching import Match, Slot
-from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.rules import OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule, min_rank
 
 _MOST_PATHS = 8
 _FITS = " that the spec fits"
 
-AnyMatch = Match[SpecRule] | Match[SaveRule]
+AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class _Coverage:
         yield from self._tensors(f"{label}backward", rule.backward_tensors, (*at, "backward_tensors"), below)
         yield from self._tensors(f"{label}save", rule.save, (*at, "save"), below)
         yield from self._outputs(rule, at)
+        if rule.overlap is not None:
+            yield from self._problem(f"{rule.pattern}: overlap", rule.overlap.where, (*at, "overlap"), _nothing_to_hide(rule.overlap.axis))
 
     def _tensors(self, label: str, rules: Sequence[SpecRule] | Sequence[SaveRule], at: Slot, below: Sequence[str]) -> Iterator[str]:
         for index, rule in enumerate(rules):
@@ -115,6 +117,14 @@ class _Coverage:
             yield f"{where}: {label}: shadowed: all that it matches is taken by the rule at {by}. Remove one of them or put this one first"
         else:
             yield f"{where}: {label}: {reason if reason.endswith(('.', '?')) else f'{reason}.'} Remove the rule or correct its name"
+
+
+def _nothing_to_hide(axis: str) -> str:
+    return (
+        f"no matmul of this signal waits for {axis}. It would read a tensor with a spec without {axis} under tensors: and one that "
+        f"splits a dim over {axis} under backward: tensors:, or make a result that out: or tensors: splits over {axis}, but not along "
+        "its last dim."
+    )
 
 
 def _advice(pattern: str, params: Sequence[str]) -> str:

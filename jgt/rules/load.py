@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest, suggestion
-from jgt.rules.rules import Action, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
-SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save")
+SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
 SHIPPED_RULES = "rules"
@@ -102,8 +102,19 @@ class _Reader:
             backward_out=self._out(pattern, backward.get("out")),
             backward_tensors=self._specs(backward.get("tensors")),
             save=tuple(self._save(name, child) for name, child in self._children(parts.get("save")).items()),
+            overlap=self._overlap(parts.get("overlap")),
             where=node.where,
         )
+
+    def _overlap(self, node: Node | None) -> OverlapRule | None:
+        if node is None or node.value is None:
+            return None
+        axes = list(self._axis(node))
+        if not axes:
+            return None
+        if len(axes) > 1:
+            self._problem(node, f"is one mesh axis, but {node.value!r} stands for {', '.join(axes)}. Write one of them")
+        return OverlapRule(axis=axes[0], where=node.where)
 
     def _out(self, pattern: str, node: Node | None) -> SpecRule | None:
         return None if node is None else SpecRule(pattern=pattern, spec=self._spec(node), where=node.where)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from jgt.rules.rules import Rules, SaveRule, SignalRule, matches, matches_end
+from jgt.rules.rules import OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
 from jgt.rules.spec import SpecRule, fits_rank, min_rank
 
-_R = TypeVar("_R", SpecRule, SaveRule)
+_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule)
 
 Slot = tuple[str | int, ...]
 """The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
@@ -99,6 +99,11 @@ def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
     """Whether a tensor with this name under this signal is kept, recomputed or offloaded for the backward pass."""
     covering = _covering(rules, signal)
     return _first(one for index, rule in covering for one in _slots(rule.save, "signals", index, "save") if matches(one[1].name, name))
+
+
+def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
+    """The axis whose sends the matmuls of this signal hide."""
+    return _first((("signals", index, "overlap"), rule.overlap) for index, rule in _covering(rules, signal) if rule.overlap is not None)
 
 
 def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:

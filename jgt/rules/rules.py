@@ -81,12 +81,21 @@ class SaveRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlapRule:
+    """The mesh axis whose sends the matmuls of a signal hide."""
+
+    axis: str
+    where: str = field(default="rules", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SignalRule:
     """What happens at the signals that `pattern` matches.
 
     params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
     tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
-    the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ.
+    the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ. overlap: what the matmuls below
+    the signal hide.
     """
 
     pattern: str
@@ -97,6 +106,7 @@ class SignalRule:
     backward_out: SpecRule | None = None
     backward_tensors: tuple[SpecRule, ...] = ()
     save: tuple[SaveRule, ...] = ()
+    overlap: OverlapRule | None = None
     where: str = field(default="rules", compare=False)
 
     def covers(self, signal: str) -> bool:
@@ -141,10 +151,11 @@ class Rules:
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
         """A problem for each axis in a spec that a mesh with these axes does not have."""
         known = tuple(axes)
-        for rule in self.spec_rules():
-            for axis in dict.fromkeys(axes_in(rule.spec)):
-                if axis not in known:
-                    yield (
-                        f"{rule.where}: {rule.pattern}: the mesh has no axis {axis!r}. {nearest(axis, known)} "
-                        f"To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
-                    )
+        named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(axes_in(rule.spec))]
+        named += [(rule.overlap.where, f"{rule.pattern}: overlap", rule.overlap.axis) for rule in self.signals if rule.overlap]
+        for where, what, axis in named:
+            if axis not in known:
+                yield (
+                    f"{where}: {what}: the mesh has no axis {axis!r}. {nearest(axis, known)} "
+                    f"To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
+                )

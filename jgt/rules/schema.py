@@ -24,6 +24,7 @@ _TEXTS = {
     "tensors": "The spec of each tensor that signal.tensor names.",
     "out": "The spec of the values that are computed inside the signal and used outside.",
     "backward": "Other specs for the cotangents.",
+    "overlap": "The mesh axis whose sends run beside the matmuls of the signal, part by part.",
     "save": "What becomes of a named tensor until the backward pass.",
 }
 
@@ -48,6 +49,7 @@ def _of_key(key: str) -> Schema:
         "default": {"enum": ["replicate"]},
         "save": _by_pattern({"enum": list(ACTIONS)}),
         "out": _SPEC,
+        "overlap": {"type": "string"},
         "inputs": {"anyOf": [_SPEC, _by_pattern(_SPEC)]},
     }
     return others.get(key, _by_pattern(_SPEC))

@@ -23,9 +23,10 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.regions import RegionPolicy, Site, is_recomputed, overlap
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
 from jgt.sharding.placement import Surroundings
-from jgt.sharding.saves import SavePolicy, actions_of, save_policy
+from jgt.sharding.saves import Policy, SavePolicy, actions_of, save_policy
 
 _R = TypeVar("_R", SpecRule, SaveRule)
 
@@ -98,6 +99,9 @@ class _Rewriter:
         self._signals: set[str] = set()
         self._tensors: dict[str, set[str]] = {}
         self._out_ranks: dict[str, set[int]] = {}
+        self._has_overlap = any(rule.overlap is not None for rule in rules.signals)
+        # Tensors that a rule makes whole and that a ring of matmuls takes in parts.
+        self._split: set[Var] = set()
 
     def result(self, program: Program) -> Rewritten:
         """The rewritten program with everything that was found on the way."""
@@ -122,11 +126,14 @@ class _Rewriter:
         eqns: list[Equation] | None = None,
         *,
         guarded: bool = False,
+        recompute: tuple[Policy | None, ...] = (),
     ) -> tuple[Program, dict[str, SaveRule]]:
         """The rewritten program, and the save rules inside it that no checkpoint region has taken yet.
 
-        guarded: the program lies inside a jax.checkpoint of the model's own, which will take them.
+        guarded: the program lies inside a jax.checkpoint of the model's own, which will take them. recompute: the policies of those around.
         """
+        if self._has_overlap:
+            program = self._overlapped(program, around, recompute)
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
         saves: dict[str, SaveRule] = {}
@@ -135,7 +142,7 @@ class _Rewriter:
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
             self._signals.add(place.path)
-            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded)
+            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, recompute=recompute)
             new_eqns.append(rewritten)
             self._add_saves(saves, inner_saves)
             self._add_saves(saves, self._save_of(equation, place))
@@ -152,13 +159,31 @@ class _Rewriter:
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
         return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
 
+    def _overlapped(self, program: Program, around: Place, recompute: tuple[Policy | None, ...]) -> Program:
+        """The program whose matmuls hide what the rules say they hide; where nothing is sent, and in a check, the program itself."""
+
+        def free(dims: Dims, manual: Sequence[str]) -> Dims:
+            return self._site.free_dims(dims, manual)
+
+        def recomputes(dot: Equation) -> bool:
+            return any(is_recomputed(policy, dot) for policy in recompute)
+
+        found = overlap(program, around, self._rules, Site(mesh=self._site.mesh, free=free, recomputes=recomputes))
+        self._matches += found.matches
+        self._problems += found.problems
+        if not self.constrains or found.program is program:
+            return program
+        self._split |= found.split
+        return found.program
+
     def _equation(
-        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool
+        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool, recompute: tuple[Policy | None, ...]
     ) -> tuple[Equation, dict[str, SaveRule]]:
         saves: dict[str, SaveRule] = {}
+        inside = (*recompute, equation.params["policy"]) if jx.is_remat(equation) else recompute
 
         def change(inner: Program) -> Program:
-            new, found = self.program(inner, place, guarded=guarded or jx.is_remat(equation))
+            new, found = self.program(inner, place, guarded=guarded or jx.is_remat(equation), recompute=inside)
             if found and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
                 return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
@@ -166,6 +191,8 @@ class _Rewriter:
             return new
 
         params = jx.map_subprograms(equation, change)
+        if self._has_overlap and params is not None and params.get("policy") is not None and jx.is_remat(equation):
+            params["policy"] = RegionPolicy(params["policy"])
         # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
         if saves and jx.is_remat(equation):
             params = params or dict(equation.params)
@@ -211,6 +238,7 @@ class _Rewriter:
         if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
             # What becomes of an argument travels after the cast. Left to itself, the partitioner may gather first and cast then.
             ahead, last = self.layouts[equation.invars[0]]
+        ahead = last if var in self._split else ahead
         if last is None or not self.constrains:
             return [], var
         return constraint_equations(var, ahead, last, equation)

@@ -4,7 +4,7 @@ import pytest
 
 import jgt
 from jgt.document import InputError, parse
-from jgt.rules import Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules, rules_from_node
+from jgt.rules import OverlapRule, Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules, rules_from_node
 
 FULL = """\
 axes: {batch: [data, fsdp]}
@@ -19,6 +19,7 @@ signals:
     out: [batch, ..., null]
     backward: {out: [batch, tensor, null], tensors: {heads: [null]}}
     save: {heads: offload, "k*": keep}
+    overlap: tensor
   layers/mlp:
     out: []
 default: replicate
@@ -43,6 +44,7 @@ EXPECTED = Rules(
             backward_out=spec("layers/attn", ("data", "fsdp"), "tensor", None),
             backward_tensors=(spec("heads", None),),
             save=(SaveRule(name="heads", action="offload"), SaveRule(name="k*", action="keep")),
+            overlap=OverlapRule(axis="tensor"),
         ),
         SignalRule(pattern="layers/mlp", out=spec("layers/mlp", ...)),
     ),
@@ -64,7 +66,7 @@ def test_a_file_becomes_rules(tmp_path):
 def test_rules_know_their_lines():
     rules = rules_from_node(parse(FULL, "r.yaml"))
     assert rules.signals[0].out.where == "r.yaml:10"
-    assert rules.signals[1].where == "r.yaml:13"
+    assert rules.signals[1].where == "r.yaml:14"
 
 
 def test_equal_rules_hash_equal_wherever_they_stand():
@@ -144,6 +146,11 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
             "r.yaml:1: signals.a.save.h: the text 'kep' is not one of keep, recompute, offload. Did you mean 'keep'?",
         ),
         ("signals: {a: {save: {h: [keep]}}}", "r.yaml:1: signals.a.save.h: a list is not one of keep, recompute, offload"),
+        ("signals: {a: {overlap: [x]}}", "r.yaml:1: signals.a.overlap: must be the name of a mesh axis or of a group in axes:, not a list"),
+        (
+            "axes: {g: [x, y]}\nsignals: {a: {overlap: g}}",
+            "r.yaml:2: signals.a.overlap: is one mesh axis, but 'g' stands for x, y. Write one",
+        ),
         ("default: shard", "r.yaml:1: default: the text 'shard' is not allowed; write `replicate`"),
         ("default: [a]", "r.yaml:1: default: a list is not allowed"),
         ("inputs: x", "r.yaml:1: inputs: must be a mapping of keys to values, not the text 'x'"),

@@ -23,6 +23,7 @@ MESHES = {
     "tensor": "{data: 4, tensor: 2}",
     "sequence": "{data: 4, tensor: 2}",
     "fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}",
+    "overlap": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
 }
 ALWAYS = ("sequence", "fsdp_tensor", "pipeline")

@@ -1,0 +1,83 @@
+"""Proves that an equation of a program is a matmul, rows [..., k] times weights [k, m], and nothing but that.
+
+It may be a dot_general, or a function with a derivative of its own. That derivative has to be the usual one, because a ring brings its own:
+its trace has one matmul going forward and two going backward, and between them nothing but transpositions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation, Var
+from jgt.program.parts import flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """An equation that is rows · weights, and the dot_general in it."""
+
+    equation: Equation
+    rows: Var
+    weights: Var
+    dot: Equation
+
+    @property
+    def result(self) -> Var:
+        """What it computes."""
+        return self.equation.outvars[0]
+
+
+def matmul_of(equation: Equation) -> Matmul | None:
+    """The matmul rows [..., k] · weights [k, m] that an equation is; None for any other."""
+    dot = _dot_of(equation)
+    if dot is None or not all(jx.is_var(a) for a in equation.invars):
+        return None
+    rows, weights = equation.invars
+    assert jx.is_var(rows) and jx.is_var(weights)
+    return Matmul(equation=equation, rows=rows, weights=weights, dot=dot)
+
+
+def _dot_of(equation: Equation) -> Equation | None:
+    if len(equation.invars) != 2 or len(equation.outvars) != 1:
+        return None
+    if equation.primitive.name == "dot_general":
+        rank = len(jx.shape_of(equation.invars[0]))
+        (left, right), batch = equation.params["dimension_numbers"]
+        is_matmul = (tuple(left), tuple(right), *map(tuple, batch)) == ((rank - 1,), (0,), (), ())
+        return equation if is_matmul and rank > 1 and len(jx.shape_of(equation.invars[1])) == 2 else None
+    if not (jx.is_call(equation) or jx.has_custom_derivative(equation)):
+        return None
+    inner = jx.body(next(iter(jx.subprograms(equation))))
+    if len(inner.eqns) != 1 or list(inner.eqns[0].invars) != list(inner.invars) or list(inner.eqns[0].outvars) != list(inner.outvars):
+        return None
+    dot = _dot_of(inner.eqns[0])
+    return dot if dot is not None and (jx.is_call(equation) or _has_usual_derivative(equation)) else None
+
+
+def _has_usual_derivative(equation: Equation) -> bool:
+    """Whether the derivative that a function brings along is made of matmuls alone: one forward, and one for each operand."""
+    operands = [a for a in equation.invars if jx.is_var(a)]
+    run = jx.program_of(next(iter(jx.subprograms(equation))), operands, [equation], equation.outvars)
+
+    def both(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+        result, pull = cast(Any, jax.vjp(lambda *x: jx.evaluate(run, x)[0], rows, weights))
+        return result, pull(cotangent)
+
+    try:
+        with mesh_context(equation):
+            traced = jax.make_jaxpr(both)(*[v.aval for v in (*equation.invars, *equation.outvars)])
+    except Exception:
+        # It is the user's code. A derivative that fails is not the usual one.
+        return False
+    kinds = [e.primitive.name for e in flatten(traced).eqns]
+    return kinds.count("dot_general") == 3 and set(kinds) <= {"dot_general", "transpose"}
+
+
+def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of the shard_map that an equation was traced in."""
+    return contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager
