@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py [--json] [--save] [ROW ...]
 
-The batch has 512 sequences of 8192 tokens, and each layer is recomputed. Each row is planned twice: with overlap.yaml of configs/rules, and
-without rings with fsdp_sequence.yaml.
+The batch has 512 sequences of 8192 tokens, and each layer is recomputed. Each row is planned twice: with the rules of overlap.yaml, and of
+fsdp_sequence.yaml without rings.
 
     exposed    seconds of a step that a device waits for its tensor axis, without rings and with them, and their ratio
     step       predicted seconds of a step, likewise

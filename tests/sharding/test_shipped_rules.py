@@ -23,8 +23,10 @@ MESHES = {
     "tensor": "{data: 4, tensor: 2}",
     "sequence": "{data: 4, tensor: 2}",
     "fsdp_tensor": "{data: 2, fsdp: 2, tensor: 2}",
+    "fsdp_sequence": "{data: 2, fsdp: 2, tensor: 2}",
     "overlap": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
+    "pipeline_sequence": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
 }
 ALWAYS = ("sequence", "fsdp_tensor", "pipeline")
 TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.ffn=64", "model.seq=32", "train.batch=16"]
