@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.text import Computation, Module, Spot
+from jgt.hlo.trips import trip_count
 from jgt.program.scopes import branch_share
 
 _OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
@@ -52,9 +53,9 @@ def fraction_taken(module: Module, branch: str) -> Fraction:
 
 def _runs_per_call(module: Module, caller: Instruction, called: str) -> Fraction:
     if caller.op == "while":
-        trip_count = 1 if caller.trip_count is None else caller.trip_count
+        trips = trip_count(module, caller)
         # The condition is evaluated once more than the body: the last time it ends the loop.
-        return Fraction(trip_count + (caller.attribute("condition") == called))
+        return Fraction((1 if trips is None else trips) + (caller.attribute("condition") == called))
     return fraction_taken(module, called) if caller.op == "conditional" else Fraction(1)
 
 

@@ -134,10 +134,9 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs its body; None if XLA could not tell.
+        """How often a loop runs its body, as XLA wrote it into `backend_config`: `"known_trip_count":{"n":"5"}`; None if it did not.
 
-        XLA finds the count of loops that start, step and end at constants, such as `jax.lax.scan`, and writes it into the loop's
-        `backend_config`: `"known_trip_count":{"n":"5"}`.
+        `jgt.hlo.trips` finds more counts.
         """
         found = _TRIP_COUNT.search(self.text)
         return int(found[1]) if found else None

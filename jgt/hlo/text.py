@@ -136,11 +136,6 @@ class Module:
                     callers.setdefault(called, []).append((name, instruction))
         return callers
 
-    @cached_property
-    def unknown_loops(self) -> list[Instruction]:
-        """The loops whose trip count XLA could not determine."""
-        return [i for i in self.instructions() if i.op == "while" and i.trip_count is None]
-
     def source(self, metadata: str) -> str:
         """The file:line of the user's program for an instruction's text, or for a warning of XLA's about one; empty if it is unknown."""
         return self.lines.of(metadata)

@@ -25,6 +25,7 @@ from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
 from jgt.hlo.origin import NONE, origin_of
 from jgt.hlo.text import Module
+from jgt.hlo.trips import unknown_loops
 from jgt.planner.compiled import Compiled
 from jgt.planner.formulas import Expected
 from jgt.planner.layouts import Parameter, constraints
@@ -231,7 +232,7 @@ def _worst(found: Sequence[Collective], explained: collections.Counter[tuple[str
 
 
 def _unknown_loops(module: Module) -> Iterator[Finding]:
-    for loop in module.unknown_loops:
+    for loop in unknown_loops(module):
         origin = origin_of(loop.op_name)
         text = "the number of trips of this loop is unknown, so its work counts once. Use jax.lax.scan, or fori_loop with constant bounds"
         yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop.text), 0, text)

@@ -24,6 +24,7 @@ from jgt.hlo.instruction import COLLECTIVES, Instruction
 from jgt.hlo.kernels import is_kernel, kernel_cost
 from jgt.hlo.origin import Origin, origin_at
 from jgt.hlo.text import Computation, Module, Spot
+from jgt.hlo.trips import trip_count
 from jgt.planner.chip import Target
 
 
@@ -177,7 +178,8 @@ class Timeline:
     def _call(self, walk: Walk, instruction: Instruction) -> None:
         """An instruction that runs other computations; nothing for one that does no work at all."""
         if instruction.op == "while":
-            trips = 1 if instruction.trip_count is None else instruction.trip_count
+            known = trip_count(self._module, instruction)
+            trips = 1 if known is None else known
             walk.add(self._walk(instruction.attribute("body")), trips)
             # The condition runs once more, to end the loop.
             walk.add(self._walk(instruction.attribute("condition")), trips + 1)
