@@ -66,7 +66,8 @@ class Loop:
     def _tick(self, segment: Segment, carry: Carry, work: Work) -> tuple[Carry, None]:
         from_head: Arrays = []
         if work.forward is not None:
-            entering = self._maybe(segment, "embed", work.embed, lambda m, _: self._ends.embed(m), self._ends.no_travel, self._stage.wire.pinned)
+            ends, pinned = self._ends, self._stage.wire.pinned
+            entering = self._maybe(segment, "embed", work.embed, lambda m, _: ends.embed(m), ends.no_travel, pinned)
             with self._counted(segment, "forward"):
                 forward = partial(self._stage.forward, shown=_share(segment, "head"))
                 buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
