@@ -194,7 +194,7 @@ def test_attention_that_every_device_computes(planned, right):
 
     found = planned("fsdp_tensor", forget)
     one = only(found, "computed-alike", "layers/attn")
-    assert place(one.source) == line_of(MODELS, "q, k, v = (proj(x)")
+    assert place(one.source) == line_of(MODELS, "made = read_by(x, self.q_proj")
     assert attention(found).flops > 3 * attention(right).flops
     assert found.memory.temp_bytes > 1.2 * right.memory.temp_bytes
 
@@ -208,7 +208,7 @@ def test_attention_whose_heads_have_no_rule(planned, target):
 
     found, whole = (planned("sequence", change, target) for change in (forget, unchanged))
     one = only(found, "unexplained", "layers/attn")
-    assert place(one.source) == line_of(MODELS, "btkgh,bskh->bkgts")
+    assert place(one.source) == line_of(MODELS, "bkgts,bskh->btkgh")
     assert "goes over tensor: all-to-all" in one.text
     assert not [f for f in whole.findings if f.signal == "layers/attn"]
     assert sum(attention(found).sent.values()) > 1.3 * sum(attention(whole).sent.values())
