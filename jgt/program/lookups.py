@@ -19,6 +19,7 @@ from jgt.program.constraints import constraint_equations
 from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 
+_FREE = PartitionSpec.UNCONSTRAINED
 _KEEPS_DIMS = ("convert_element_type", "copy", "name")
 
 
@@ -50,7 +51,7 @@ def _lookups(equation: Equation, dims: dict[Var, Dims]) -> Iterator[tuple[Var, P
                 rank = len(jx.shape_of(equation.outvars[0]))
                 yield (
                     equation.outvars[0],
-                    PartitionSpec(*[PartitionSpec.UNCONSTRAINED if d in numbers.offset_dims else None for d in range(rank)]),
+                    PartitionSpec(*[_FREE if d in numbers.offset_dims else None for d in range(rank)]),
                 )
     for program in jx.subprograms(equation):
         yield from _inside(equation, program, dims)
