@@ -75,21 +75,29 @@ class ParameterUse:
 
 @dataclass
 class PartialSum:
-    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step. is_regathered: see `Backend`."""
+    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step.
+
+    is_again: computed in the recompute. is_split: a constraint splits the sum over its own axes, as sequence parallelism does.
+    """
 
     signal: str
     axes: tuple[str, ...]
     num_bytes: Fraction
-    is_regathered: bool = False
+    is_again: bool = False
+    is_split: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the walk finds: the use of each parameter, partial sums, and the bytes that shard_map sends by signal and mesh axes."""
+    """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
+
+    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes.
+    """
 
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
     explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
+    again: Mapping[tuple[str, tuple[str, ...]], Fraction]
 
 
 def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str, ...], backend: Backend) -> Usage:
@@ -99,7 +107,7 @@ def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str
     views = {invars[positions[p.path]]: _View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
     walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
     walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
-    return Usage(parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), explicit=dict(walk.explicit))
+    return Usage(parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), explicit=dict(walk.explicit), again=dict(walk.again))
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,7 @@ class _Walk:
         self._mesh, self._batch, self._backend, self.uses = mesh, batch, backend, uses
         self.partial_sums: list[PartialSum] = []
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
+        self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self._counted: set[tuple[Var, str]] = set()
         self._pinned: set[Var] = set()
 
@@ -157,6 +166,8 @@ class _Walk:
         """Reads a program, and extends `views` by the arrays that are made of parameters."""
         # Partial sums are followed within one program only: XLA reduces them before they leave a loop.
         pending: dict[Var, PartialSum] = {}
+        added: dict[Var, PartialSum] = {}
+        laid: dict[Var, Dims] = {}
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
             if equation.primitive.name in _RINGS:
@@ -165,6 +176,8 @@ class _Walk:
                 self._enter(equation, inner, scope, views)
             if not self._carry(equation, pending):
                 self._contract(equation, scope, views, pending)
+            self._split(equation, pending, added)
+            self._regather(equation, scope, laid)
             self._follow(equation, scope, views)
 
     def _send(self, equation: Equation, scope: _Scope, views: _Views) -> None:
@@ -222,12 +235,36 @@ class _Walk:
                 pending[equation.outvars[0]] = first
             return True
         if kind in _KEEPS_PARTIAL and operands and operands[0] in pending:
-            partial = pending[equation.outvars[0]] = pending[operands[0]]
-            if kind == "sharding_constraint" and not self._backend.scatters:
-                dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(operands[0])))
-                partial.is_regathered |= any(axis in partial.axes for axes in dims for axis in axes)
+            pending[equation.outvars[0]] = pending[operands[0]]
             return True
         return False
+
+    def _split(self, equation: Equation, pending: Mapping[Var, PartialSum], added: dict[Var, PartialSum]) -> None:
+        """Partial sums that a constraint splits, if nothing but additions come before. added: sums of one with other values."""
+        kind, found = equation.primitive.name, [pending.get(a, added.get(a)) for a in equation.invars if jx.is_var(a)]
+        partial = next((one for one in found if one is not None), None)
+        if partial is not None and kind == "sharding_constraint":
+            dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(equation.outvars[0])))
+            partial.is_split |= any(axis in partial.axes for axes in dims for axis in axes)
+        elif partial is not None and kind in ("add", "add_any", *_KEEPS_PARTIAL):
+            added[equation.outvars[0]] = partial
+
+    def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
+        """Values that a constraint splits and the next one makes whole again, in the recompute. laid: the dims of constrained values."""
+        kind, out = equation.primitive.name, equation.outvars[0] if equation.outvars else None
+        source = equation.invars[0] if equation.invars else None
+        if out is None or kind not in ("sharding_constraint", "name", "convert_element_type"):
+            return
+        before = laid.get(source) if jx.is_var(source) else None
+        if kind != "sharding_constraint":
+            laid.update({} if before is None else {out: before})
+            return
+        after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        kept, origin = {a for axes in after for a in axes} | {*self._batch}, origin_of(scope.name)
+        axes = tuple(a for a in self._mesh if self._mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
+        if axes and origin is not None and origin.phase == "recompute":
+            local = Fraction(self._bytes(out), math.prod(self._mesh[a] for a in scope.batch))
+            self.again[origin.signal, axes] += scope.times * taken_share(scope.name) * local
 
     def _contract(self, equation: Equation, scope: _Scope, views: _Views, pending: dict[Var, PartialSum]) -> None:
         """A matmul or a look-up: it uses parameters, and leaves a partial sum if it contracts a dim that is sharded."""
@@ -244,7 +281,7 @@ class _Walk:
             if axes:
                 out = equation.outvars[0]
                 local = Fraction(self._bytes(out), math.prod(self._mesh[a] for a in scope.batch))
-                pending[out] = PartialSum(signal, axes, scope.times * taken_share(scope.name) * local)
+                pending[out] = PartialSum(signal, axes, scope.times * taken_share(scope.name) * local, phase == "recompute")
                 self.partial_sums.append(pending[out])
 
     def _bytes(self, atom: Atom) -> int:
