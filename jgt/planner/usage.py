@@ -133,6 +133,9 @@ _Views = dict[Var, _View]
 _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy")
 """A partial sum stays one through these; anything else needs the whole sum."""
 
+_REGION = "region"
+"""The primitive of `jgt.regions`."""
+
 _ALL_GATHERS = ("all_gather", "all_gather_invariant")
 _RINGS: dict[str, Callable[[int], Fraction]] = {
     **dict.fromkeys(("psum", "psum_invariant"), lambda n: Fraction(2 * (n - 1), n)),
@@ -144,11 +147,15 @@ _RINGS: dict[str, Callable[[int], Fraction]] = {
 
 
 class _Scope(NamedTuple):
-    """What surrounds an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual."""
+    """What surrounds an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
+
+    in_region: this is the meaning of a region, whose plan sends what its sums need.
+    """
 
     name: str
     times: Fraction
     batch: tuple[str, ...]
+    in_region: bool = False
 
 
 class _Walk:
@@ -172,6 +179,8 @@ class _Walk:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
             if equation.primitive.name in _RINGS:
                 self._send(equation, scope, views)
+            elif equation.primitive.name == _REGION:
+                self._send_in_region(equation, scope)
             for inner in jx.subprograms(equation):
                 self._enter(equation, inner, scope, views)
             if not self._carry(equation, pending):
@@ -197,6 +206,14 @@ class _Walk:
         # The name stack also says how often a pipeline takes the branches around the collective.
         self.explicit[origin.signal if origin else NONE, axes] += scope.times * taken_share(scope.name) * size * ring
 
+    def _send_in_region(self, equation: Equation, scope: _Scope) -> None:
+        """What a region's plan sends: each array, but for the part that a device has or keeps."""
+        axis, gathered, summed = equation.params["plan"].sent(len(equation.invars))
+        arrays = [*(equation.invars[n] for n in gathered), *(equation.outvars[n] for n in summed)]
+        local = Fraction(sum(map(self._bytes, arrays)), math.prod(self._mesh[a] for a in scope.batch))
+        origin, n = origin_of(scope.name), self._mesh[axis]
+        self.explicit[origin.signal if origin else NONE, (axis,)] += scope.times * taken_share(scope.name) * local * Fraction(n - 1, n)
+
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: _Views) -> None:
         """Reads a program inside an equation, and follows the parameters into it and out of it."""
         # shard_map makes some axes manual: inside, shapes are one device's along them.
@@ -211,7 +228,8 @@ class _Walk:
                 inside[var] = _View(view.index, view.dims[gone:], share, times if gone else view.times)
                 if any(axis in self._batch for axis in manual):
                     self.uses[view.index] = replace(self.uses[view.index], is_manual=True)
-        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual)), inside)
+        in_region = scope.in_region or equation.primitive.name == _REGION
+        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), in_region), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:
                 continue
@@ -278,7 +296,7 @@ class _Walk:
                 count = use.counts.get(phase, 0) + view.times * view.share * taken_share(scope.name)
                 self.uses[view.index] = replace(use, counts={**use.counts, phase: count})
             axes = tuple(a for a in self._mesh if a in contracted and a not in self._batch and self._mesh[a] > 1)
-            if axes:
+            if axes and not scope.in_region:
                 out = equation.outvars[0]
                 local = Fraction(self._bytes(out), math.prod(self._mesh[a] for a in scope.batch))
                 pending[out] = PartialSum(signal, axes, scope.times * taken_share(scope.name) * local, phase == "recompute")
