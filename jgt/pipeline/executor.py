@@ -142,7 +142,7 @@ class Executor:
             values=[x.reshape(num_microbatches, -1, *x.shape[1:]) if k == "rows" else x for k, x in zip(self.inputs, inputs, strict=True)],
             statistics=statistics,
         )
-        ends = Ends(split, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
+        ends = Ends(split, layout, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
         staged = [layout.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
         part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
         carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()

@@ -250,6 +250,11 @@ class Layout:
     def _batch_dims(self, var: Var) -> list[Axes]:
         return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]
 
+    def dims_inside(self, var: Var) -> Dims | None:
+        """The axes of each dim that are not the batch's; None for a value of unknown layout."""
+        dims = self._other_dims(var)
+        return None if dims is None else tuple(axes or () for axes in dims)
+
     def _other_dims(self, var: Var) -> list[Axes | None] | None:
         if var not in self.dims:
             return None
@@ -258,8 +263,12 @@ class Layout:
 
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value with this sharding over the axes that are not manual around it."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """A spec over the axes that are not manual around."""
         # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
-        return jax.lax.with_sharding_constraint(x, NamedSharding(jx.mesh_around() or self.mesh, spec))
+        return NamedSharding(jx.mesh_around() or self.mesh, spec)
 
 
 def axes_inside(sizes: Mapping[str, int], axis: str, batch_axes: Sequence[str]) -> Axes:

@@ -66,7 +66,8 @@ class Loop:
     def _tick(self, segment: Segment, carry: Carry, work: Work) -> tuple[Carry, None]:
         from_head: Arrays = []
         if work.forward is not None:
-            entering = self._maybe(segment, "embed", work.embed, lambda m, _: self._ends.embed(m), self._ends.no_travel)
+            ends, pinned = self._ends, self._stage.wire.pinned
+            entering = self._maybe(segment, "embed", work.embed, lambda m, _: ends.embed(m), ends.no_travel, pinned)
             with self._counted(segment, "forward"):
                 forward = partial(self._stage.forward, shown=_share(segment, "head"))
                 buffers = StageBuffers(inbox=carry.staged.inbox, saved=carry.staged.saved)
@@ -95,11 +96,18 @@ class Loop:
         return scopes.useful(segment.share(name) * self._chunks.share)
 
     def _maybe(
-        self, segment: Segment, name: EndName, item: EndItem | None, do: Callable[[Integers, Flags | bool], _T], skip: Callable[[], _T]
+        self,
+        segment: Segment,
+        name: EndName,
+        item: EndItem | None,
+        do: Callable[[Integers, Flags | bool], _T],
+        skip: Callable[[], _T],
+        pinned: Callable[[_T], _T],
     ) -> _T:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
 
-        All devices take the branch together.
+        All devices take the branch together. pinned: constrains the results. The partitioner wants them laid out alike in both branches,
+        and zeros have no layout of their own.
         """
         if item is None:
             return skip()
@@ -110,9 +118,9 @@ class Loop:
 
         def wanted() -> _T:
             with scopes.branch_taken(share):
-                return do(microbatch, True)
+                return pinned(do(microbatch, True))
 
-        return cast(_T, jax.lax.cond(on, wanted, skip))
+        return cast(_T, jax.lax.cond(on, wanted, lambda: pinned(skip())))
 
     # -- embedding and head ---------------------------------------------------------------------------------------------
 
@@ -132,9 +140,15 @@ class Loop:
             cotangents = [] if seeds is None else self._ends.travel_floats.select(self._ends.no_travel())
             return carry.common, carry.totals, cotangents
 
+        def pinned(results: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+            if seeds is None:
+                return results
+            common, totals, cotangents = results
+            return self._pinned_common(common), totals, self._stage.wire_back.pinned(cotangents)
+
         if item is None:
             return carry, []
-        common, totals, cotangents = self._maybe(segment, "head", item, do, skip)
+        common, totals, cotangents = self._maybe(segment, "head", item, do, skip, pinned)
         return replace(carry, common=common, totals=totals), cotangents
 
     def _embed_back(self, segment: Segment, carry: Carry, item: EndItem | None, entered: Arrays) -> Carry:
@@ -142,7 +156,7 @@ class Loop:
             # The cotangents are zeros where nothing entered, and so are the gradients.
             return self._added_common(carry, self._ends.embed_back(microbatch, entered), True)
 
-        return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common))
+        return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common, self._pinned_common))
 
     def _added_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
         """The sums of the gradients of common values, each where its value is.

@@ -249,7 +249,8 @@ class Stage:
             with scopes.branch_taken(share):
                 return wire.shown(flag, values)
 
-        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: [jnp.zeros_like(x) for x in values]))
+        # Both branches have to be laid out alike, and zeros have no layout of their own.
+        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pinned([jnp.zeros_like(x) for x in values])))
 
 
 def keep_cotangents(own: OnStage[Integers], everywhere: Everywhere) -> Changes:

@@ -50,6 +50,10 @@ class Wire:
         # exact in any precision.
         return self._by_parts(self._sum, [jnp.where(flag, x, jnp.zeros_like(x)) for x in values])
 
+    def pinned(self, values: Arrays) -> Arrays:
+        """Values that are about to enter a stage, or have left one, laid out as stages have them."""
+        return [self.layout.constrained(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
+
     def _sum(self, x: jax.Array) -> jax.Array:
         numbers = x.astype(jnp.int32) if x.dtype == bool else x
         return cast(jax.Array, jax.lax.psum(numbers, self.layout.axis)).astype(x.dtype)

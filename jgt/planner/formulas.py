@@ -17,6 +17,9 @@ ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the p
 Data parallelism. The m devices that split the batch and neither of the two all-reduce the gradient: 2 (m-1)/m b.
 Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3). A matmul that contracts a dim that is sharded over n devices leaves a
     partial sum on each. Adding up partial sums of B bytes takes an all-reduce: 2 (n-1)/n B.
+Sequence parallelism (arXiv 2205.05198, section 4.2). The sum stays split: a reduce-scatter, (n-1)/n B, and an all-gather before the next
+    matmul, (n-1)/n B. The operand of a matmul is kept in parts, so that the recompute gathers it once more for the gradient of the
+    weights: (n-1)/n B.
 shard_map. The program names its collectives itself, so their bytes follow from the ring algorithms.
 
 Invariant: bytes that no formula covers (losses, norms, small constants) are never counted, so a program may send a little more than
@@ -66,7 +69,10 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
         axes, count = _update(p, mesh)
         rows[OPTIMIZER, axes, "parameters gathered after their update"] += count
     for partial in usage.partial_sums:
-        rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(_partial_bytes(partial, mesh))
+        rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(_partial_bytes(partial, mesh, backend))
+    for (signal, axes), count in usage.again.items():
+        n = _size(mesh, axes)
+        rows[signal, axes, "gathered again for the backward pass"] += round(count * Fraction(n - 1, n))
     for (signal, axes), count in usage.explicit.items():
         rows[signal, axes, "shard_map"] += round(count)
     # A formula over a single device gives 0.
@@ -140,10 +146,13 @@ def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[_Axes, int]:
     return more, (k - 1) * p.local_bytes // k
 
 
-def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int]) -> Fraction:
-    """Tensor parallelism: an all-reduce is a reduce-scatter and an all-gather; a result that is gathered again takes a third pass."""
-    n = _size(mesh, partial.axes)
-    return partial.num_bytes * Fraction((3 if partial.is_regathered else 2) * (n - 1), n)
+def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backend) -> Fraction:
+    """Tensor parallelism: an all-reduce is a reduce-scatter and an all-gather. A sum that stays split is gathered later, by its reader."""
+    n, passes = _size(mesh, partial.axes), 2
+    if partial.is_split:
+        # A backend without reduce-scatter runs the whole all-reduce. The recompute's gathers are counted one by one.
+        passes = (1 if backend.scatters else 2) + (not partial.is_again)
+    return partial.num_bytes * Fraction(passes * (n - 1), n)
 
 
 def _axes(dims: Sequence[_Axes]) -> frozenset[str]:

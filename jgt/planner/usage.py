@@ -75,21 +75,29 @@ class ParameterUse:
 
 @dataclass
 class PartialSum:
-    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step. is_regathered: see `Backend`."""
+    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step.
+
+    is_again: computed in the recompute. is_split: a constraint splits the sum over its own axes, as sequence parallelism does.
+    """
 
     signal: str
     axes: tuple[str, ...]
     num_bytes: Fraction
-    is_regathered: bool = False
+    is_again: bool = False
+    is_split: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the walk finds: the use of each parameter, partial sums, and the bytes that shard_map sends by signal and mesh axes."""
+    """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
+
+    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes.
+    """
 
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
     explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
+    again: Mapping[tuple[str, tuple[str, ...]], Fraction]
 
 
 def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str, ...], backend: Backend) -> Usage:
@@ -99,7 +107,7 @@ def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str
     views = {invars[positions[p.path]]: _View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
     walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
     walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
-    return Usage(parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), explicit=dict(walk.explicit))
+    return Usage(parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), explicit=dict(walk.explicit), again=dict(walk.again))
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,9 @@ _Views = dict[Var, _View]
 _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy")
 """A partial sum stays one through these; anything else needs the whole sum."""
 
+_REGION = "region"
+"""The primitive of `jgt.regions`."""
+
 _ALL_GATHERS = ("all_gather", "all_gather_invariant")
 _RINGS: dict[str, Callable[[int], Fraction]] = {
     **dict.fromkeys(("psum", "psum_invariant"), lambda n: Fraction(2 * (n - 1), n)),
@@ -136,11 +147,15 @@ _RINGS: dict[str, Callable[[int], Fraction]] = {
 
 
 class _Scope(NamedTuple):
-    """What surrounds an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual."""
+    """What surrounds an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
+
+    in_region: this is the meaning of a region, whose plan sends what its sums need.
+    """
 
     name: str
     times: Fraction
     batch: tuple[str, ...]
+    in_region: bool = False
 
 
 class _Walk:
@@ -150,6 +165,7 @@ class _Walk:
         self._mesh, self._batch, self._backend, self.uses = mesh, batch, backend, uses
         self.partial_sums: list[PartialSum] = []
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
+        self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self._counted: set[tuple[Var, str]] = set()
         self._pinned: set[Var] = set()
 
@@ -157,14 +173,20 @@ class _Walk:
         """Reads a program, and extends `views` by the arrays that are made of parameters."""
         # Partial sums are followed within one program only: XLA reduces them before they leave a loop.
         pending: dict[Var, PartialSum] = {}
+        added: dict[Var, PartialSum] = {}
+        laid: dict[Var, Dims] = {}
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
             if equation.primitive.name in _RINGS:
                 self._send(equation, scope, views)
+            elif equation.primitive.name == _REGION:
+                self._send_in_region(equation, scope)
             for inner in jx.subprograms(equation):
                 self._enter(equation, inner, scope, views)
             if not self._carry(equation, pending):
                 self._contract(equation, scope, views, pending)
+            self._split(equation, pending, added)
+            self._regather(equation, scope, laid)
             self._follow(equation, scope, views)
 
     def _send(self, equation: Equation, scope: _Scope, views: _Views) -> None:
@@ -184,6 +206,14 @@ class _Walk:
         # The name stack also says how often a pipeline takes the branches around the collective.
         self.explicit[origin.signal if origin else NONE, axes] += scope.times * taken_share(scope.name) * size * ring
 
+    def _send_in_region(self, equation: Equation, scope: _Scope) -> None:
+        """What a region's plan sends: each array, but for the part that a device has or keeps."""
+        axis, gathered, summed = equation.params["plan"].sent(len(equation.invars))
+        arrays = [*(equation.invars[n] for n in gathered), *(equation.outvars[n] for n in summed)]
+        local = Fraction(sum(map(self._bytes, arrays)), math.prod(self._mesh[a] for a in scope.batch))
+        origin, n = origin_of(scope.name), self._mesh[axis]
+        self.explicit[origin.signal if origin else NONE, (axis,)] += scope.times * taken_share(scope.name) * local * Fraction(n - 1, n)
+
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: _Views) -> None:
         """Reads a program inside an equation, and follows the parameters into it and out of it."""
         # shard_map makes some axes manual: inside, shapes are one device's along them.
@@ -198,7 +228,8 @@ class _Walk:
                 inside[var] = _View(view.index, view.dims[gone:], share, times if gone else view.times)
                 if any(axis in self._batch for axis in manual):
                     self.uses[view.index] = replace(self.uses[view.index], is_manual=True)
-        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual)), inside)
+        in_region = scope.in_region or equation.primitive.name == _REGION
+        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), in_region), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:
                 continue
@@ -222,12 +253,36 @@ class _Walk:
                 pending[equation.outvars[0]] = first
             return True
         if kind in _KEEPS_PARTIAL and operands and operands[0] in pending:
-            partial = pending[equation.outvars[0]] = pending[operands[0]]
-            if kind == "sharding_constraint" and not self._backend.scatters:
-                dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(operands[0])))
-                partial.is_regathered |= any(axis in partial.axes for axes in dims for axis in axes)
+            pending[equation.outvars[0]] = pending[operands[0]]
             return True
         return False
+
+    def _split(self, equation: Equation, pending: Mapping[Var, PartialSum], added: dict[Var, PartialSum]) -> None:
+        """Partial sums that a constraint splits, if nothing but additions come before. added: sums of one with other values."""
+        kind, found = equation.primitive.name, [pending.get(a, added.get(a)) for a in equation.invars if jx.is_var(a)]
+        partial = next((one for one in found if one is not None), None)
+        if partial is not None and kind == "sharding_constraint":
+            dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(equation.outvars[0])))
+            partial.is_split |= any(axis in partial.axes for axes in dims for axis in axes)
+        elif partial is not None and kind in ("add", "add_any", *_KEEPS_PARTIAL):
+            added[equation.outvars[0]] = partial
+
+    def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
+        """Values that a constraint splits and the next one makes whole again, in the recompute. laid: the dims of constrained values."""
+        kind, out = equation.primitive.name, equation.outvars[0] if equation.outvars else None
+        source = equation.invars[0] if equation.invars else None
+        if out is None or kind not in ("sharding_constraint", "name", "convert_element_type"):
+            return
+        before = laid.get(source) if jx.is_var(source) else None
+        if kind != "sharding_constraint":
+            laid.update({} if before is None else {out: before})
+            return
+        after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        kept, origin = {a for axes in after for a in axes} | {*self._batch}, origin_of(scope.name)
+        axes = tuple(a for a in self._mesh if self._mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
+        if axes and origin is not None and origin.phase == "recompute":
+            local = Fraction(self._bytes(out), math.prod(self._mesh[a] for a in scope.batch))
+            self.again[origin.signal, axes] += scope.times * taken_share(scope.name) * local
 
     def _contract(self, equation: Equation, scope: _Scope, views: _Views, pending: dict[Var, PartialSum]) -> None:
         """A matmul or a look-up: it uses parameters, and leaves a partial sum if it contracts a dim that is sharded."""
@@ -241,10 +296,10 @@ class _Walk:
                 count = use.counts.get(phase, 0) + view.times * view.share * taken_share(scope.name)
                 self.uses[view.index] = replace(use, counts={**use.counts, phase: count})
             axes = tuple(a for a in self._mesh if a in contracted and a not in self._batch and self._mesh[a] > 1)
-            if axes:
+            if axes and not scope.in_region:
                 out = equation.outvars[0]
                 local = Fraction(self._bytes(out), math.prod(self._mesh[a] for a in scope.batch))
-                pending[out] = PartialSum(signal, axes, scope.times * taken_share(scope.name) * local)
+                pending[out] = PartialSum(signal, axes, scope.times * taken_share(scope.name) * local, phase == "recompute")
                 self.partial_sums.append(pending[out])
 
     def _bytes(self, atom: Atom) -> int:

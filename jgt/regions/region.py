@@ -51,6 +51,10 @@ class RegionPlan(Hashable, Protocol):
         """The axes of each dim of the operands and of the results, whose parts `on_device` takes and returns."""
         ...
 
+    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
+        """A mesh axis, the operands that its devices gather, and the results that they sum up in parts."""
+        ...
+
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[RegionPlan | None, list[int]]:
         """A plan that makes only the used ones of the results, None if there is none to make, and the operands that it needs."""
         ...

@@ -120,6 +120,10 @@ class Gathered:
             arrived.append([*made, *here])
         return [ring.in_order(parts) for parts in zip(*arrived, strict=True)]
 
+    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
+        """See `RegionPlan`."""
+        return self.ring.axis, [0], []
+
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | None, list[int]]:
         """See `RegionPlan`."""
         needed = [n for n in range(1, num_operands) if used[n - 1]]
@@ -189,6 +193,10 @@ class Scattered:
                     parts.append(x)
         total = jax.lax.concatenate([x for x in sums if x is not None], ring.dim)
         return [total, *map(ring.in_order, arrived)]
+
+    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
+        """See `RegionPlan`."""
+        return self.ring.axis, [num_operands - 1] if self.fetches else [], [0]
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | Scattered | None, list[int]]:
         """See `RegionPlan`."""

@@ -1,11 +1,12 @@
 """With every schedule, mesh and set of options, the loss and every gradient are the same as on one device."""
 
+import copy
 import itertools
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
+from models import RULES, assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
 
 from jgt.schedule.schedules import SCHEDULES
 
@@ -74,6 +75,33 @@ def test_parameters_that_are_sharded_over_the_batch_s_axes(decoder, sizes, optio
 )
 def test_stages_without_a_microbatch_compute_or_skip(decoder, num_layers, options):
     assert_exact(decoder(num_layers), mesh_of(data=2, fsdp=2, stage=2), **options)
+
+
+def split_sequence(vocab):
+    """The decoder with the sequence split between its parts, and the rows of the embedding's table over these axes."""
+    rules = copy.deepcopy(RULES)
+    rules["signals"]["embed"] |= {"params": {"embed": [vocab, None]}, "out": ["batch", "tensor", None]}
+    rules["signals"]["layers/mlp"]["out"] = ["batch", "tensor", None]
+    return case(decoder_loss, make_params(6), make_batch(), rules=rules)
+
+
+TABLE = ["stage", "tensor", "fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "sizes", "options"),
+    [
+        (TABLE, {"fsdp": 2}, {"schedule": "interleaved", "virtual": 3}),
+        (["tensor"], {"data": 2}, {"schedule": "1f1b"}),
+        *(
+            pytest.param(vocab, {axis: 2}, {"schedule": schedule}, marks=pytest.mark.slow)
+            for vocab, axis, schedule in itertools.product((TABLE, ["tensor"], ["tensor", "fsdp"], ["stage"]), ("data", "fsdp"), SCHEDULES)
+        ),
+    ],
+    ids=str,
+)
+def test_a_sequence_that_is_split_between_layers(vocab, sizes, options):
+    assert_exact(split_sequence(vocab), mesh_of(stage=2, tensor=2, **sizes), **options)
 
 
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "layer"), ("zb", "stage")])
