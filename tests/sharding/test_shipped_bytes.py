@@ -33,38 +33,37 @@ MESHES = {
     "tensor": {"data": 4, "tensor": 2},
     "sequence": {"data": 4, "tensor": 2},
     "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp_sequence": {"data": 2, "fsdp": 2, "tensor": 2},
+    "overlap": {"data": 2, "fsdp": 2, "tensor": 2},
     "pipeline": {"data": 2, "fsdp": 2, "stage": 2, "tensor": 1},
+    "pipeline_sequence": {"data": 1, "fsdp": 2, "stage": 2, "tensor": 2},
 }
 SIZE = {"f32": 4, "bf16": 2}
 
 
-def formula(rules, gradients):
+def formula(rules, dtype, gradients):
     """The bytes that a device sends of weights and gradients, by kind and type of collective.
 
     A gather or a scatter over n devices is (n - 1) / n of the whole array, a sum is twice that.
     """
     sizes = {axis: MESHES[rules].get(axis, 1) for axis in ("data", "replica", "fsdp", "stage", "tensor")}
     copies, shards, inside = sizes["data"] * sizes["replica"], sizes["fsdp"], sizes["tensor"] * sizes["stage"]
+    # With a split sequence, devices of the axis tensor have parts of the sums as well. Stages have the norms of their layers.
+    devices = copies * shards * (sizes["tensor"] if "sequence" in rules or rules == "overlap" else 1)
+    norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if sizes["stage"] > 1 else NORMS
     mine = (MATRICES + TABLES) / inside
     sent = Counter()
-    # Matrices are gathered forward and backward, in a pipeline once; each table is read once.
-    reads = 1 if rules == "pipeline" else 2
-    sent["all-gather", "bf16"] = (reads * MATRICES + TABLES) / inside * 2 * (shards - 1) / shards
-    scattered = copies if rules == "zero1" else shards
-    sent["reduce-scatter", gradients] = mine * SIZE[gradients] * (scattered - 1) / scattered
-    summed = 1 if rules == "zero1" else copies
-    if rules == "fsdp_tensor":
-        # Known and wasteful: XLA adds up tables over both axes, and each device then takes its part.
-        tables = TABLES / inside
-        sent["reduce-scatter", gradients] -= tables * SIZE[gradients] * (scattered - 1) / scattered
-        sent["all-reduce", gradients] = tables * SIZE[gradients] * 2 * (copies * shards - 1) / (copies * shards)
-        mine -= tables
-    sent["all-reduce", gradients] += mine * SIZE[gradients] / shards * 2 * (summed - 1) / summed
-    # With a split sequence, devices of the axis tensor have parts of the sums as well. Stages have the norms of their layers.
-    devices = copies * shards * (sizes["tensor"] if rules == "sequence" else 1)
-    norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if rules == "pipeline" else NORMS
-    kind, times = ("reduce-scatter", 1) if rules == "zero1" else ("all-reduce", 2)
-    sent[kind, "f32"] += norms * 4 * times * (devices - 1) / devices
+    if rules == "zero1":
+        sent["all-gather", dtype] = (mine + norms) * SIZE[dtype] * (copies - 1) / copies
+        sent["reduce-scatter", gradients] += mine * SIZE[gradients] * (copies - 1) / copies
+        sent["reduce-scatter", "f32"] += norms * 4 * (copies - 1) / copies
+    else:
+        # Matrices are gathered forward and backward, in a pipeline once; each table is read once.
+        reads = 1 if sizes["stage"] > 1 else 2
+        sent["all-gather", dtype] = (reads * MATRICES + TABLES) / inside * SIZE[dtype] * (shards - 1) / shards
+        sent["reduce-scatter", gradients] = mine * SIZE[gradients] * (shards - 1) / shards
+        sent["all-reduce", gradients] += mine * SIZE[gradients] / shards * 2 * (copies - 1) / copies
+        sent["all-reduce", "f32"] += norms * 4 * 2 * (devices - 1) / devices
     return {kind: pytest.approx(size, rel=0.01) for kind, size in sent.items() if size}
 
 
@@ -75,23 +74,28 @@ def is_of_weights(collective):
     return collective.kind != "collective-permute" and {"data", "replica", "fsdp"} & set(collective.axes)
 
 
+# The sums of loss chunks cross devices in another place of the program.
+QUICK = [("fsdp_tensor", "bf16", None, 4), ("pipeline", "bf16", "bf16", 1)]
+CASES = [
+    *[(rules, "bf16", gradients, 1) for rules in MESHES for gradients in (None, "f32", "bf16")],
+    *[(rules, "f32", None, 1) for rules in ("zero1", "fsdp", "fsdp_tensor")],
+    *[("fsdp", "bf16", gradients, 4) for gradients in ("f32", "bf16")],
+    ("fsdp_tensor", "bf16", "f32", 4),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
+
+
 @needs_plugin
-@pytest.mark.parametrize(
-    ("rules", "gradients"),
-    [
-        pytest.param(rules, gradients, marks=() if (rules, gradients) in (("fsdp", None), ("pipeline", "bf16")) else pytest.mark.slow)
-        for rules in MESHES
-        for gradients in (None, "f32", "bf16")
-    ],
-)
-def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, gradients):
+@pytest.mark.parametrize(("rules", "dtype", "gradients", "chunks"), [*QUICK, *SLOW])
+def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, dtype, gradients, chunks):
     mesh = ", ".join(f"{axis}: {size}" for axis, size in MESHES[rules].items())
-    pipeline = ("pipeline={signal: layers, microbatches: 2}",) if rules == "pipeline" else ()
+    pipeline = ("pipeline={signal: layers, microbatches: 2}",) if "stage" in MESHES[rules] else ()
+    options = (f"model.dtype={dtype}", f"optimizer.gradients={gradients or 'null'}", f"train.loss_chunks={chunks}", *pipeline)
     found = Counter()
-    for c in planned(rules, f"{{{mesh}}}", f"optimizer.gradients={gradients or 'null'}", *pipeline).collectives:
+    for c in planned(rules, f"{{{mesh}}}", *options).collectives:
         if is_of_weights(c):
             found[c.kind, c.dtype] += c.total_bytes
-    assert dict(found) == formula(rules, gradients or ("f32" if rules == "pipeline" else "bf16"))
+    assert dict(found) == formula(rules, dtype, gradients or ("f32" if pipeline else dtype))
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
