@@ -48,8 +48,9 @@ def formula(rules, dtype, gradients):
     """
     sizes = {axis: MESHES[rules].get(axis, 1) for axis in ("data", "replica", "fsdp", "stage", "tensor")}
     copies, shards, inside = sizes["data"] * sizes["replica"], sizes["fsdp"], sizes["tensor"] * sizes["stage"]
-    # With a split sequence, devices of the axis tensor have parts of the sums as well. Stages have the norms of their layers.
-    devices = copies * shards * (sizes["tensor"] if "sequence" in rules or rules == "overlap" else 1)
+    # With a split sequence, devices of the axis tensor have parts of the sums as well; stages add these up first. Stages have the norms of
+    # their layers.
+    devices = copies * shards * (sizes["tensor"] if rules in ("sequence", "fsdp_sequence", "overlap") else 1)
     norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if sizes["stage"] > 1 else NORMS
     mine = (MATRICES + TABLES) / inside
     sent = Counter()
