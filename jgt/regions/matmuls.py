@@ -145,7 +145,7 @@ class _Search:
     def _ring(self, axis: str, dim: int, dims: Dims, matmul: Matmul) -> Ring:
         rows = tuple(tuple(a for a in axes if a != axis) for axes in dims)
         params = matmul.dot.params
-        return Ring(axis=axis, dim=dim, rows=rows, precision=params["precision"], result=params["preferred_element_type"])
+        return Ring(axis=axis, dim=dim, rows=rows, precision=params["precision"], result=params["preferred_element_type"], sums=matmul.sums)
 
     def _mesh(self, equation: Equation) -> Mesh | AbstractMesh:
         return jx.manual_mesh(equation) or self.site.mesh
@@ -243,7 +243,7 @@ def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:
     """Matmuls that read equal rows in one type, and make results of one type: those that can share a ring."""
     groups: dict[Any, list[Matmul]] = {}
     for m in matmuls:
-        key = (jx.dtype_of(m.rows), str(m.dot.params["precision"]), m.dot.params["preferred_element_type"])
+        key = (jx.dtype_of(m.rows), str(m.dot.params["precision"]), m.dot.params["preferred_element_type"], m.sums)
         groups.setdefault(key, []).append(m)
     return (tuple(group) for group in groups.values())
 

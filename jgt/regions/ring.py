@@ -36,7 +36,8 @@ class Ring:
     """The devices of an axis, and the arrays that they share.
 
     dim: the dim of the rows that the axis splits between the blocks. rows: the other axes of each dim of the rows, which split the batch.
-    precision, result: of the matmuls, as jax.lax.dot_general takes them.
+    precision, result: of the matmuls, as jax.lax.dot_general takes them. sums: the type in which the gradient of the weights is summed over
+    positions, also by devices that have other positions; None: that of the weights.
     """
 
     axis: str
@@ -44,6 +45,7 @@ class Ring:
     rows: Dims
     precision: Any = None
     result: Any = None
+    sums: Any = None
 
     def split(self, dim: int) -> Dims:
         """The axes of each dim of an array of rows that the ring's axis splits along one of them."""
@@ -259,4 +261,5 @@ def _by_weights(rows: jax.Array, cotangent: jax.Array, weights: jax.Array, ring:
     """The gradient of the weights [k, m], summed over all positions, from whole rows [..., k] and whole positions of [..., m]."""
     positions = tuple(range(rows.ndim - 1))
     numbers = ((positions, positions), ((), ()))
-    return jax.lax.dot_general(rows, cotangent, numbers, precision=ring.precision, preferred_element_type=weights.dtype)
+    sums = ring.sums or weights.dtype
+    return jax.lax.dot_general(rows, cotangent, numbers, precision=ring.precision, preferred_element_type=sums).astype(weights.dtype)

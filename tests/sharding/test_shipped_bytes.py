@@ -1,6 +1,7 @@
 """The types and bytes in which activations, weights and gradients travel under the shipped rules, in steps compiled for described GPUs."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 SMALL = ("model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "model.seq=128", "model.vocab=512")
 
 
+@cache
 def planned(rules, mesh, *overrides):
     """The plan of a small bf16 model on 8 GPUs."""
     options = (f"rules=rules/{rules}.yaml", f"mesh={mesh}", "model.dtype=bf16", "train.batch=16", "model.attention=xla")
@@ -33,38 +35,38 @@ MESHES = {
     "tensor": {"data": 4, "tensor": 2},
     "sequence": {"data": 4, "tensor": 2},
     "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp_sequence": {"data": 2, "fsdp": 2, "tensor": 2},
+    "overlap": {"data": 2, "fsdp": 2, "tensor": 2},
     "pipeline": {"data": 2, "fsdp": 2, "stage": 2, "tensor": 1},
+    "pipeline_sequence": {"data": 1, "fsdp": 2, "stage": 2, "tensor": 2},
 }
 SIZE = {"f32": 4, "bf16": 2}
 
 
-def formula(rules, gradients):
+def formula(rules, dtype, gradients):
     """The bytes that a device sends of weights and gradients, by kind and type of collective.
 
     A gather or a scatter over n devices is (n - 1) / n of the whole array, a sum is twice that.
     """
     sizes = {axis: MESHES[rules].get(axis, 1) for axis in ("data", "replica", "fsdp", "stage", "tensor")}
     copies, shards, inside = sizes["data"] * sizes["replica"], sizes["fsdp"], sizes["tensor"] * sizes["stage"]
+    # With a split sequence, devices of the axis tensor have parts of the sums as well; stages add these up first. Stages have the norms of
+    # their layers.
+    devices = copies * shards * (sizes["tensor"] if rules in ("sequence", "fsdp_sequence", "overlap") else 1)
+    norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if sizes["stage"] > 1 else NORMS
     mine = (MATRICES + TABLES) / inside
     sent = Counter()
-    # Matrices are gathered forward and backward, in a pipeline once; each table is read once.
-    reads = 1 if rules == "pipeline" else 2
-    sent["all-gather", "bf16"] = (reads * MATRICES + TABLES) / inside * 2 * (shards - 1) / shards
-    scattered = copies if rules == "zero1" else shards
-    sent["reduce-scatter", gradients] = mine * SIZE[gradients] * (scattered - 1) / scattered
-    summed = 1 if rules == "zero1" else copies
-    if rules == "fsdp_tensor":
-        # Known and wasteful: XLA adds up tables over both axes, and each device then takes its part.
-        tables = TABLES / inside
-        sent["reduce-scatter", gradients] -= tables * SIZE[gradients] * (scattered - 1) / scattered
-        sent["all-reduce", gradients] = tables * SIZE[gradients] * 2 * (copies * shards - 1) / (copies * shards)
-        mine -= tables
-    sent["all-reduce", gradients] += mine * SIZE[gradients] / shards * 2 * (summed - 1) / summed
-    # With a split sequence, devices of the axis tensor have parts of the sums as well. Stages have the norms of their layers.
-    devices = copies * shards * (sizes["tensor"] if rules == "sequence" else 1)
-    norms = LAYERS / sizes["stage"] * 2 * EMBED + EMBED if rules == "pipeline" else NORMS
-    kind, times = ("reduce-scatter", 1) if rules == "zero1" else ("all-reduce", 2)
-    sent[kind, "f32"] += norms * 4 * times * (devices - 1) / devices
+    if rules == "zero1":
+        sent["all-gather", dtype] = (mine + norms) * SIZE[dtype] * (copies - 1) / copies
+        sent["reduce-scatter", gradients] += mine * SIZE[gradients] * (copies - 1) / copies
+        sent["reduce-scatter", "f32"] += norms * 4 * (copies - 1) / copies
+    else:
+        # Matrices are gathered forward and backward, in a pipeline once; each table is read once.
+        reads = 1 if sizes["stage"] > 1 else 2
+        sent["all-gather", dtype] = (reads * MATRICES + TABLES) / inside * SIZE[dtype] * (shards - 1) / shards
+        sent["reduce-scatter", gradients] = mine * SIZE[gradients] * (shards - 1) / shards
+        sent["all-reduce", gradients] += mine * SIZE[gradients] / shards * 2 * (copies - 1) / copies
+        sent["all-reduce", "f32"] += norms * 4 * 2 * (devices - 1) / devices
     return {kind: pytest.approx(size, rel=0.01) for kind, size in sent.items() if size}
 
 
@@ -75,49 +77,62 @@ def is_of_weights(collective):
     return collective.kind != "collective-permute" and {"data", "replica", "fsdp"} & set(collective.axes)
 
 
-@needs_plugin
-@pytest.mark.parametrize(
-    ("rules", "gradients"),
-    [
-        pytest.param(rules, gradients, marks=() if (rules, gradients) in (("fsdp", None), ("pipeline", "bf16")) else pytest.mark.slow)
-        for rules in MESHES
-        for gradients in (None, "f32", "bf16")
-    ],
-)
-def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, gradients):
+# The sums of loss chunks cross devices in another place of the program.
+QUICK = ("fsdp_sequence", "bf16", None, 4)
+CASES = [
+    *[(rules, "bf16", gradients, 1) for rules in MESHES for gradients in (None, "f32", "bf16")],
+    *[(rules, "f32", None, 1) for rules in ("zero1", "fsdp", "fsdp_tensor")],
+    *[("fsdp", "bf16", gradients, 4) for gradients in ("f32", "bf16")],
+    *[("fsdp_tensor", "bf16", gradients, 4) for gradients in (None, "f32")],
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+
+
+def collectives_of(rules, dtype, gradients, chunks):
+    """Those of a case."""
     mesh = ", ".join(f"{axis}: {size}" for axis, size in MESHES[rules].items())
-    pipeline = ("pipeline={signal: layers, microbatches: 2}",) if rules == "pipeline" else ()
+    pipeline = ("pipeline={signal: layers, microbatches: 2}",) if "stage" in MESHES[rules] else ()
+    options = (f"model.dtype={dtype}", f"optimizer.gradients={gradients or 'null'}", f"train.loss_chunks={chunks}", *pipeline)
+    return planned(rules, f"{{{mesh}}}", *options).collectives
+
+
+@needs_plugin
+@pytest.mark.parametrize(("rules", "dtype", "gradients", "chunks"), [QUICK, *SLOW])
+def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, dtype, gradients, chunks):
     found = Counter()
-    for c in planned(rules, f"{{{mesh}}}", f"optimizer.gradients={gradients or 'null'}", *pipeline).collectives:
+    for c in collectives_of(rules, dtype, gradients, chunks):
         if is_of_weights(c):
             found[c.kind, c.dtype] += c.total_bytes
-    assert dict(found) == formula(rules, gradients or ("f32" if rules == "pipeline" else "bf16"))
+    assert dict(found) == formula(rules, dtype, gradients or ("f32" if "stage" in MESHES[rules] else dtype))
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
+def activations_of(collectives):
+    """How activations of the layers travel: kinds and types. The gradients of norms and biases are smaller."""
+    found = [c for c in collectives if "tensor" in c.axes and c.signal.startswith("layers/") and c.bytes > 16 * 1024]
+    return {(c.kind, c.dtype) for c in found}
+
+
 @needs_plugin
-@pytest.mark.parametrize(
-    ("kind", "remat"),
-    [
-        ("gpt", "none"),
-        ("llama", "block"),
-        pytest.param("gpt", "block", marks=pytest.mark.slow),
-        pytest.param("llama", "none", marks=pytest.mark.slow),
-        pytest.param("llama", "matmuls", marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_split_along_the_sequence_is_gathered_in_the_type_of_matmuls(kind, remat):
+def test_what_is_split_along_the_sequence_is_gathered_in_the_type_of_matmuls():
+    # The same plan as above.
+    assert activations_of(collectives_of(*QUICK)) == {("all-gather", "bf16"), ("reduce-scatter", "bf16")}
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("remat", ["none", "block", "matmuls"])
+def test_so_it_is_for_other_models_and_with_recompute(kind, remat):
     found = planned("sequence", "{data: 2, tensor: 4}", f"model.kind={kind}", f"train.remat={remat}").collectives
-    # The gradients of norms and biases are smaller.
-    activations = [c for c in found if "tensor" in c.axes and c.signal.startswith("layers/") and c.bytes > 16 * 1024]
-    kinds = {(c.kind, c.dtype) for c in activations}
-    assert kinds == {("all-gather", "bf16"), ("reduce-scatter", "bf16")}
+    assert activations_of(found) == {("all-gather", "bf16"), ("reduce-scatter", "bf16")}
 
 
 @needs_plugin
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_eight_bits_are_gathered_in_eight_bits_and_reduced_as_often_as_sixteen(kind):
     def sent(fp8):
         options = ("train.remat=block", f"model.kind={kind}", f"model.fp8={fp8}")

@@ -47,7 +47,7 @@ def batch(weights=WEIGHTS):
     return {"inputs": TOKENS, "targets": TOKENS[:, ::-1], "weights": weights}
 
 
-def chunked(chunks, groups=1, dtype=jnp.float32):
+def chunked(chunks, groups=(), dtype=jnp.float32):
     loss = make_loss(lambda params, _: jax.tree.map(lambda x: x.astype(dtype), params), chunks=chunks, groups=groups)
     return lambda params, weights: loss(params, batch(weights))
 
@@ -56,7 +56,11 @@ def plain(params, weights):
     return jnp.sum(weights * cross_entropy(jnp.einsum("bsd,vd->bsv", *params), batch()["targets"]))
 
 
-@pytest.mark.parametrize(("chunks", "groups"), [(1, 1), (2, 1), (3, 4), (6, 2)])
+@pytest.mark.parametrize(
+    ("chunks", "groups"),
+    [(1, ()), (1, (2, 2)), (2, ()), (3, (4,)), (6, (2,)), (6, (2, 2))],
+    ids=["1-1", "1-2x2", "2-1", "3-4", "6-2", "6-2x2"],
+)
 def test_loss_and_gradients_are_those_of_whole_logits(chunks, groups):
     found = jax.value_and_grad(chunked(chunks, groups), (0, 1))(PARAMS, WEIGHTS)
     expected = jax.value_and_grad(plain, (0, 1))(PARAMS, WEIGHTS)
@@ -70,7 +74,7 @@ def test_a_scaled_loss_has_a_scaled_gradient():
 
 
 def test_bf16_gradients_are_near_those_of_f32():
-    found, expected = (jax.grad(chunked(3, 2, dtype))(PARAMS, WEIGHTS) for dtype in (jnp.bfloat16, jnp.float32))
+    found, expected = (jax.grad(chunked(3, (2,), dtype))(PARAMS, WEIGHTS) for dtype in (jnp.bfloat16, jnp.float32))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max()), found, expected)
 
 

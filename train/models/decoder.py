@@ -28,19 +28,26 @@ from .config import ModelConfig
 from .linear import Dot, compute_type
 from .model import Model, Table, Vector, of_nnx
 from .remat import Keep, Remat, cheap, recomputed
+from .tables import Groups, lookup
 
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
 
 
-def build(config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA, *, wide_gradients: bool = False) -> Model:
-    """The model of a config; allocates nothing. wide_gradients: those of matrices and tables leave their matmuls in f32."""
+def build(
+    config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA, *, groups: Groups = (), wide_gradients: bool = False
+) -> Model:
+    """The model of a config; allocates nothing.
+
+    groups: the devices that split the batch. wide_gradients: those of matrices and tables leave their matmuls in f32.
+    """
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
     kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
 
     def make(rngs: nnx.Rngs) -> Decoder:
         decoder = kind(config, remat, attention, rngs=rngs)
+        decoder.embed.groups = groups
         if wide_gradients:
             widen_gradients(decoder)
         return decoder
@@ -139,23 +146,6 @@ def widen_gradients(decoder: Decoder) -> None:
             module.has_wide_gradients = True
 
 
-@jax.custom_vjp
-def _wide_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    return table[tokens]
-
-
-def _wide_lookup_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return table[tokens], (table, tokens)
-
-
-def _wide_lookup_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
-    table, tokens = residuals
-    return jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32)).astype(table.dtype), None
-
-
-_wide_lookup.defvjp(_wide_lookup_forward, _wide_lookup_backward)
-
-
 class Embedding(nnx.Module):
     """A table [v, d] that embeds tokens, [b, s] → [b, s, d], or that scores them (`scores`).
 
@@ -166,10 +156,11 @@ class Embedding(nnx.Module):
         setattr(self, name, Table(TABLE_INIT(rngs.params(), (vocab, embed), jnp.float32)))
         self.name = name
         self.dtype = dtype
+        self.groups: Groups = ()
         self.has_wide_gradients = False
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return _wide_lookup(self.table(), tokens) if self.has_wide_gradients else self.table()[tokens]
+        return lookup(self.table(), tokens, self.groups, wide=self.has_wide_gradients)
 
     def table(self) -> jax.Array:
         """The table [v, d] in the type of matmuls."""

@@ -14,6 +14,7 @@ from jgt.document import InputError
 from jgt.pipeline.layout import axes_inside
 
 from ..config import Run
+from ..models.tables import Groups
 
 
 def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
@@ -43,6 +44,12 @@ def num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     """Over how many devices batch and sequence are split."""
     batch, sequence = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
     return batch, sequence
+
+
+def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
+    """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
+    sizes = [mesh.shape.get(axis, 1) for axis in run.batch_dims[0]]
+    return tuple(size for size in sizes if size > 1) if run.pipeline is None else ()
 
 
 def devices_sharing(run: Run, mesh: Mesh | AbstractMesh) -> int:

@@ -44,7 +44,7 @@ from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
 from .fit import first_remat
-from .layout import devices_sharing, make_mesh, num_shards
+from .layout import batch_groups, devices_sharing, make_mesh, num_shards
 from .setup import Setup, rows_of
 
 
@@ -80,7 +80,8 @@ def prepare(
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
-        model = build(config.model, remat, attention.kernel, wide_gradients=_has_wide_gradients(run))
+        widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
+        model = build(config.model, remat, attention.kernel, groups=groups, wide_gradients=widens)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -143,12 +144,10 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
 def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it."""
     own = _own_loss(run)
-    # In a pipeline a device meets its own rows alone.
-    groups = num_shards(run, mesh)[0] if run.pipeline is None else 1
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
     if model.has_features:
-        widens = _has_wide_gradients(run)
+        widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
         tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups, wide_gradients=widens)
 
     def sharded(is_training: bool) -> ShardedLoss:

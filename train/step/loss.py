@@ -11,6 +11,7 @@ b batch, s seq, d embed, v vocab, g groups: devices that split the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from jgt.document import InputError
 from jgt.program import scopes
 
 from ..models.decoder import scores
+from ..models.tables import Groups, by_group, groups_of, sum_of_groups
 from .objective import Arrays
 
 Loss = Callable[[Any, Arrays], jax.Array]
@@ -33,13 +35,13 @@ Chunk = tuple[jax.Array, jax.Array, jax.Array]
 LOGITS_BYTES = 1 << 30
 
 
-def make_loss(features: Features, *, chunks: int = 1, groups: int = 1, wide_gradients: bool = False) -> Loss:
+def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False) -> Loss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
-    begin, features gets them too, by that name. chunks: a divisor of s. groups: the number of
-    devices that split the batch. With several chunks each device adds up the table's gradient from its own rows, and they are summed
-    over devices once, after the last chunk. wide_gradients: in f32, whatever the table's type.
+    begin, features gets them too, by that name. chunks: a divisor of s. groups: the
+    devices that split the batch. Each adds up the table's gradient from its own rows; the sums cross devices once, after the last chunk.
+    wide_gradients: in f32, whatever the table's type.
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
@@ -89,7 +91,7 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(chunks: int, groups: int, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+def _loss(chunks: int, groups: Groups, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     """The loss alone, for an evaluation."""
     del groups, wide
 
@@ -104,10 +106,11 @@ def _loss(chunks: int, groups: int, wide: bool, x: jax.Array, table: jax.Array, 
 
 
 def _forward(
-    chunks: int, groups: int, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+    chunks: int, groups: Groups, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
+    groups = groups_of(groups, len(x))
 
     def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
@@ -125,34 +128,42 @@ def _forward(
     def add(by_table: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         nats, by_x, by_logits = differentiated(chunk)
         with scopes.backward():
-            errors, features = (a.reshape(groups, -1, *a.shape[1:]) for a in (by_logits, chunk[0]))  # [b, s, ...] → [g, b / g, s, ...]
+            errors, features = by_group(by_logits, groups), by_group(chunk[0], groups)
             # [g, v, d]: one sum for each group.
-            by_group = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
-        return by_table + by_group, (nats, by_x)
+            more = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
+        return by_table + more, (nats, by_x)
 
     if chunks == 1:
         nats, by_x, by_logits = differentiated((x, targets, weights))
         with scopes.backward():
-            # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
-            by_table = jnp.einsum("bsd,bsv->dv", x, by_logits, preferred_element_type=added_up).T
+            by_table = _by_table(x, by_logits, groups, added_up)
     else:
         # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.
-        zero = jnp.zeros((groups, *table.shape), jnp.float32)
-        # by_group [g, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
-        by_group, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
-        # The sum over groups crosses devices. In the table's type, as other gradients; jnp.sum would widen bf16 to f32.
-        by_table = jax.lax.reduce(by_group.astype(added_up), added_up.type(0), jax.lax.add, (0,))
+        zero = jnp.zeros((math.prod(groups), *table.shape), jnp.float32)
+        # sums [g, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
+        sums, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
+        # They cross devices in the table's type, as other gradients.
+        by_table = sum_of_groups(sums.astype(added_up), groups)
         nats, by_x = _joined(nats), _joined(by_x)
     # The loss is linear in the weights, so its gradient by them is the nats.
     return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
 
 
-def _backward(chunks: int, groups: int, wide: bool, gradients: Any, cotangent: jax.Array) -> Any:
+def _backward(chunks: int, groups: Groups, wide: bool, gradients: Any, cotangent: jax.Array) -> Any:
     by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
     return by_x, by_table, None, by_weights
 
 
 _loss.defvjp(_forward, _backward)
+
+
+def _by_table(x: jax.Array, by_logits: jax.Array, groups: Groups, dtype: jnp.dtype) -> jax.Array:
+    """The loss's gradient by the table [v, d], from the features [b, s, d] and the gradient by the logits [b, s, v]."""
+    # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
+    if len(groups) < 2:
+        return jnp.einsum("bsd,bsv->dv", x, by_logits, preferred_element_type=dtype).T
+    factors = by_group(x, groups), by_group(by_logits, groups)
+    return sum_of_groups(jnp.einsum("gbsd,gbsv->gdv", *factors, preferred_element_type=dtype), groups).T
 
 
 def _split(whole: Chunk, chunks: int) -> Chunk:
