@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Equation, Var
+from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import flatten
 
 
@@ -87,8 +87,8 @@ def _sums_of_derivative(equation: Equation) -> Any:
         return None
     flat = flatten(traced)
     kinds = [e.primitive.name for e in flat.eqns]
-    made, casts = {e.outvars[0]: e for e in flat.eqns}, 0
-    last = made.get(flat.outvars[2])
+    made: dict[Atom, Equation] = {e.outvars[0]: e for e in flat.eqns}
+    casts, last = 0, made.get(flat.outvars[2])
     while last is not None and last.primitive.name != "dot_general":
         casts += last.primitive.name == "convert_element_type"
         last = made.get(last.invars[0])
