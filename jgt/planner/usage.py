@@ -273,7 +273,7 @@ class _Walk:
         source = equation.invars[0] if equation.invars else None
         if out is None or kind not in ("sharding_constraint", "name", "convert_element_type"):
             return
-        before = laid.get(source) if jx.is_var(source) else None
+        before = laid.get(source) if source is not None and jx.is_var(source) else None
         if kind != "sharding_constraint":
             laid.update({} if before is None else {out: before})
             return
