@@ -208,8 +208,9 @@ class _Walk:
 
     def _send_in_region(self, equation: Equation, scope: _Scope) -> None:
         """What a region's plan sends: each array, but for the part that a device has or keeps."""
-        axis, gathered, summed = equation.params["plan"].sent(len(equation.invars))
-        arrays = [*(equation.invars[n] for n in gathered), *(equation.outvars[n] for n in summed)]
+        sent: tuple[str, list[int], list[int]] = equation.params["plan"].sent(len(equation.invars))
+        axis, gathered, summed = sent
+        arrays: list[Atom] = [*(equation.invars[n] for n in gathered), *(equation.outvars[n] for n in summed)]
         local = Fraction(sum(map(self._bytes, arrays)), math.prod(self._mesh[a] for a in scope.batch))
         origin, n = origin_of(scope.name), self._mesh[axis]
         self.explicit[origin.signal if origin else NONE, (axis,)] += scope.times * taken_share(scope.name) * local * Fraction(n - 1, n)
@@ -273,7 +274,7 @@ class _Walk:
         source = equation.invars[0] if equation.invars else None
         if out is None or kind not in ("sharding_constraint", "name", "convert_element_type"):
             return
-        before = laid.get(source) if jx.is_var(source) else None
+        before = laid.get(source) if source is not None and jx.is_var(source) else None
         if kind != "sharding_constraint":
             laid.update({} if before is None else {out: before})
             return

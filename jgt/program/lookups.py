@@ -40,14 +40,15 @@ def with_whole_positions(program: Program, tables: Mapping[Var, Dims], sharding:
 def _lookups(equation: Equation, dims: dict[Var, Dims]) -> Iterator[tuple[Var, PartitionSpec]]:
     """The results of an equation that are rows of a split table, with their spec. Follows tables in `dims`."""
     table = equation.invars[0] if equation.invars else None
-    if jx.is_var(table) and table in dims:
+    if table is not None and jx.is_var(table) and table in dims:
         if equation.primitive.name in _KEEPS_DIMS:
             dims[equation.outvars[0]] = dims[table]
         elif equation.primitive.name == "sharding_constraint":
             dims[equation.outvars[0]] = sharding_dims(equation.params["sharding"], len(dims[table]))
         elif equation.primitive.name == "gather":
             numbers = equation.params["dimension_numbers"]
-            if any(dims[table][d] for d in numbers.start_index_map):
+            looked_up: tuple[int, ...] = numbers.start_index_map
+            if any(dims[table][d] for d in looked_up):
                 rank = len(jx.shape_of(equation.outvars[0]))
                 yield (
                     equation.outvars[0],

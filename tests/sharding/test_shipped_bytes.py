@@ -1,5 +1,6 @@
 """The types and bytes in which activations, weights and gradients travel under the shipped rules, in steps compiled for described GPUs."""
 
+import itertools
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -128,6 +129,41 @@ def test_what_is_split_along_the_sequence_is_gathered_in_the_type_of_matmuls():
 def test_so_it_is_for_other_models_and_with_recompute(kind, remat):
     found = planned("sequence", "{data: 2, tensor: 4}", f"model.kind={kind}", f"train.remat={remat}").collectives
     assert activations_of(found) == {("all-gather", "bf16"), ("reduce-scatter", "bf16")}
+
+
+RUN = [("overlap", "llama", "none"), ("fsdp_sequence", "llama", "block")]
+"""Those that are not slow."""
+PIPELINED = "pipeline={signal: layers, schedule: 1f1b, microbatches: 4}"
+SEQUENCE = {
+    "sequence": ("{data: 2, tensor: 4}",),
+    "fsdp_sequence": ("{data: 1, fsdp: 2, tensor: 4}",),
+    "overlap": ("{data: 1, fsdp: 2, tensor: 4}",),
+    "pipeline_sequence": ("{data: 2, fsdp: 1, stage: 2, tensor: 2}", PIPELINED),
+}
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("rules", "kind", "remat"),
+    [
+        pytest.param(rules, kind, remat, marks=() if (rules, kind, remat) in RUN else pytest.mark.slow)
+        for rules, kind, remat in itertools.product(SEQUENCE, ("llama", "gpt"), ("none", "matmuls", "block"))
+    ],
+)
+def test_a_split_sequence_sends_what_the_formulas_say(rules, kind, remat):
+    plan = planned(rules, *SEQUENCE[rules], f"model.kind={kind}", f"train.remat={remat}")
+    found, said = Counter(), Counter()
+    for collective in plan.collectives:
+        if collective.axes == ("tensor",) and collective.signal.startswith("layers/"):
+            found[collective.signal] += collective.bytes * collective.count
+    for row in plan.expected:
+        if row.axes == ("tensor",) and row.signal.startswith("layers/"):
+            said[row.signal] += row.bytes
+    # Gradients of norms and biases have no formula.
+    assert found == {signal: pytest.approx(number, rel=0.02) for signal, number in said.items()}
+    # Activations travel in the type of matmuls.
+    assert not [c for c in plan.collectives if "tensor" in c.axes and c.dtype == "f32" and c.kind == "all-gather" and c.bytes > 16 * 1024]
+    assert not [f for f in plan.findings if f.signal.startswith(("layers", "head"))]
 
 
 @needs_plugin
