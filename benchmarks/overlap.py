@@ -1,6 +1,6 @@
 """What `overlap: tensor` hides in Llama 3 70B on 256 H100, fsdp 32 x tensor 8. By plan, without a GPU.
 
-    python benchmarks/overlap.py [--json] [--save] [ROW ...]
+    python benchmarks/overlap.py [--json] [--save] [--preset none] [ROW ...]
 
 The batch has 512 sequences of 8192 tokens, and each layer is recomputed. Each row is planned twice: with the rules of overlap.yaml, and of
 fsdp_sequence.yaml without rings.
@@ -34,11 +34,12 @@ def main() -> None:
     """Prints a line for each row, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
+    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in ROWS]:
         parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
     try:
-        found = {row: measured(*ROWS[row]) for row in arguments.rows or ROWS}
+        found = {row: measured(*ROWS[row], f"xla.preset={arguments.preset}") for row in arguments.rows or ROWS}
     except FailedError as error:
         sys.exit(str(error))
     report("overlap", found, arguments, table([{"row": name} | row for name, row in found.items()]))

@@ -1,6 +1,6 @@
 """The bytes between the stages of a pipeline, compared with their formula, and the cost of schedules at scale. By plan, without a GPU.
 
-    python benchmarks/stages.py [--json] [--save] [ROW ...]
+    python benchmarks/stages.py [--json] [--save] [--preset none] [ROW ...]
 
 The model is GPT-3 175B (configs/gpt-175b.yaml) on 64 A100: stage 8 x tensor 8, 64 microbatches of one sequence, each layer recomputed.
 A part is what one of the 8 devices of a stage sends: the activation of a microbatch, 2048 x 12288 in bf16, divided by 8.
@@ -42,11 +42,12 @@ def main() -> None:
     """Prints a line for each row, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
+    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in ROWS]:
         parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
     try:
-        found = {row: measured(*ROWS[row], 90 if "90" in row else 96) for row in arguments.rows or ROWS}
+        found = {row: measured(*ROWS[row], 90 if "90" in row else 96, arguments.preset) for row in arguments.rows or ROWS}
     except FailedError as error:
         sys.exit(str(error))
     if first := found.get("1f1b"):
@@ -55,7 +56,7 @@ def main() -> None:
     report("stages", found, arguments, table([{"schedule": name} | row for name, row in found.items()]))
 
 
-def measured(schedule: str, virtual: int, layers: int) -> dict[str, Any]:
+def measured(schedule: str, virtual: int, layers: int, preset: str) -> dict[str, Any]:
     """The figures of a schedule."""
     overrides = [
         f"mesh={{data: 1, fsdp: 1, stage: {STAGES}, tensor: {TENSOR}}}",
@@ -63,6 +64,7 @@ def measured(schedule: str, virtual: int, layers: int) -> dict[str, Any]:
         f"model.layers={layers}",
         f"pipeline.schedule={schedule}",
         f"pipeline.virtual={virtual if schedule == 'interleaved' else 'null'}",
+        f"xla.preset={preset}",
     ]
     plan = run_process([sys.executable, "-m", "jgt", "plan", "--config", CONFIG, "--target", TARGET, "--json", *overrides]).found
     between = [c for c in plan["collectives"] if c["axes"] == ["stage"] and c["signal"] == "pipeline"]
