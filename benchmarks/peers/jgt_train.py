@@ -31,8 +31,8 @@ def main() -> None:
     setups: list[Setup] = []
     prepare, log = train.run.train.prepare, Records.metrics
 
-    def prepared(run: Run) -> Setup:
-        setups.append(prepare(run))
+    def prepared(run: Run, **options: Any) -> Setup:
+        setups.append(prepare(run, **options))
         return setups[-1]
 
     def timed(records: Records, step: int, values: dict[str, Any]) -> None:
