@@ -1,6 +1,6 @@
 """How much GPU memory the loss in chunks and offloading to the host save: plans of a step without and with them. Needs no GPU.
 
-    python benchmarks/memory.py [ROW ...] [--target h200:1x1] [--json] [--save]
+    python benchmarks/memory.py [ROW ...] [--target h200:1x1] [--preset none] [--json] [--save]
 
 The peaks are XLA's figures. saved_gb: the difference between the two peaks.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.plans import plan, run
+from benchmarks.plans import Planner, run
 
 LAYERS = "{axes: {batch: [data]}, signals: {'layers/*': {save: {'*': %s}}}, default: replicate}"
 KEPT, MOVED = (["train.remat=none", f"rules={LAYERS % where}"] for where in ("keep", "offload"))
@@ -30,12 +30,11 @@ ROWS = {
 """Row → the overrides of the baseline, and those of the plan that saves memory."""
 
 
-def measure(name: str, target: str) -> dict[str, Any]:
+def measure(name: str, planner: Planner) -> dict[str, Any]:
     """The peak of both plans, whether each fits, and the host memory of the second."""
-    before, after = (plan(overrides, target)["memory"] for overrides in ROWS[name])
+    before, after = (planner.plan("benchmarks/llama-1b.yaml", overrides)["memory"] for overrides in ROWS[name])
     peaks = [one["peak_bytes"] / 1e9 for one in (before, after)]
     return {
-        "row": name,
         "peak_gb": peaks[0],
         "fits": before["fits"],
         "then_gb": peaks[1],
@@ -46,4 +45,4 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run("memory", __doc__, ROWS, measure)
+    run("memory", __doc__, ROWS, measure, target="h200:1x1")

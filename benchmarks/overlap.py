@@ -18,11 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import FailedError, make_parser, report, run_process, table
+from benchmarks.plans import Planner, run
 
-ROOT = Path(__file__).parents[1]
-CONFIG, TARGET = str(ROOT / "configs" / "llama-70b.yaml"), "h100:32x8"
-RULES = {"plain": ROOT / "configs" / "rules" / "fsdp_sequence.yaml", "rings": ROOT / "configs" / "rules" / "overlap.yaml"}
+RULES = {"plain": "rules/fsdp_sequence.yaml", "rings": "rules/overlap.yaml"}
 ROWS = {
     "512 sequences": ("train.batch=512",),
     "128 sequences": ("train.batch=128",),
@@ -30,25 +28,9 @@ ROWS = {
 }
 
 
-def main() -> None:
-    """Prints a line for each row, or one JSON object."""
-    parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
-    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
-    arguments = parser.parse_args()
-    if unknown := [row for row in arguments.rows if row not in ROWS]:
-        parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
-    try:
-        found = {row: measured(*ROWS[row], f"xla.preset={arguments.preset}") for row in arguments.rows or ROWS}
-    except FailedError as error:
-        sys.exit(str(error))
-    report("overlap", found, arguments, table([{"row": name} | row for name, row in found.items()]))
-
-
-def measured(*overrides: str) -> dict[str, Any]:
+def measure(name: str, planner: Planner) -> dict[str, Any]:
     """The figures of a row."""
-    command = [sys.executable, "-m", "jgt", "plan", "--config", CONFIG, "--target", TARGET, "--json", *overrides]
-    plans = {name: run_process([*command, f"rules={path}"]).found for name, path in RULES.items()}
+    plans = {kind: planner.plan("configs/llama-70b.yaml", [*ROWS[name], f"rules={path}"]) for kind, path in RULES.items()}
     exposed = {name: plan["exposed_ms"]["tensor"] / 1e3 for name, plan in plans.items()}
     return {
         **{f"exposed_{name}_s": round(seconds, 2) for name, seconds in exposed.items()},
@@ -59,4 +41,4 @@ def measured(*overrides: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run("overlap", __doc__, ROWS, measure, target="h100:32x8")

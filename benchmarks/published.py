@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
+from benchmarks.plans import Planner, run
 
 LLAMA, GPT = "configs/llama-70b.yaml", "configs/gpt-175b.yaml"
 LLAMA_70B = ["mesh={data: 1, fsdp: 32, tensor: 8}", "train={steps: 1, batch: 512, remat: block}"]
@@ -104,25 +104,10 @@ ROWS: dict[str, tuple[str, str, Sequence[str]]] = {
 }
 
 
-def main() -> None:
-    """Prints a line for each row, or one JSON object."""
-    parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
-    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
-    arguments = parser.parse_args()
-    if unknown := [row for row in arguments.rows if row not in ROWS]:
-        parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
-    try:
-        found = {row: measured(*ROWS[row], arguments.preset) for row in arguments.rows or ROWS}
-    except FailedError as error:
-        sys.exit(str(error))
-    report("published", found, arguments, table([{"run": name} | row for name, row in found.items()]))
-
-
-def measured(config: str, target: str, overrides: Sequence[str], preset: str) -> dict[str, Any]:
+def measure(name: str, planner: Planner) -> dict[str, Any]:
     """The figures of a row."""
-    command = [sys.executable, "-m", "jgt", "plan", "--config", str(ROOT / config), "--target", target, "--json", *overrides]
-    plan = run_process([*command, f"xla.preset={preset}"]).found
+    config, target, overrides = ROWS[name]
+    plan = planner.plan(config, overrides, target)
     exposed = [f"{axis} {ms / 1e3:.2f}" for axis, ms in plan["exposed_ms"].items() if ms >= _LEAST_MS]
     return {
         "step_s": round(plan["step_time_ms"] / 1e3, 3),
@@ -142,4 +127,4 @@ def sent(plan: dict[str, Any], axis: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run("published", __doc__, ROWS, measure)

@@ -1,6 +1,6 @@
 """The effect of settings: plans of llama-1b.yaml with one or two changes, for a described GPU, without having one.
 
-    python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--json] [--save]
+    python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--preset none] [--json] [--save]
 
 ms: the predicted time of a step. peak_gb: peak memory of the device. host_gb: offloaded to the host; the prediction leaves out the
 transfer over PCIe.
@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.plans import plan, run
+from benchmarks.plans import Planner, run
 
 BASE = ["train.remat=none"]
 ROWS = {
@@ -35,12 +35,11 @@ ROWS = {
 """Row → overrides, in addition to BASE."""
 
 
-def measure(name: str, target: str) -> dict[str, Any]:
+def measure(name: str, planner: Planner) -> dict[str, Any]:
     """The plan of one row."""
-    found = plan([*BASE, *ROWS[name]], target)
+    found = planner.plan("benchmarks/llama-1b.yaml", [*BASE, *ROWS[name]])
     memory = found["memory"]
     return {
-        "setting": name,
         "ms": found["step_time_ms"],
         "tflop": found["flops_per_device"] / 1e12,
         "peak_gb": memory["peak_bytes"] / 1e9,
@@ -50,4 +49,4 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run("settings", __doc__, ROWS, measure)
+    run("settings", __doc__, ROWS, measure, target="h200:1x1")

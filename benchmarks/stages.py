@@ -21,52 +21,33 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import FailedError, make_parser, report, run_process, table
+from benchmarks.plans import Planner, run
 
-CONFIG = str(Path(__file__).parents[1] / "configs" / "gpt-175b.yaml")
-TARGET = "a100:8x8"
 STAGES, TENSOR, MICROBATCHES = 8, 8, 64
 PART = 2048 * 12288 * 2 // TENSOR
 """Bytes."""
 ROWS = {
-    "1f1b": ("1f1b", 1),
-    "interleaved 2": ("interleaved", 2),
-    "interleaved 3": ("interleaved", 3),
-    "zb": ("zb", 1),
-    "1f1b, 90 layers": ("1f1b", 1),
-    "interleaved 2, 90 layers": ("interleaved", 2),
+    "1f1b": ("1f1b", 1, 96),
+    "interleaved 2": ("interleaved", 2, 96),
+    "interleaved 3": ("interleaved", 3, 96),
+    "zb": ("zb", 1, 96),
+    "1f1b, 90 layers": ("1f1b", 1, 90),
+    "interleaved 2, 90 layers": ("interleaved", 2, 90),
 }
+"""Row → schedule, chunks of a stage, and layers."""
 
 
-def main() -> None:
-    """Prints a line for each row, or one JSON object."""
-    parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to plan (default: all): {'; '.join(ROWS)}")
-    parser.add_argument("--preset", default="auto", help="xla.preset of the runs (auto)")
-    arguments = parser.parse_args()
-    if unknown := [row for row in arguments.rows if row not in ROWS]:
-        parser.error(f"{unknown[0]!r} is not a row. Known rows: {'; '.join(ROWS)}")
-    try:
-        found = {row: measured(*ROWS[row], 90 if "90" in row else 96, arguments.preset) for row in arguments.rows or ROWS}
-    except FailedError as error:
-        sys.exit(str(error))
-    if first := found.get("1f1b"):
-        for row in found.values():
-            row["ratio"] = round(row["step_s"] / first["step_s"], 3)
-    report("stages", found, arguments, table([{"schedule": name} | row for name, row in found.items()]))
-
-
-def measured(schedule: str, virtual: int, layers: int, preset: str) -> dict[str, Any]:
+def measure(name: str, planner: Planner) -> dict[str, Any]:
     """The figures of a schedule."""
+    schedule, virtual, layers = ROWS[name]
     overrides = [
         f"mesh={{data: 1, fsdp: 1, stage: {STAGES}, tensor: {TENSOR}}}",
         f"train.batch={MICROBATCHES}",
         f"model.layers={layers}",
         f"pipeline.schedule={schedule}",
         f"pipeline.virtual={virtual if schedule == 'interleaved' else 'null'}",
-        f"xla.preset={preset}",
     ]
-    plan = run_process([sys.executable, "-m", "jgt", "plan", "--config", CONFIG, "--target", TARGET, "--json", *overrides]).found
+    plan = planner.plan("configs/gpt-175b.yaml", overrides)
     between = [c for c in plan["collectives"] if c["axes"] == ["stage"] and c["signal"] == "pipeline"]
     ticks = MICROBATCHES * virtual + STAGES - 1
 
@@ -86,5 +67,12 @@ def measured(schedule: str, virtual: int, layers: int, preset: str) -> dict[str,
     }
 
 
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Adds each step's ratio to that of 1f1b, if that is among the rows."""
+    first = next((row["step_s"] for row in rows if row["row"] == "1f1b"), None)
+    for row in rows if first else ():
+        row["ratio"] = round(row["step_s"] / first, 3)
+
+
 if __name__ == "__main__":
-    main()
+    run("stages", __doc__, ROWS, measure, target="a100:8x8", compare=compare)
