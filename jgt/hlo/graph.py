@@ -99,7 +99,7 @@ def _of_loop(module: Module, at: str, loop: Instruction, index: int) -> Iterator
     body = loop.attribute("body")
     for computation, name in ((body, module.computations[body].root), (at, loop.operands[0])):
         whole = module.at(Spot(computation, name))
-        # What is no tuple here has no operand for each element.
+        # Only a tuple has an operand for each element.
         yield Spot(computation, whole.operands[index] if whole.op == "tuple" else name)
 
 

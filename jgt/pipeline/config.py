@@ -41,6 +41,8 @@ class Pipeline:
     # trace.
     lines: Mapping[str, str] = field(default_factory=dict[str, str], init=False, compare=False, repr=False)
     """The file:line of each key, for messages; the section's own under the key ""."""
+    gradients: Literal["f32", "bf16"] = field(default="f32", init=False)
+    """The type in which gradients are added up over the batch's axes (`reducing`)."""
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
@@ -50,23 +52,22 @@ class Pipeline:
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
 
-    gradients: Literal["f32", "bf16"] = field(default="f32", init=False)
-    """See `reducing`."""
-
     def reducing(self, gradients: Literal["f32", "bf16"]) -> Pipeline:
         """The same options, with the type in which gradients are added up over the batch's axes.
 
         bf16: those of matrices that are read in bf16. Microbatches are added up in f32 in any case.
         """
-        new = self.located(self.lines)
-        object.__setattr__(new, "gradients", gradients)
-        return new
+        return self._changed(gradients=gradients)
 
     def located(self, lines: Mapping[str, str]) -> Pipeline:
         """The same options, with the file:line of each key."""
+        return self._changed(lines=dict(lines))
+
+    def _changed(self, **values: object) -> Pipeline:
         new = replace(self)
-        # The dataclass is frozen, and its constructor does not take `lines`.
-        object.__setattr__(new, "lines", dict(lines))
+        # The dataclass is frozen, and its constructor does not take these two.
+        for name in ("lines", "gradients"):
+            object.__setattr__(new, name, values.get(name, getattr(self, name)))
         return new
 
     def where(self, key: str) -> str:

@@ -106,8 +106,8 @@ class Loop:
     ) -> _T:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
 
-        All devices take the branch together. pinned: constrains the results. The partitioner wants them laid out alike in both branches,
-        and zeros have no layout of their own.
+        All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires. The zeros
+        of the other branch have no layout of their own.
         """
         if item is None:
             return skip()

@@ -238,7 +238,7 @@ class Stage:
     def _show(self, wire: Wire, flag: Flags, values: Arrays, everywhere: Everywhere, share: Fraction | None) -> Arrays:
         """The values of the one stage whose flag is set, on every stage; zeros in ticks that do not read them.
 
-        share: the share of ticks that read them. All devices take the branch together.
+        share: the share of ticks that read them. All devices take the same branch.
         """
         if share is None:
             return []
@@ -249,7 +249,7 @@ class Stage:
             with scopes.branch_taken(share):
                 return wire.shown(flag, values)
 
-        # Both branches have to be laid out alike, and zeros have no layout of their own.
+        # The partitioner requires the same layout in both branches, and zeros have none of their own.
         return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pinned([jnp.zeros_like(x) for x in values])))
 
 

@@ -37,7 +37,7 @@ class Ring:
 
     dim: the dim of the rows that the axis splits between the blocks. rows: the other axes of each dim of the rows, which split the batch.
     precision, result: of the matmuls, as jax.lax.dot_general takes them. sums: the type in which the gradient of the weights is summed over
-    positions, also by devices that have other positions; None: that of the weights.
+    positions, on a device and over devices; None: the type of the weights.
     """
 
     axis: str
@@ -70,7 +70,7 @@ class Ring:
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
     def in_order(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The whole of an array from its parts in the order in which they arrive: this device's own, that of the device before it, ..."""
+        """The whole array, from its parts in the order of their arrival: this device's part, then the one of the device before it, ..."""
         n, size = len(parts), parts[0].shape[self.dim]
         # Backward they are in the order of the devices, from the next one on. Twice in a row, they begin with device 0 somewhere.
         twice = jax.lax.concatenate([*parts[::-1], *parts[::-1]], self.dim)

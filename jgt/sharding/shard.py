@@ -97,7 +97,7 @@ class Sharded(Generic[_P, _R]):
             arrays = [*leaves, *arguments.arrays[len(leaves) :]]
             check_surroundings(arrays)
             run = planned.run_stored if storage.has_stacks else planned.run
-            assert run is not None, "calls of one function store its parameters alike"
+            assert run is not None, "a function with stacks in storage is a pipeline"
             results, num_results = run(arrays), planned.out_tree.num_leaves
             arguments.store(planned.changed, results[num_results:])
             return jax.tree.unflatten(planned.out_tree, results[:num_results])

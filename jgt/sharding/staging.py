@@ -227,7 +227,7 @@ def _staged_places(
 
 
 def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int | None:
-    """The dim behind that of the layers to split over the stages too; None if they divide none."""
+    """The dim of a stack, other than the dim of layers, to split over the stages; None if the stages divide none."""
 
     def others(dim: int) -> tuple[int, int]:
         # From a dim that has no other axis inside the pipeline, weights go to their stages by one all-to-all.

@@ -1,14 +1,14 @@
 """Parameters that are stored in another form than the model uses.
 
-A model asks for its parameters whole, or split as the rules say, in its own shapes. Between steps three things make another form better:
+A model uses its parameters in its own shapes, whole or split by the rules. Between steps, another form is better in three cases:
 
-    an optimizer state that is split more finely (ZeRO-1)     the same split: an update needs no more, and a device stores less
-    a dim that its axes do not divide                         padded with zeros: arrays between two programs have equal parts
-    chunks of a pipeline that are no neighbours in the model  [chunks of a stage, stages, layers of a chunk, ...], each on its stage
+    the optimizer state is split more finely (ZeRO-1)   the parameter gets the same split, so that a device stores less
+    the axes of a dim do not divide it                  the dim is padded with zeros, so that all devices have equal parts
+    a stage runs chunks that are not neighbours         the shape is [chunks of a stage, stages, layers of a chunk, ...]
 
-So a parameter has a stored form, with a shape and a split of its own, and each step begins by making of it what the model uses. What
-travels then is what the model reads: if it casts a parameter to bf16, that is cast first. The way back is that of the gradient, which is
-reduced into the stored form, where the optimizer finds it.
+So each parameter has a stored form, with its own shape and split, and each step begins by converting it to the form that the model uses.
+If the model casts a parameter to bf16 wherever it reads it, the cast comes before the conversion, which then sends bf16. In the backward
+pass, the gradient is reduced into the stored form, where the optimizer needs it.
 
 Padding is zero, stays zero under an optimizer that treats all elements alike or each matrix alone, and adds nothing to a norm; the
 program slices it off before anything reads it. A chunk is padded by whole layers. Where each stage runs every S-th of v · S equal chunks,

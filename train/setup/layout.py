@@ -48,8 +48,12 @@ def num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
 
 def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
-    sizes = [mesh.shape.get(axis, 1) for axis in run.batch_dims[0]]
-    return tuple(size for size in sizes if size > 1) if run.pipeline is None else ()
+    if run.pipeline is not None:
+        return ()
+    sizes = tuple(size for axis in run.batch_dims[0] if (size := mesh.shape.get(axis, 1)) > 1)
+    # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return (math.prod(sizes),) if on_cpu and sizes else sizes
 
 
 def devices_sharing(run: Run, mesh: Mesh | AbstractMesh) -> int:
