@@ -1,4 +1,4 @@
-"""Names for the places of a model, and nothing but names: `context` names a region, `tensor` names one value.
+"""Names for the places of a model: `context` names a region, `tensor` names one value, and `experts` calls experts by their numbers.
 
     with jgt.signal.context("mlp"):
         hidden = jgt.signal.tensor(jax.nn.relu(x @ up), "hidden")
@@ -12,7 +12,10 @@ tracing and compilation. So a signal computes nothing, and the same name serves 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
@@ -58,6 +61,23 @@ def tensor(x: jax.Array, name: str) -> jax.Array:
     Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.
     """
     return checkpoint_name(x, _checked(name))
+
+
+def experts(fn: Callable[..., jax.Array], weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+    """Each row of x [..., d] through the experts chosen for it, times scale, added up: [..., d'].
+
+    fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert: the first sizes[0] rows go through expert 0,
+    the next sizes[1] through expert 1, and so on; rows behind the last group belong to none. It maps each row on its own and closes over
+    no arrays. weights: a tree of arrays [experts, ...]. choice [..., k]: the numbers of k experts for each row. scale [..., k]: real
+    numbers.
+
+    Rules may say which mesh axis holds the experts (`experts:`); the rows then travel to them and back.
+
+    Raises ValueError for arrays of other shapes or types, and for a function that closes over arrays.
+    """
+    # Imported only here, because the package reads the names above.
+    run: Callable[..., jax.Array] = importlib.import_module("jgt.experts").call_experts
+    return run(fn, weights, x, choice, scale)
 
 
 def per_microbatch() -> contextlib.AbstractContextManager[object]:

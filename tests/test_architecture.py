@@ -54,7 +54,18 @@ def test_the_reader_of_imports_sees_them():
     assert len(modules("jgt")) > 10
 
 
-ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding", "jgt.regions", "jgt.program", "jgt.batch", "jgt.signal"]
+ENGINE = [
+    "jgt.pipeline",
+    "jgt.planner",
+    "jgt.hlo",
+    "jgt.profile",
+    "jgt.sharding",
+    "jgt.experts",
+    "jgt.regions",
+    "jgt.program",
+    "jgt.batch",
+    "jgt.signal",
+]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,21 @@ ENGINE = ["jgt.pipeline", "jgt.planner", "jgt.hlo", "jgt.profile", "jgt.sharding
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),
         ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.program", "jgt.signal"))]),
-        ("jgt/regions", ["jgt.mesh", "jgt.schedule", "jgt.batch", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo", "jgt.profile"]),
+        ("jgt/experts", ["jgt.mesh", "jgt.schedule", "jgt.batch", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo", "jgt.profile"]),
+        (
+            "jgt/regions",
+            [
+                "jgt.experts",
+                "jgt.mesh",
+                "jgt.schedule",
+                "jgt.batch",
+                "jgt.pipeline",
+                "jgt.sharding",
+                "jgt.planner",
+                "jgt.hlo",
+                "jgt.profile",
+            ],
+        ),
         ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
         ("jgt/pipeline", ["jgt.rules", "jgt.mesh", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
         ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),
@@ -136,8 +161,10 @@ def test_the_picture_of_the_rooms_is_up_to_date():
     subprocess.run([sys.executable, str(script), "--check"], check=True, cwd=ROOT)
 
 
-def test_signals_need_only_jax():
-    assert {i.split(".")[0] for i in imports(ROOT / "jgt" / "signal.py")} <= {"__future__", "collections", "contextlib", "re", "jax"}
+def test_names_need_only_jax():
+    found = {i for i in imports(ROOT / "jgt" / "signal.py") if not i.startswith("jgt.experts")}
+    assert {i.split(".")[0] for i in found} <= {"__future__", "collections", "contextlib", "importlib", "re", "typing", "jax"}
+    subprocess.run([sys.executable, "-c", "import sys, jgt.signal; assert 'jgt.experts' not in sys.modules"], check=True, cwd=ROOT)
 
 
 def test_only_the_document_reads_yaml():

@@ -207,13 +207,11 @@ class _Walk:
         self.explicit[origin.signal if origin else NONE, axes] += scope.times * taken_share(scope.name) * size * ring
 
     def _send_in_region(self, equation: Equation, scope: _Scope) -> None:
-        """What a region's plan sends: each array, but for the part that a device has or keeps."""
-        sent: tuple[str, list[int], list[int]] = equation.params["plan"].sent(len(equation.invars))
-        axis, gathered, summed = sent
-        arrays: list[Atom] = [*(equation.invars[n] for n in gathered), *(equation.outvars[n] for n in summed)]
-        local = Fraction(sum(map(self._bytes, arrays)), math.prod(self._mesh[a] for a in scope.batch))
-        origin, n = origin_of(scope.name), self._mesh[axis]
-        self.explicit[origin.signal if origin else NONE, (axis,)] += scope.times * taken_share(scope.name) * local * Fraction(n - 1, n)
+        """What a region's plan sends."""
+        sent: Mapping[str, Fraction] = equation.params["plan"].sent(equation, self._mesh, self._bytes)
+        origin = origin_of(scope.name)
+        for axis, num_bytes in sent.items():
+            self.explicit[origin.signal if origin else NONE, (axis,)] += scope.times * taken_share(scope.name) * num_bytes
 
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: _Views) -> None:
         """Reads a program inside an equation, and follows the parameters into it and out of it."""

@@ -18,8 +18,9 @@ This file depends on internals of JAX, whose facts are in tests/regions/test_reg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import jax
@@ -30,6 +31,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
+
+Sends = Mapping[str, Fraction]
+"""Bytes by mesh axis."""
 
 
 class RegionPlan(Hashable, Protocol):
@@ -51,8 +55,8 @@ class RegionPlan(Hashable, Protocol):
         """The axes of each dim of the operands and of the results, whose parts `on_device` takes and returns."""
         ...
 
-    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
-        """A mesh axis, the operands that its devices gather, and the results that they sum up in parts."""
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+        """What a device sends when it runs this equation, on a mesh of these sizes. bytes_of: an array as it travels."""
         ...
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[RegionPlan | None, list[int]]:
@@ -64,8 +68,8 @@ _region = jex.Primitive("region")
 _region.multiple_results = True
 
 
-def run_region(plan: RegionPlan, mesh: Mesh | AbstractMesh, *arrays: jax.Array) -> list[jax.Array]:
-    """The results of a region, as part of a program that is being traced."""
+def run_region(plan: RegionPlan, mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> list[jax.Array]:
+    """The results of a region, as part of a program that is being traced. Without a mesh, the region runs as its meaning."""
     meaning = jax.make_jaxpr(plan.meaning)(*[jax.typeof(x) for x in arrays])
     return _region.bind(*arrays, plan=plan, mesh=mesh, meaning=meaning)
 
@@ -81,6 +85,11 @@ class RegionPolicy:
             return self.around(primitive, *avals, **params)
         dots = (e for e in jx.body(params["meaning"]).eqns if e.primitive.name == "dot_general")
         return next((_asked(self.around, dot) for dot in dots), False)
+
+
+def plan_of(equation: jx.Equation) -> RegionPlan | None:
+    """The plan of a region; None for any other equation."""
+    return equation.params["plan"] if equation.primitive is _region else None
 
 
 def is_recomputed(policy: Callable[..., Any] | None, equation: jx.Equation) -> bool:
@@ -129,7 +138,9 @@ def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], jx.Equati
     return [n in needed for n in range(len(equation.invars))], pruned
 
 
-def _lowered(ctx: Any, *operands: Any, plan: RegionPlan, mesh: Mesh | AbstractMesh, meaning: jx.Program) -> Any:
+def _lowered(ctx: Any, *operands: Any, plan: RegionPlan, mesh: Mesh | AbstractMesh | None, meaning: jx.Program) -> Any:
+    if mesh is None:
+        return _lower(ctx, operands, lambda *arrays: jx.evaluate(meaning, arrays))
     around = ctx.module_context.axis_context
     manual = frozenset[str](getattr(around, "manual_axes", ()))
     if manual:

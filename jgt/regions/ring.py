@@ -20,15 +20,18 @@ d is the dim of the sequence, k and m are sizes of features, and n is the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import run_region
+from jgt.regions.region import Sends, run_region
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,11 @@ class Ring:
         """What the device before this one has."""
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
+
+    def sent(self, arrays: Sequence[jx.Atom], sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+        """What a device sends of arrays that are gathered, or added up in parts: all but the part that it has or keeps."""
+        n, split = sizes[self.axis], math.prod(sizes[axis] for axes in self.rows for axis in axes)
+        return {self.axis: Fraction(sum(map(bytes_of, arrays)), split) * Fraction(n - 1, n)}
 
     def in_order(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The whole array, from its parts in the order of their arrival: this device's part, then the one of the device before it, ..."""
@@ -122,9 +130,9 @@ class Gathered:
             arrived.append([*made, *here])
         return [ring.in_order(parts) for parts in zip(*arrived, strict=True)]
 
-    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
         """See `RegionPlan`."""
-        return self.ring.axis, [0], []
+        return self.ring.sent([equation.invars[0]], sizes, bytes_of)
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | None, list[int]]:
         """See `RegionPlan`."""
@@ -196,9 +204,9 @@ class Scattered:
         total = jax.lax.concatenate([x for x in sums if x is not None], ring.dim)
         return [total, *map(ring.in_order, arrived)]
 
-    def sent(self, num_operands: int) -> tuple[str, list[int], list[int]]:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
         """See `RegionPlan`."""
-        return self.ring.axis, [num_operands - 1] if self.fetches else [], [0]
+        return self.ring.sent([*equation.invars[-1:] * self.fetches, equation.outvars[0]], sizes, bytes_of)
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | Scattered | None, list[int]]:
         """See `RegionPlan`."""

@@ -15,14 +15,25 @@ decide nothing. `jgt.sharding` asks these questions while it rewrites a program.
 
 from jgt.rules.coverage import AnyMatch, Seen, unreached
 from jgt.rules.load import SHIPPED_RULES, load_rules, make_rules, rules_from_node
-from jgt.rules.matching import Match, match_input, match_optimizer, match_out, match_overlap, match_param, match_save, match_tensor
-from jgt.rules.rules import Action, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.matching import (
+    Match,
+    match_experts,
+    match_input,
+    match_optimizer,
+    match_out,
+    match_overlap,
+    match_param,
+    match_save,
+    match_tensor,
+)
+from jgt.rules.rules import Action, ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfit_problems, misfits, show
 
 __all__ = [
     "SHIPPED_RULES",
     "Action",
     "AnyMatch",
+    "ExpertsRule",
     "Match",
     "Misfit",
     "OverlapRule",
@@ -36,6 +47,7 @@ __all__ = [
     "fits_rank",
     "load_rules",
     "make_rules",
+    "match_experts",
     "match_input",
     "match_optimizer",
     "match_out",

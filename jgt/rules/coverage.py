@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from jgt.document import nearest, suggestion
 from jgt.rules.matching import Match, Slot
-from jgt.rules.rules import OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule, min_rank
 
 _MOST_PATHS = 8
 _FITS = " that the spec fits"
 
-AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule]
+AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,10 @@ class _Coverage:
         yield from self._outputs(rule, at)
         if rule.overlap is not None:
             yield from self._problem(f"{rule.pattern}: overlap", rule.overlap.where, (*at, "overlap"), _nothing_to_hide(rule.overlap.axis))
+
+        if rule.experts is not None:
+            reason = "no jgt.signal.experts is called at this signal or below it."
+            yield from self._problem(f"{rule.pattern}: experts", rule.experts.where, (*at, "experts"), reason)
 
     def _tensors(self, label: str, rules: Sequence[SpecRule] | Sequence[SaveRule], at: Slot, below: Sequence[str]) -> Iterator[str]:
         for index, rule in enumerate(rules):

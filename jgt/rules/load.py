@@ -17,15 +17,20 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest, suggestion
-from jgt.rules.rules import Action, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, Exchange, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
-SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap")
+SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts")
+EXPERTS_KEYS = ("axis", "exchange", "room", "over")
+EXCHANGES = ("all-to-all", "gather", "ragged")
+OVERFLOWS = ("rounds", "drop")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
 SHIPPED_RULES = "rules"
 """The folder of the shipped rules files."""
+DEFAULT_ROOM = 1.25
+MAX_ROOM = 1024
 MAX_AXES = 32
 """The most axes that a mesh can have. A group is written out wherever its name appears, so its length is limited."""
 
@@ -103,18 +108,54 @@ class _Reader:
             backward_tensors=self._specs(backward.get("tensors")),
             save=tuple(self._save(name, child) for name, child in self._children(parts.get("save")).items()),
             overlap=self._overlap(parts.get("overlap")),
+            experts=self._experts(parts.get("experts")),
             where=node.where,
         )
 
     def _overlap(self, node: Node | None) -> OverlapRule | None:
+        axis = None if node is None or node.value is None else self._one_axis(node)
+        return None if axis is None else OverlapRule(axis=axis, where=cast(Node, node).where)
+
+    def _experts(self, node: Node | None) -> ExpertsRule | None:
         if node is None or node.value is None:
             return None
-        axes = list(self._axis(node))
-        if not axes:
+        parts = self._section(node, EXPERTS_KEYS)
+        if "axis" not in parts:
+            self._problem(node, "needs the mesh axis that holds the experts: {axis: expert}")
             return None
+        exchange = self._one_of(parts.get("exchange"), EXCHANGES)
+        over = self._one_of(parts.get("over"), OVERFLOWS)
+        room = self._room(parts.get("room"))
+        axis = self._one_axis(parts["axis"])
+        if axis is None:
+            return None
+        return ExpertsRule(axis=axis, exchange=cast(Exchange, exchange), room=room, over=cast(Overflow, over), where=node.where)
+
+    def _room(self, node: Node | None) -> float:
+        if node is None:
+            return DEFAULT_ROOM
+        number = node.value
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MAX_ROOM:
+            self._problem(
+                node, f"room is a number from 1 to {MAX_ROOM}, not {describe(number)}: the rows of a pair of devices over their mean"
+            )
+            return DEFAULT_ROOM
+        return float(number)
+
+    def _one_of(self, node: Node | None, known: tuple[str, ...]) -> str:
+        if node is None:
+            return known[0]
+        if node.value not in known:
+            near = suggestion(node.value, known) if isinstance(node.value, str) else ""
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(known)}.{near}")
+            return known[0]
+        return node.value
+
+    def _one_axis(self, node: Node) -> str | None:
+        axes = list(self._axis(node))
         if len(axes) > 1:
             self._problem(node, f"is one mesh axis, but {node.value!r} stands for {', '.join(axes)}. Write one of them")
-        return OverlapRule(axis=axes[0], where=node.where)
+        return next(iter(axes), None)
 
     def _out(self, pattern: str, node: Node | None) -> SpecRule | None:
         return None if node is None else SpecRule(pattern=pattern, spec=self._spec(node), where=node.where)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from jgt.rules.rules import OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
+from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
 from jgt.rules.spec import SpecRule, fits_rank, min_rank
 
-_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule)
+_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule, ExpertsRule)
 
 Slot = tuple[str | int, ...]
 """The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
@@ -104,6 +104,11 @@ def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
 def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
     """The axis whose sends the matmuls of this signal hide."""
     return _first((("signals", index, "overlap"), rule.overlap) for index, rule in _covering(rules, signal) if rule.overlap is not None)
+
+
+def match_experts(rules: Rules, signal: str) -> Match[ExpertsRule]:
+    """Where the experts are that are called at this signal."""
+    return _first((("signals", index, "experts"), rule.experts) for index, rule in _covering(rules, signal) if rule.experts is not None)
 
 
 def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:

@@ -88,6 +88,25 @@ class OverlapRule:
     where: str = field(default="rules", compare=False)
 
 
+Exchange = Literal["all-to-all", "gather", "ragged"]
+Overflow = Literal["rounds", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRule:
+    """The mesh axis that holds the experts of a signal, and how rows travel to them.
+
+    exchange: from each device to each, in arrays with fixed room; all tokens to all devices; or only the rows there are. room: the rows
+    that each pair of devices has room for, over their number if all experts are chosen equally often. over: what becomes of rows beyond.
+    """
+
+    axis: str
+    exchange: Exchange = "all-to-all"
+    room: float = 1.25
+    over: Overflow = "rounds"
+    where: str = field(default="rules", compare=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SignalRule:
     """What happens at the signals that `pattern` matches.
@@ -95,7 +114,7 @@ class SignalRule:
     params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
     tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
     the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ. overlap: what the matmuls below
-    the signal hide.
+    the signal hide. experts: where the experts are that are called below it.
     """
 
     pattern: str
@@ -107,6 +126,7 @@ class SignalRule:
     backward_tensors: tuple[SpecRule, ...] = ()
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None
+    experts: ExpertsRule | None = None
     where: str = field(default="rules", compare=False)
 
     def covers(self, signal: str) -> bool:
@@ -153,6 +173,7 @@ class Rules:
         known = tuple(axes)
         named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(axes_in(rule.spec))]
         named += [(rule.overlap.where, f"{rule.pattern}: overlap", rule.overlap.axis) for rule in self.signals if rule.overlap]
+        named += [(rule.experts.where, f"{rule.pattern}: experts", rule.experts.axis) for rule in self.signals if rule.experts]
         for where, what, axis in named:
             if axis not in known:
                 yield (

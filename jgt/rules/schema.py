@@ -6,7 +6,7 @@ Rules are read entry by entry (`load.py`) and not into one dataclass, so their s
 from __future__ import annotations
 
 from jgt.document.schema import DIALECT, Schema, mapping_of, or_null
-from jgt.rules.load import ACTIONS, BACKWARD_KEYS, SIGNAL_KEYS, TOP_KEYS
+from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
 
 _AXES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _SPEC: Schema = {
@@ -25,6 +25,11 @@ _TEXTS = {
     "out": "The spec of the values that are computed inside the signal and used outside.",
     "backward": "Other specs for the cotangents.",
     "overlap": "The mesh axis whose sends run beside the matmuls of the signal, part by part.",
+    "experts": "Where the experts are that the signal calls, and how rows travel to them.",
+    "axis": "The mesh axis that holds the experts.",
+    "exchange": "How rows travel: from each device to each with fixed room, all tokens to all devices, or only the rows there are (GPUs).",
+    "room": "The rows that each pair of devices has room for, over their number if all experts are chosen equally often.",
+    "over": "What becomes of rows beyond: further rounds, or they are dropped.",
     "save": "What becomes of a named tensor until the backward pass.",
 }
 
@@ -44,7 +49,13 @@ def _of_key(key: str) -> Schema:
         return _by_pattern(or_null(mapping_of(_described(SIGNAL_KEYS))))
     if key == "backward":
         return mapping_of(_described(BACKWARD_KEYS))
+    if key == "experts":
+        return mapping_of(_described(EXPERTS_KEYS))
     others: dict[str, Schema] = {
+        "axis": {"type": "string"},
+        "exchange": {"enum": list(EXCHANGES)},
+        "room": {"type": "number", "minimum": 1, "maximum": MAX_ROOM},
+        "over": {"enum": list(OVERFLOWS)},
         "axes": _by_pattern(_AXES),
         "default": {"enum": ["replicate"]},
         "save": _by_pattern({"enum": list(ACTIONS)}),

@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jgt.experts import call_of, place_experts
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
@@ -132,6 +133,8 @@ class _Rewriter:
 
         guarded: the program lies inside a jax.checkpoint of the model's own, which will take them. recompute: the policies of those around.
         """
+        if any(call_of(equation) for equation in jx.body(program).eqns):
+            program = self._with_experts(program, around)
         if self._has_overlap:
             program = self._overlapped(program, around, recompute)
         renamed = dict(pinned or {})
@@ -158,6 +161,13 @@ class _Rewriter:
             return program, saves
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
         return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
+
+    def _with_experts(self, program: Program, around: Place) -> Program:
+        """The program whose experts run on the devices that have them."""
+        placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims)
+        self._matches += [match for match in placed.matches if match.decided]
+        self._problems += placed.problems
+        return placed.program if self.constrains else program
 
     def _overlapped(self, program: Program, around: Place, recompute: tuple[Policy | None, ...]) -> Program:
         """The program whose matmuls hide what the rules say they hide; where nothing is sent, and in a check, the program itself."""

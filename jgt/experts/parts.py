@@ -1,0 +1,213 @@
+"""The regions that take the place of a call of `experts` on a mesh: forward and backward.
+
+Rows of the batch are split over some axes, one of which may hold the experts. On each device, `jgt.experts.exchange` runs its part. The
+gradient of the weights is a sum over all rows, of which the devices of the other axes have parts; it leaves the region as
+[parts, experts, ...] and is added up outside, where the partitioner lays it out as the parameter wants it: by a reduce-scatter, if the
+parameter is split over these axes, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.experts.call import ExpertCall
+from jgt.experts.exchange import Everywhere, Method, Pairs, Traffic, room_of, run_backward, run_forward
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims
+from jgt.regions.region import Sends, run_region
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Where rows and experts are, and how they meet.
+
+    rows: the mesh axes of each dim of x. axis: the one that holds the experts; None: each device has them all. sizes: of the axes in
+    `rows`.
+    """
+
+    rows: Dims
+    sizes: tuple[tuple[str, int], ...]
+    axis: str | None = None
+    method: Method = "all-to-all"
+    room: float = 1.0
+    drops: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The axes whose devices have parts of the weights' gradients."""
+        return tuple(axis for axes in self.rows for axis in axes if axis != self.axis)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts these axes split the rows."""
+        return math.prod(size for axis, size in self.sizes if axis in self.parts)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that share the experts."""
+        return dict(self.sizes).get(self.axis or "", 1)
+
+    def traffic(self, choice: jax.Array, num_local: int) -> tuple[Traffic, Callable[[jax.Array], jax.Array]]:
+        """How the rows of one device's choices [T, k] travel, and what makes an array of its tokens the one that they are taken from."""
+        if self.axis is not None and self.num_devices > 1 and self.method != "gather":
+            pairs = Pairs.of(choice, num_local, self.axis, self.room, self.method, drops=self.drops)
+            return pairs, lambda x: x
+        axis = self.axis if self.num_devices > 1 else None
+        gathered = Everywhere.of(choice, num_local, axis, self.room, drops=self.drops and axis is not None)
+        return gathered, lambda x: x if axis is None else jax.lax.all_gather(x, axis, axis=0, tiled=True)
+
+    def experts(self, rank: int) -> Dims:
+        """The axes of an array [experts, ...] of this rank."""
+        return ((self.axis,) if self.axis else (), *[()] * (rank - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What both directions share. ranks: of the weights."""
+
+    call: ExpertCall
+    exchange: Exchange
+    ranks: tuple[int, ...]
+
+    def axes(self) -> frozenset[str]:
+        """See `RegionPlan`."""
+        return frozenset(axis for axes in self.exchange.rows for axis in axes)
+
+    def _operands(self) -> list[Dims]:
+        tokens = self.exchange.rows
+        return [*(self.exchange.experts(rank) for rank in self.ranks), tokens, tokens, tokens]
+
+    def _local(self, x: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        return [v.reshape(-1, v.shape[-1]) for v in (x, *others)]
+
+    def _sent(self, equation: jx.Equation, bytes_of: Callable[[jx.Atom], int], travelling: Sequence[jx.Atom], scales: int) -> Sends:
+        """What a device sends in a round: rows of these arrays, each `scales` times their scales, and the counts or choices before them."""
+        exchange, n, axis = self.exchange, self.exchange.num_devices, self.exchange.axis
+        if axis is None or n == 1:
+            return {}
+        *_, choice, scale = equation.invars[: len(self.ranks) + 3]
+        num_choices = jx.shape_of(choice)[-1]
+        tokens = math.prod(jx.shape_of(choice)[:-1])
+        of_token = sum(Fraction(bytes_of(array), tokens) for array in travelling)
+        of_scale = Fraction(bytes_of(scale), tokens * num_choices)
+        num_tokens = tokens // (n * exchange.num_parts)
+        if exchange.method == "gather":
+            # Scales come once; backward, their gradients return.
+            of_choice = Fraction(bytes_of(choice), tokens * num_choices) + of_scale * max(scales, 1)
+            return {axis: (n - 1) * num_tokens * (of_token + num_choices * of_choice)}
+        rows = n * room_of(num_tokens, num_choices, n, exchange.room)
+        counts = 4 * jx.shape_of(equation.invars[0])[0]
+        return {axis: Fraction(n - 1, n) * (rows * (of_token + scales * of_scale) + counts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward(_Part):
+    """Weights, x, choice, scale → y."""
+
+    def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
+        """See `RegionPlan`."""
+        return self.call.meaning(*arrays)
+
+    def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
+        """See `RegionPlan`."""
+        return self._operands(), [self.exchange.rows]
+
+    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Forward | None, list[int]]:
+        """See `RegionPlan`."""
+        return (self, list(range(num_operands))) if any(used) else (None, [])
+
+    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
+        """See `RegionPlan`."""
+        *leaves, x, choice, scale = parts
+        tokens, choices, scales = self._local(x, choice, scale)
+        traffic, brought = self.exchange.traffic(choices, leaves[0].shape[0])
+        y = run_forward(self.call, traffic, leaves, tokens, scales, brought)
+        return [y.reshape(*x.shape[:-1], y.shape[-1])]
+
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+        """See `RegionPlan`."""
+        return self._sent(equation, bytes_of, [equation.invars[len(self.ranks)], equation.outvars[0]], scales=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward(_Part):
+    """Weights, x, choice, scale, the cotangent of y → gradients of the weights [parts, experts, ...], of x and of scale.
+
+    wanted: which of these there are.
+    """
+
+    wanted: tuple[bool, ...]
+
+    def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
+        """See `RegionPlan`."""
+        *leaves, x, choice, scale, cotangent = arrays
+
+        def run(scale: jax.Array, x: jax.Array, *leaves: jax.Array) -> jax.Array:
+            return self.call.meaning(*leaves, x, choice, scale)[0]
+
+        _, pull = jax.vjp(run, scale, x, *leaves)
+        by_scale, by_x, *by_weights = pull(cotangent)
+        # Only the sum of the parts has a meaning.
+        first = [jnp.pad(g[None], [(0, self.exchange.num_parts - 1), *[(0, 0)] * g.ndim]) for g in by_weights]
+        return self._those([*first, by_x, by_scale])
+
+    def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
+        """See `RegionPlan`."""
+        rows = self.exchange.rows
+        weights = [(self.exchange.parts, *self.exchange.experts(rank)) for rank in self.ranks]
+        return [*self._operands(), rows], self._those([*weights, rows, rows])
+
+    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Backward | None, list[int]]:
+        """See `RegionPlan`. All results come from one pass over the rows, and XLA leaves out what nothing reads."""
+        wanted = iter(used)
+        left = tuple(is_wanted and next(wanted) for is_wanted in self.wanted)
+        return (replace(self, wanted=left), list(range(num_operands))) if any(used) else (None, [])
+
+    def _those(self, results: Sequence[_T]) -> list[_T]:
+        return [result for result, is_wanted in zip(results, self.wanted, strict=True) if is_wanted]
+
+    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
+        """See `RegionPlan`."""
+        *leaves, x, choice, scale, cotangent = parts
+        tokens, choices, scales, behind = self._local(x, choice, scale, cotangent)
+        traffic, brought = self.exchange.traffic(choices, leaves[0].shape[0])
+        by_weights, by_x, by_scale = run_backward(self.call, traffic, leaves, tokens, scales, behind, brought)
+        return self._those([*(g[None] for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)])
+
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+        """See `RegionPlan`."""
+        num = len(self.ranks)
+        x, cotangent = equation.invars[num], equation.invars[num + 3]
+        # x and the cotangent go to the experts with their scales, and the gradients of x and of the scales come back.
+        return self._sent(equation, bytes_of, [x, cotangent, x], scales=2)
+
+
+def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | None, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The call's result on a mesh, with a derivative that runs on it, too."""
+    ranks = tuple(x.ndim for x in operands[:-3])
+    ahead = Forward(call=call, exchange=exchange, ranks=ranks)
+    behind = Backward(call=call, exchange=exchange, ranks=ranks, wanted=(True,) * (len(ranks) + 2))
+
+    @jax.custom_vjp
+    def run(*operands: jax.Array) -> jax.Array:
+        return run_region(ahead, mesh, *operands)[0]
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return run(*operands), operands
+
+    def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+        *by_weights, by_x, by_scale = run_region(behind, mesh, *operands, cotangent)
+        return *(jnp.sum(parts, axis=0) for parts in by_weights), by_x, None, by_scale
+
+    run.defvjp(forward, backward)
+    return [run(*operands)]

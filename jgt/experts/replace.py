@@ -1,0 +1,151 @@
+"""Calls of `experts` in a traced program, replaced by what the devices of a mesh run: found, proven, replaced.
+
+A call is found by its region. The rules say where its experts are:
+
+    axes: {batch: [data, expert]}
+    signals:
+      layers/moe:
+        params:  {"experts/*": [expert, fsdp, tensor]}
+        experts: {axis: expert, exchange: all-to-all, room: 1.25, over: rounds}
+
+Its tokens are split as the inputs are. Without `experts:`, each device runs all experts on its own tokens, which is the same program for an
+axis of one device: rows are never sorted across devices. To prove that a call can run in parts, its function is run on a few rows in two
+orders (`is_row_wise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.experts.call import ExpertCall
+from jgt.experts.parts import Exchange, run_on
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims
+from jgt.program.jaxpr import Equation, Place, Program
+from jgt.regions.proof import mesh_context
+from jgt.regions.region import plan_of
+from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
+from jgt.rules.spec import min_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A program whose calls of experts run on the devices of a mesh. matches: the rules that a call was found for."""
+
+    program: Program
+    matches: tuple[Match[ExpertsRule], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def call_of(equation: Equation) -> ExpertCall | None:
+    """The call of `experts` that an equation is; None for any other equation."""
+    plan = plan_of(equation)
+    return plan if isinstance(plan, ExpertCall) else None
+
+
+def place_experts(
+    program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims]
+) -> Placed:
+    """Replaces the calls of this program, but not those of programs inside it.
+
+    free(dims, manual): the dims without axes that something around the program has taken.
+    """
+    eqns: list[Equation] = []
+    matches: list[Match[ExpertsRule]] = []
+    problems: list[str] = []
+    for equation in jx.body(program).eqns:
+        call, place = call_of(equation), jx.place_of(equation, around)
+        # Rows of a vmap have a dim that no spec names.
+        if call is None or place.num_vmaps:
+            eqns.append(equation)
+            continue
+        match = match_experts(rules, place.path)
+        matches.append(match)
+        here = jx.manual_mesh(equation) or mesh
+        rows = free(_rows(rules, equation), () if isinstance(here, Mesh) else here.manual_axes)
+        found = list(_problems(match.rule, call, equation, rows, dict(here.shape)))
+        problems += found
+        eqns += [equation] if found else _replaced(call, _exchange(match.rule, rows, dict(here.shape)), here, equation)
+    return Placed(
+        program=jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars), matches=tuple(matches), problems=tuple(problems)
+    )
+
+
+def _rows(rules: Rules, equation: Equation) -> Dims:
+    """The axes of each dim of x: those of the inputs."""
+    rank = len(jx.shape_of(equation.invars[-3]))
+    dims = (expand(rule.spec, rank) for rule in rules.inputs if min_rank(rule.spec) < rank)
+    return next((found for found in dims if any(found)), ((),) * rank)
+
+
+def _exchange(rule: ExpertsRule | None, rows: Dims, sizes: dict[str, int]) -> Exchange:
+    split = tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in rows)
+    known = tuple((axis, sizes[axis]) for axes in split for axis in axes)
+    if rule is None or sizes.get(rule.axis, 1) == 1:
+        return Exchange(rows=split, sizes=known)
+    return Exchange(rows=split, sizes=known, axis=rule.axis, method=rule.exchange, room=rule.room, drops=rule.over == "drop")
+
+
+def _problems(rule: ExpertsRule | None, call: ExpertCall, equation: Equation, rows: Dims, sizes: dict[str, int]) -> Any:
+    shape = jx.shape_of(equation.invars[-3])
+    where = "experts" if rule is None else f"{rule.where}: experts"
+    for misfit in misfits(rows, shape, sizes):
+        axes = ", ".join(misfit.axes)
+        yield f"{where}: dim {misfit.dim} of x {list(shape)} has size {misfit.size}, which {axes} ({misfit.parts}) does not divide"
+    if rule is None or sizes.get(rule.axis, 1) == 1:
+        return
+    num_experts, size = jx.shape_of(equation.invars[0])[0], sizes[rule.axis]
+    if num_experts % size:
+        fits = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+        yield f"{where}: {rule.axis}={size} does not divide {num_experts} experts. Sizes that do: {fits}"
+    if not any(rule.axis in axes for axes in rows):
+        yield (
+            f"{where}: the tokens are not split over {rule.axis}, so each of its devices would route the same ones. "
+            f"Add {rule.axis} to the axes of the batch: axes: {{batch: [..., {rule.axis}]}}"
+        )
+    if (reason := _not_row_wise(call, equation)) is not None:
+        yield f"{where}: the function of experts at {jx.line_of(equation)} {reason}"
+
+
+def _not_row_wise(call: ExpertCall, equation: Equation) -> str | None:
+    """Why a call's function cannot run in parts, found by a trial with few rows; None if it can."""
+    # In 2 groups and in another order within each; the rows behind the groups are noise.
+    leaves = [jx.struct_of(atom) for atom in equation.invars[:-3]]
+    rng = np.random.default_rng(0)
+    x = jx.struct_of(equation.invars[-3])
+
+    def noise(shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1]), dtype)
+
+    num_rows = 12
+    sizes = np.zeros(leaves[0].shape[0], np.int32)
+    sizes[0], sizes[-1] = 5, sizes[-1] + 3
+    if len(sizes) == 1:
+        sizes[0] = 8
+    order = np.concatenate([np.random.default_rng(1).permutation(5), 5 + np.random.default_rng(2).permutation(3), np.arange(8, num_rows)])
+
+    def run(rows: jax.Array) -> np.ndarray[Any, Any]:
+        return np.asarray(call.run(weights, rows, jnp.asarray(sizes)), np.float32)[:8]
+
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        weights = [noise(leaf.shape, leaf.dtype) for leaf in leaves]
+        rows = noise((num_rows, x.shape[-1]), x.dtype)
+        one, other = run(rows), run(rows[order].at[8:].multiply(7))
+    tolerance = 1e-5 if x.dtype == jnp.float32 else 2e-2
+    if np.allclose(one[order[:8]], other, rtol=tolerance, atol=tolerance * float(np.max(np.abs(one)))):
+        return None
+    return "does not map each row on its own: in another order, its rows have other results. Take sums and maxima over rows out of it"
+
+
+def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, equation: Equation) -> list[Equation]:
+    with mesh_context(equation):
+        traced = jax.make_jaxpr(lambda *operands: run_on(call, exchange, mesh, operands))(*[cast(Any, v.aval) for v in equation.invars])
+    # The signals and the line of the model, for plans and profiles.
+    return [e.replace(source_info=equation.source_info) for e in jx.inlined(traced, equation, equation.invars, equation.outvars)]

@@ -1,0 +1,71 @@
+"""Permutations of rows, written as gathers in both directions.
+
+The derivative of a gather is a scatter, which adds rows one by one because it cannot know that no two of them meet. Here they don't: rows
+are permuted, and the inverse permutation is at hand. So both directions are gathers: forward by the one, backward by the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def sorted_by_expert(choice: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The order of all choices [..., k] by expert [n], the place of each choice in it [n], and the choices of each expert [experts]."""
+    flat = choice.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    return order, inverse(order), counted(flat, num_experts)
+
+
+def inverse(order: jax.Array) -> jax.Array:
+    """The inverse of a permutation [n]."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+
+
+def counted(flat: jax.Array, num_experts: int) -> jax.Array:
+    """How often each number below `num_experts` occurs in [n]; others do not count."""
+    return jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def gathered(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> jax.Array:
+    """A row of x [n, d] for each of its choices, in order: [n · k, d]."""
+    return x[order // num_choices]
+
+
+def _gathered_forward(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> tuple[jax.Array, jax.Array]:
+    return x[order // num_choices], place
+
+
+def _gathered_backward(num_choices: int, place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    rows = cotangent[place].reshape(-1, num_choices, cotangent.shape[-1])
+    return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(cotangent.dtype), None, None
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@jax.custom_vjp
+def returned(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """The results [n, d] of sorted rows, in the order of the choices."""
+    return results[place]
+
+
+def _returned_forward(results: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return results[place], order
+
+
+def _returned_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent[order], None, None
+
+
+returned.defvjp(_returned_forward, _returned_backward)
+
+
+def summed(results: jax.Array, scale: Any) -> jax.Array:
+    """The sum of results [n, k, d], times scale [n, k], in their type."""
+    total = jnp.einsum("nkd,nk->nd", results, scale.astype(results.dtype), preferred_element_type=jnp.float32)
+    return total.astype(results.dtype)
