@@ -1,7 +1,8 @@
 """Mixtures of experts: rows that go through the experts chosen for them, on devices that share the experts.
 
-`call` has what a model says (`jgt.signal.experts`), `rows` the permutations, `exchange` the programs of a device, `parts` the regions that
-they are on a mesh, and `replace` puts these into a traced program, by the rules.
+`call` has what a model says (`jgt.signal.experts`), and `rows` the permutations. `rooms` and `whole` are two ways to send rows to their
+experts, and `exchange` is the program of a device. `parts` has the regions that it is on a mesh, and `replace` puts these into a traced
+program, by the rules.
 """
 
 from jgt.experts.call import call_experts

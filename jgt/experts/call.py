@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jgt.experts.rows import gathered, returned, sorted_by_expert, summed
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import Sends, run_region
+from jgt.regions.region import SentBytes, run_region
 
 Weights = TypeVar("Weights")
 ExpertFn = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -71,7 +71,7 @@ class ExpertCall:
         """See `RegionPlan`."""
         return [()] * num_operands, [()]
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
         return {}
 
@@ -88,8 +88,7 @@ def call_experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, sc
 
     Raises ValueError for arrays of other shapes or types, and for a function that closes over arrays.
     """
-    leaves, tree = jax.tree.flatten(weights)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    leaves, tree = [jnp.asarray(leaf) for leaf in jax.tree.leaves(weights)], cast(Any, jax.tree.structure(weights))
     _check(leaves, x, choice, scale)
     call = ExpertCall(fn=fn, tree=tree)
     _check_function(call, leaves, x)
@@ -116,7 +115,11 @@ def _check(leaves: Sequence[jax.Array], x: jax.Array, choice: jax.Array, scale: 
 def _check_function(call: ExpertCall, leaves: Sequence[jax.Array], x: jax.Array) -> None:
     rows = jax.ShapeDtypeStruct((8, x.shape[-1]), x.dtype)
     sizes = jax.ShapeDtypeStruct(leaves[0].shape[:1], jnp.int32)
-    program = jax.make_jaxpr(lambda rows, sizes, *leaves: call.run(leaves, rows, sizes))(rows, sizes, *map(jax.typeof, leaves))
+
+    def run(rows: jax.Array, sizes: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return call.run(leaves, rows, sizes)
+
+    program = jax.make_jaxpr(run)(rows, sizes, *map(jax.typeof, leaves))
     closed = [value for value in jx.constants(program).values() if jnp.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
     name = getattr(call.fn, "__qualname__", str(call.fn))
     if closed or jx.closes_over_tracers(program):

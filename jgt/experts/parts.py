@@ -1,6 +1,6 @@
 """The regions that take the place of a call of `experts` on a mesh: forward and backward.
 
-Rows of the batch are split over some axes, one of which may hold the experts. On each device, `jgt.experts.exchange` runs its part. The
+Rows of the batch are split over some axes, one of which may hold the experts. On each device, `jgt.experts.exchange` is the program. The
 gradient of the weights is a sum over all rows, of which the devices of the other axes have parts; it leaves the region as
 [parts, experts, ...] and is added up outside, where the partitioner lays it out as the parameter wants it: by a reduce-scatter, if the
 parameter is split over these axes, too.
@@ -12,17 +12,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.exchange import Everywhere, Method, Pairs, Traffic, room_of, run_backward, run_forward
+from jgt.experts.exchange import Traffic, run_backward, run_forward
+from jgt.experts.rooms import Rooms, room_of
+from jgt.experts.whole import WholeTokens
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import Sends, run_region
+from jgt.regions.region import SentBytes, run_region
 
 _T = TypeVar("_T")
 
@@ -38,7 +40,7 @@ class Exchange:
     rows: Dims
     sizes: tuple[tuple[str, int], ...]
     axis: str | None = None
-    method: Method = "all-to-all"
+    method: Literal["all-to-all", "gather", "ragged"] = "all-to-all"
     room: float = 1.0
     drops: bool = False
 
@@ -57,14 +59,13 @@ class Exchange:
         """The number of devices that share the experts."""
         return dict(self.sizes).get(self.axis or "", 1)
 
-    def traffic(self, choice: jax.Array, num_local: int) -> tuple[Traffic, Callable[[jax.Array], jax.Array]]:
-        """How the rows of one device's choices [T, k] travel, and what makes an array of its tokens the one that they are taken from."""
-        if self.axis is not None and self.num_devices > 1 and self.method != "gather":
-            pairs = Pairs.of(choice, num_local, self.axis, self.room, self.method, drops=self.drops)
-            return pairs, lambda x: x
-        axis = self.axis if self.num_devices > 1 else None
-        gathered = Everywhere.of(choice, num_local, axis, self.room, drops=self.drops and axis is not None)
-        return gathered, lambda x: x if axis is None else jax.lax.all_gather(x, axis, axis=0, tiled=True)
+    def traffic(self, choice: jax.Array, num_local: int) -> Traffic:
+        """How the rows of one device's choices [T, k] travel to its experts and to others'."""
+        if self.axis is None or self.num_devices == 1:
+            return WholeTokens.of(choice, num_local, None, self.room, drops=False)
+        if self.method == "gather":
+            return WholeTokens.of(choice, num_local, self.axis, self.room, drops=self.drops)
+        return Rooms.of(choice, num_local, self.axis, self.room, self.method, drops=self.drops)
 
     def experts(self, rank: int) -> Dims:
         """The axes of an array [experts, ...] of this rank."""
@@ -90,7 +91,7 @@ class _Part:
     def _local(self, x: jax.Array, *others: jax.Array) -> list[jax.Array]:
         return [v.reshape(-1, v.shape[-1]) for v in (x, *others)]
 
-    def _sent(self, equation: jx.Equation, bytes_of: Callable[[jx.Atom], int], travelling: Sequence[jx.Atom], scales: int) -> Sends:
+    def _sent(self, equation: jx.Equation, bytes_of: Callable[[jx.Atom], int], travelling: Sequence[jx.Atom], scales: int) -> SentBytes:
         """What a device sends in a round: rows of these arrays, each `scales` times their scales, and the counts or choices before them."""
         exchange, n, axis = self.exchange, self.exchange.num_devices, self.exchange.axis
         if axis is None or n == 1:
@@ -130,11 +131,10 @@ class Forward(_Part):
         """See `RegionPlan`."""
         *leaves, x, choice, scale = parts
         tokens, choices, scales = self._local(x, choice, scale)
-        traffic, brought = self.exchange.traffic(choices, leaves[0].shape[0])
-        y = run_forward(self.call, traffic, leaves, tokens, scales, brought)
+        y = run_forward(self.call, self.exchange.traffic(choices, leaves[0].shape[0]), leaves, tokens, scales)
         return [y.reshape(*x.shape[:-1], y.shape[-1])]
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
         return self._sent(equation, bytes_of, [equation.invars[len(self.ranks)], equation.outvars[0]], scales=0)
 
@@ -155,7 +155,7 @@ class Backward(_Part):
         def run(scale: jax.Array, x: jax.Array, *leaves: jax.Array) -> jax.Array:
             return self.call.meaning(*leaves, x, choice, scale)[0]
 
-        _, pull = jax.vjp(run, scale, x, *leaves)
+        pull = cast("Callable[[jax.Array], tuple[jax.Array, ...]]", jax.vjp(run, scale, x, *leaves)[1])
         by_scale, by_x, *by_weights = pull(cotangent)
         # Only the sum of the parts has a meaning.
         first = [jnp.pad(g[None], [(0, self.exchange.num_parts - 1), *[(0, 0)] * g.ndim]) for g in by_weights]
@@ -180,11 +180,11 @@ class Backward(_Part):
         """See `RegionPlan`."""
         *leaves, x, choice, scale, cotangent = parts
         tokens, choices, scales, behind = self._local(x, choice, scale, cotangent)
-        traffic, brought = self.exchange.traffic(choices, leaves[0].shape[0])
-        by_weights, by_x, by_scale = run_backward(self.call, traffic, leaves, tokens, scales, behind, brought)
+        traffic = self.exchange.traffic(choices, leaves[0].shape[0])
+        by_weights, by_x, by_scale = run_backward(self.call, traffic, leaves, tokens, scales, behind)
         return self._those([*(g[None] for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)])
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
         num = len(self.ranks)
         x, cotangent = equation.invars[num], equation.invars[num + 3]
@@ -203,7 +203,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
         return run_region(ahead, mesh, *operands)[0]
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return run(*operands), operands
+        return run_region(ahead, mesh, *operands)[0], operands
 
     def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
         *by_weights, by_x, by_scale = run_region(behind, mesh, *operands, cotangent)

@@ -145,7 +145,10 @@ def _not_row_wise(call: ExpertCall, equation: Equation) -> str | None:
 
 
 def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, equation: Equation) -> list[Equation]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        return run_on(call, exchange, mesh, operands)
+
     with mesh_context(equation):
-        traced = jax.make_jaxpr(lambda *operands: run_on(call, exchange, mesh, operands))(*[cast(Any, v.aval) for v in equation.invars])
+        traced = jax.make_jaxpr(run)(*[cast(Any, v.aval) for v in equation.invars])
     # The signals and the line of the model, for plans and profiles.
     return [e.replace(source_info=equation.source_info) for e in jx.inlined(traced, equation, equation.invars, equation.outvars)]

@@ -6,8 +6,7 @@ are permuted, and the inverse permutation is at hand. So both directions are gat
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,39 +29,39 @@ def counted(flat: jax.Array, num_experts: int) -> jax.Array:
     return jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def gathered(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> jax.Array:
     """A row of x [n, d] for each of its choices, in order: [n · k, d]."""
-    return x[order // num_choices]
+
+    @jax.custom_vjp
+    def gather(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+        return x[order // num_choices]
+
+    def forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x[order // num_choices], place
+
+    def backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+        rows = cotangent[place].reshape(-1, num_choices, cotangent.shape[-1])
+        return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(cotangent.dtype), None, None
+
+    gather.defvjp(forward, backward)
+    return cast(jax.Array, gather(x, order, place))
 
 
-def _gathered_forward(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> tuple[jax.Array, jax.Array]:
-    return x[order // num_choices], place
-
-
-def _gathered_backward(num_choices: int, place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    rows = cotangent[place].reshape(-1, num_choices, cotangent.shape[-1])
-    return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(cotangent.dtype), None, None
-
-
-gathered.defvjp(_gathered_forward, _gathered_backward)
-
-
-@jax.custom_vjp
 def returned(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     """The results [n, d] of sorted rows, in the order of the choices."""
-    return results[place]
 
+    @jax.custom_vjp
+    def take(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+        return results[place]
 
-def _returned_forward(results: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return results[place], order
+    def forward(results: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return results[place], order
 
+    def backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+        return cotangent[order], None, None
 
-def _returned_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent[order], None, None
-
-
-returned.defvjp(_returned_forward, _returned_backward)
+    take.defvjp(forward, backward)
+    return cast(jax.Array, take(results, order, place))
 
 
 def summed(results: jax.Array, scale: Any) -> jax.Array:

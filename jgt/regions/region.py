@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
 
-Sends = Mapping[str, Fraction]
+SentBytes = Mapping[str, Fraction]
 """Bytes by mesh axis."""
 
 
@@ -55,7 +55,7 @@ class RegionPlan(Hashable, Protocol):
         """The axes of each dim of the operands and of the results, whose parts `on_device` takes and returns."""
         ...
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """What a device sends when it runs this equation, on a mesh of these sizes. bytes_of: an array as it travels."""
         ...
 

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import Sends, run_region
+from jgt.regions.region import SentBytes, run_region
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Ring:
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
-    def sent(self, arrays: Sequence[jx.Atom], sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, arrays: Sequence[jx.Atom], sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """What a device sends of arrays that are gathered, or added up in parts: all but the part that it has or keeps."""
         n, split = sizes[self.axis], math.prod(sizes[axis] for axes in self.rows for axis in axes)
         return {self.axis: Fraction(sum(map(bytes_of, arrays)), split) * Fraction(n - 1, n)}
@@ -130,7 +130,7 @@ class Gathered:
             arrived.append([*made, *here])
         return [ring.in_order(parts) for parts in zip(*arrived, strict=True)]
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
         return self.ring.sent([equation.invars[0]], sizes, bytes_of)
 
@@ -204,7 +204,7 @@ class Scattered:
         total = jax.lax.concatenate([x for x in sums if x is not None], ring.dim)
         return [total, *map(ring.in_order, arrived)]
 
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> Sends:
+    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
         return self.ring.sent([*equation.invars[-1:] * self.fetches, equation.outvars[0]], sizes, bytes_of)
 

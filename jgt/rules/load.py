@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest, suggestion
-from jgt.rules.rules import Action, Exchange, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
@@ -129,7 +129,7 @@ class _Reader:
         axis = self._one_axis(parts["axis"])
         if axis is None:
             return None
-        return ExpertsRule(axis=axis, exchange=cast(Exchange, exchange), room=room, over=cast(Overflow, over), where=node.where)
+        return ExpertsRule(axis=axis, exchange=cast(ExchangeKind, exchange), room=room, over=cast(Overflow, over), where=node.where)
 
     def _room(self, node: Node | None) -> float:
         if node is None:

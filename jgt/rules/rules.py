@@ -88,7 +88,7 @@ class OverlapRule:
     where: str = field(default="rules", compare=False)
 
 
-Exchange = Literal["all-to-all", "gather", "ragged"]
+ExchangeKind = Literal["all-to-all", "gather", "ragged"]
 Overflow = Literal["rounds", "drop"]
 
 
@@ -101,7 +101,7 @@ class ExpertsRule:
     """
 
     axis: str
-    exchange: Exchange = "all-to-all"
+    exchange: ExchangeKind = "all-to-all"
     room: float = 1.25
     over: Overflow = "rounds"
     where: str = field(default="rules", compare=False)
