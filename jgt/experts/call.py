@@ -36,11 +36,12 @@ Rows behind the last group belong to none: their results are not read.
 class ExpertCall:
     """One call of `experts`, as the model has it. Its operands are the leaves of the weights, x, choice and scale.
 
-    tree: of the weights.
+    tree: of the weights. held_by: the manual axis whose devices share the experts, if the weights are those of one device.
     """
 
     fn: ExpertFn
     tree: Any
+    held_by: str | None = None
 
     def run(self, leaves: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """The model's function, on some rows and some experts."""

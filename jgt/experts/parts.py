@@ -33,8 +33,7 @@ _T = TypeVar("_T")
 class Exchange:
     """Where rows and experts are, and how they meet.
 
-    rows: the mesh axes of each dim of x. axis: the one that holds the experts; None: each device has them all. sizes: of the axes in
-    `rows`.
+    rows: the mesh axes of each dim of x. axis: the one that holds the experts; None: each device has them all. sizes: of all of these.
     """
 
     rows: Dims
@@ -101,7 +100,9 @@ class _Part:
         tokens = math.prod(jx.shape_of(choice)[:-1])
         of_token = sum(Fraction(bytes_of(array), tokens) for array in travelling)
         of_scale = Fraction(bytes_of(scale), tokens * num_choices)
-        num_tokens = tokens // (n * exchange.num_parts)
+        # Where the axis is manual, these are the tokens of one device.
+        is_split = any(axis in axes for axes in exchange.rows)
+        num_tokens = tokens // (exchange.num_parts * (n if is_split else 1))
         if exchange.method == "gather":
             # Scales come once; backward, their gradients return.
             of_choice = Fraction(bytes_of(choice), tokens * num_choices) + of_scale * max(scales, 1)

@@ -68,11 +68,15 @@ def place_experts(
             continue
         match = match_experts(rules, place.path)
         matches.append(match)
-        here = jx.manual_mesh(equation) or mesh
-        rows = free(_rows(rules, equation), () if isinstance(here, Mesh) else here.manual_axes)
-        found = list(_problems(match.rule, call, equation, rows, dict(here.shape)))
+        here = jx.manual_mesh(equation) or jx.mesh_around() or mesh
+        manual = () if isinstance(here, Mesh) else here.manual_axes
+        rows, rule = free(_rows(rules, equation), manual), match.rule
+        # Where the axis is manual, weights are those of one device, or they are whole.
+        is_held = rule is not None and rule.axis in manual
+        found = list(_problems(None if is_held else rule, call, equation, rows, dict(here.shape)))
         problems += found
-        eqns += [equation] if found else _replaced(call, _exchange(match.rule, rows, dict(here.shape)), here, equation)
+        exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
+        eqns += [equation] if found else _replaced(call, exchange, here, equation)
     return Placed(
         program=jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars), matches=tuple(matches), problems=tuple(problems)
     )
@@ -87,10 +91,11 @@ def _rows(rules: Rules, equation: Equation) -> Dims:
 
 def _exchange(rule: ExpertsRule | None, rows: Dims, sizes: dict[str, int]) -> Exchange:
     split = tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in rows)
-    known = tuple((axis, sizes[axis]) for axes in split for axis in axes)
+    known = {axis: sizes[axis] for axes in split for axis in axes}
     if rule is None or sizes.get(rule.axis, 1) == 1:
-        return Exchange(rows=split, sizes=known)
-    return Exchange(rows=split, sizes=known, axis=rule.axis, method=rule.exchange, room=rule.room, drops=rule.over == "drop")
+        return Exchange(rows=split, sizes=tuple(known.items()))
+    known[rule.axis] = sizes[rule.axis]
+    return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, method=rule.exchange, room=rule.room, drops=rule.over == "drop")
 
 
 def _problems(rule: ExpertsRule | None, call: ExpertCall, equation: Equation, rows: Dims, sizes: dict[str, int]) -> Any:

@@ -18,7 +18,7 @@ the layers' rules apply inside a pipeline as outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class Executor:
     inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
     param_signals: the region that each parameter is used in. rewrite_shared: as `rewrite`, of a program whose arguments, by number, have
     these dims. is_stored: weights are stored on their stages, and come and go as
-    [chunks of a stage, stages, layers of a chunk, ...].
+    [chunks of a stage, stages, layers of a chunk, ...]. held: see `Layout`.
     """
 
     split: Split
@@ -65,6 +65,7 @@ class Executor:
     rewrite: Rewrite
     rewrite_shared: Callable[[Program, Mapping[int, Dims]], Program]
     is_stored: bool = False
+    held: Mapping[Var, str] = field(default_factory=dict[Var, str])
 
     @cached_property
     def _layout(self) -> Layout:
@@ -77,6 +78,7 @@ class Executor:
             by_layer=self.pipeline.gather == "layer",
             stacked=3 if self.is_stored else 1,
             sums=self._sums if self.pipeline.gradients == "bf16" else {},
+            held=self.held,
         )
 
     @property
@@ -113,7 +115,7 @@ class Executor:
         common = [layout.gathered(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
         rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
-        weight_specs = [layout.spec(v) if layout.by_layer else WHOLE for v in split.weights]
+        weight_specs = [layout.spec(v) if layout.by_layer else layout.whole_spec(v) for v in split.weights]
         float_weights, float_common = self._float_variables(seeds)
         of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
         out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])

@@ -54,7 +54,8 @@ class Layout:
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
+    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own. held: by value,
+    an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
     """
 
     mesh: Mesh | AbstractMesh
@@ -65,6 +66,7 @@ class Layout:
     by_layer: bool
     stacked: int = 1
     sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
+    held: Mapping[Var, str] = field(default_factory=dict[Var, str])
 
     @property
     def num_shards(self) -> int:
@@ -102,7 +104,11 @@ class Layout:
 
     def spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of a stored value."""
-        return PartitionSpec(*[axes or None for axes in self._batch_dims(var)])
+        return PartitionSpec(*[(*axes, *held) or None for axes, held in zip(self._batch_dims(var), self._held_dims(var), strict=True)])
+
+    def whole_spec(self, var: Var) -> PartitionSpec:
+        """The batch's axes of a value that was brought together: those that hold different parts of it."""
+        return PartitionSpec(*[axes or None for axes in self._held_dims(var)]) if var in self.held else PartitionSpec()
 
     def pinned(self, var: Var, x: jax.Array) -> jax.Array:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
@@ -112,7 +118,7 @@ class Layout:
 
     def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
-        dims = self._other_dims(var)
+        dims = self._outer_dims(var)
         with self._signals_of(var):
             return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
@@ -130,11 +136,13 @@ class Layout:
     def parts(self, var: Var, gradient: jax.Array) -> jax.Array:
         """One data shard's gradient as the shard_map returns it: stacked with the other shards', or their sum."""
         # Rounded in front of the border, or the partitioner could move the wide array.
-        return self._to_send(var, gradient)[None] if self._is_stacked(var) else self.summed(gradient)
+        return self._to_send(var, gradient)[None] if self._is_stacked(var) else _psum(gradient, self._axes_of_parts(var))
 
     def parts_spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of the result of `parts`."""
-        return PartitionSpec(self.batch_axes) if self._is_stacked(var) else PartitionSpec()
+        if not self._is_stacked(var):
+            return self.whole_spec(var)
+        return PartitionSpec(self._axes_of_parts(var), *[axes or None for axes in self._held_dims(var)])
 
     def reduced(self, var: Var, parts: jax.Array) -> jax.Array:
         """The sum of all parts, laid out like the value: reduce-scattered over the batch's axes that it is stored over."""
@@ -142,7 +150,7 @@ class Layout:
             return parts.astype(jx.dtype_of(var))
         stored = self._batch_dims(var)
         # Over an axis that the value is not stored over, every device needs the whole sum.
-        over = tuple(a for a in self.batch_axes if not any(a in axes for axes in stored))
+        over = tuple(a for a in self._axes_of_parts(var) if not any(a in axes for axes in stored))
 
         def local(part: jax.Array) -> jax.Array:
             # [1, ...] → [...]: the dim of data shards that `parts` added has one entry on each device.
@@ -150,9 +158,10 @@ class Layout:
             return _psum(gradient, over)
 
         # All axes are manual here: in a shard_map over some of them the partitioner gathers operands over the others first.
-        whole = PartitionSpec(self.batch_axes, *(self._other_dims(var) or ()))
+        outer = self._outer_dims(var) or []
+        whole = PartitionSpec(self._axes_of_parts(var), *outer)
         # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
-        made = [(*(others or ()), *axes) or None for others, axes in zip(self._other_dims(var) or (), stored, strict=True)]
+        made = [(*(others or ()), *axes) or None for others, axes in zip(outer, stored, strict=True)]
         with self._signals_of(var), scopes.backward():
             # A shard_map takes equal parts only. What the partitioner splits unevenly, such as a vocabulary, is padded for it.
             more = [-size % num_parts(axes, self.mesh.shape) for size, axes in zip(parts.shape[1:], self.dims[var], strict=True)]
@@ -163,7 +172,7 @@ class Layout:
     def rest_summed(self, var: Var, gradient: jax.Array) -> jax.Array:
         """A gradient that is scattered already over the axes its value is stored over, summed over the batch's other axes."""
         stored = {a for axes in self._batch_dims(var) for a in axes}
-        over = tuple(a for a in self.batch_axes if a not in stored)
+        over = tuple(a for a in self._axes_of_parts(var) if a not in stored)
         with self._signals_of(var), scopes.backward():
             return _psum(gradient, over).astype(jx.dtype_of(var))
 
@@ -196,7 +205,11 @@ class Layout:
 
     def _is_stacked(self, var: Var) -> bool:
         """Whether parts of a gradient leave the shard_map apart, to be reduce-scattered; a value of unknown layout is summed."""
-        return bool(self.batch_axes) and var in self.dims
+        return bool(self._axes_of_parts(var)) and var in self.dims
+
+    def _axes_of_parts(self, var: Var) -> Axes:
+        """The axes of the batch whose devices have parts of a gradient."""
+        return tuple(a for a in self.batch_axes if a != self.held.get(var))
 
     # -- over the stages --------------------------------------------------------------------------------------------------
 
@@ -248,7 +261,15 @@ class Layout:
         return scopes.signals(self.signals.get(var, ()))
 
     def _batch_dims(self, var: Var) -> list[Axes]:
-        return [tuple(a for a in axes if a in self.batch_axes) for axes in self.dims.get(var, ())]
+        return [tuple(a for a in axes if a in self._axes_of_parts(var)) for axes in self.dims.get(var, ())]
+
+    def _held_dims(self, var: Var) -> list[Axes]:
+        return [tuple(a for a in axes if a == self.held.get(var)) for axes in self.dims.get(var, ())]
+
+    def _outer_dims(self, var: Var) -> list[Axes | None] | None:
+        """The axes of each dim of a value that was brought together, outside of any shard_map."""
+        others = self._other_dims(var)
+        return None if others is None else [(*(o or ()), *h) or None for o, h in zip(others, self._held_dims(var), strict=True)]
 
     def dims_inside(self, var: Var) -> Dims | None:
         """The axes of each dim that are not the batch's; None for a value of unknown layout."""

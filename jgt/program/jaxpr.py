@@ -130,6 +130,20 @@ def new_var_like(var: Var) -> Var:
     return type(var)(var.aval)
 
 
+def new_var_of(var: Var, shape: Sequence[int]) -> Var:
+    """A new variable with the aval of another one, but for its shape."""
+    return type(var)(var.aval.update(shape=tuple(shape)))
+
+
+def with_variables(program: Program, new: Mapping[Var, Var], eqns: Sequence[Equation]) -> Program:
+    """The program made of these equations, which have the new variables already, and with these among its arguments and results."""
+    inner = body(program)
+    invars = [new.get(v, v) for v in inner.invars]
+    outvars = [new.get(v, v) if is_var(v) else v for v in inner.outvars]
+    inner = inner.replace(invars=invars, eqns=list(eqns), outvars=outvars)
+    return inner if body(program) is program else program.replace(jaxpr=inner)
+
+
 def inline_equation(equation: Equation, call: Equation, rename: Mapping[Var, Atom], outvars: Sequence[Var]) -> Equation:
     """An equation from inside the program of `call`, rewritten to be placed beside `call` instead.
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.extend.core as jex
+from jax._src import core
 from jax._src.interpreters import partial_eval
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -163,12 +164,19 @@ def _on_devices(
     sizes = dict(named.shape)
     axes = {axis for axis, size in sizes.items() if axis not in manual and (axis in plan.axes() or size == 1)}
 
+    def on_device(*parts: jax.Array) -> list[jax.Array]:
+        # The axes of the shard_map around the region are not known where it is lowered.
+        with core.extend_axis_env_nd([(axis, sizes[axis]) for axis in manual if axis not in axes]):
+            return plan.on_device(*parts)
+
     def spec(dims: Dims) -> PartitionSpec:
         return partition_spec(tuple(tuple(axis for axis in split if axis in axes) for split in dims))
 
+    if not axes:
+        return on_device
     ins, outs = plan.layout(num_operands)
     return jax.shard_map(
-        plan.on_device, mesh=mesh, in_specs=tuple(map(spec, ins)), out_specs=list(map(spec, outs)), axis_names=axes, check_vma=False
+        on_device, mesh=mesh, in_specs=tuple(map(spec, ins)), out_specs=list(map(spec, outs)), axis_names=axes, check_vma=False
     )
 
 

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
+from jgt.experts.local import with_local_experts
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.executor import Executor
@@ -31,7 +32,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
-from jgt.program.jaxpr import Place, Program
+from jgt.program.jaxpr import Place, Program, Var
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
@@ -99,8 +100,10 @@ def stage(
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
     parameters = _staged_places(parameters, parts, table, pipeline.axis, found.axes, sizes)
+    parts, held = _with_local_experts(parts, parameters, rules, found.axes, sizes)
     executor = Executor(
         split=parts,
+        held=held,
         table=table,
         pipeline=pipeline,
         mesh=mesh,
@@ -196,6 +199,22 @@ def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found:
     # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.
     larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
     return split_loss(micro, program, larger, pipeline, ratio=ratio, num_params=num_params, keys=keys)
+
+
+def _with_local_experts(
+    parts: Split, parameters: Sequence[ParameterPlace], rules: Rules, batch_axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[Split, dict[Var, str]]:
+    """The split program whose layers have the experts of one device, and by weight the axis that holds these."""
+    body: Program = parts.scan.params["jaxpr"]
+    local = with_local_experts(body, parts.place, rules, sizes, batch_axes)
+    outer = dict(enumerate(parts.scan.invars))
+    held = {var: axis for index, axis in local.held.items() if jx.is_var(var := outer[index])}
+    # The rules have to split the experts of each of them, which come after the dim of layers.
+    fits = all(v in parts.weights and v in parts.like and axis in parameters[parts.like[v]].dims[1] for v, axis in held.items())
+    if not held or not fits:
+        return parts, {}
+    scan = parts.scan.replace(params={**parts.scan.params, "jaxpr": local.program})
+    return replace(parts, scan=scan), held
 
 
 def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
