@@ -1,7 +1,7 @@
 """Programs whose experts are those of one device, where the axis that holds the experts is manual already.
 
-A pipeline makes the axes of the batch manual, and brings weights in whole over them. The axis of the experts is such an axis, but its devices
-have different experts, which are not to be brought together. So the program of a layer has to be one for the experts of a device:
+A pipeline makes the axes of the batch manual, and brings weights in whole over them. The axis of the experts is such an axis, but its
+devices have different experts, which are not to be brought together. So the program of a layer has to be one for the experts of a device:
 
     weights [experts, d, f] → cast → call of experts        as traced
     weights [experts / n, d, f] → cast → call of experts    on a device

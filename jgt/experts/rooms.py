@@ -114,8 +114,8 @@ class Rooms:
         counts = ends - starts
         # The groups of rows on this device: by expert, then by source.
         before = (jnp.cumsum(counts.T.reshape(-1)) - counts.T.reshape(-1)).reshape(num_local, n).T
-        slot = jnp.arange(capacity)
-        expert = jnp.sum(slot[None, :, None] >= ends[:, None, :], axis=-1)
+        slot = jnp.arange(capacity)[None, :]
+        expert = jnp.sum(slot[:, :, None] >= ends[:, None, :], axis=-1)
         in_group = slot + jnp.take_along_axis(before - starts, jnp.minimum(expert, num_local - 1), axis=1)
         filled = ends[:, -1]
         empty = jnp.sum(filled) + jnp.cumsum(capacity - filled)[:, None] - (capacity - slot)
@@ -149,7 +149,7 @@ class RoomsRound:
 
     def to_experts(self, x: jax.Array, *, by_choice: bool = False) -> jax.Array:
         """See `Round`."""
-        rooms, slot = self.rooms, self.number * self.rooms.capacity + jnp.arange(self.rooms.capacity)
+        rooms, slot = self.rooms, self.number * self.rooms.capacity + jnp.arange(self.rooms.capacity)[None, :]
         choice = rooms.order[jnp.minimum(rooms.begin[:, None] + slot, rooms.order.size - 1)]
         is_there = slot < rooms.pair[:, None]
         rows = x.reshape(-1)[choice] if by_choice else x[choice // rooms.num_choices]
