@@ -49,7 +49,7 @@ def main() -> None:
         found = planned(read(arguments.overrides), parse_target(arguments.target))
     else:
         run = read(arguments.overrides)
-        configure_xla(run.config.xla, virtual=False)
+        configure_xla(run.config)
         found = memory(prepare(run)) if arguments.name == "memory" else step(prepare(run))
     print(json.dumps(found), flush=True)
     os._exit(0)

@@ -184,7 +184,7 @@ def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argp
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
-    for warning in configure_xla(run.config.xla, virtual=run.config.devices.virtual_cpu is not None, fp8=run.config.model.fp8):
+    for warning in configure_xla(run.config):
         say(warning)
     # Expected failures are one line; only an error that may be a bug shows its traceback.
     try:

@@ -23,60 +23,61 @@ from jgt.document import InputError
 from .compiled.jax_cache import use_programs
 from .compiled.programs import default_folder, open_programs
 from .compiled.sealed import DamagedError, read_sealed, write_sealed
-from .sections import XlaConfig
+from .config import Config
 
-_OVERLAP = {
+_PIPELINE = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
-    "xla_gpu_enable_pipelined_all_gather": "true",
     "xla_gpu_enable_pipelined_reduce_scatter": "true",
     "xla_gpu_enable_pipelined_all_reduce": "true",
-    "xla_gpu_enable_while_loop_double_buffering": "true",
     "xla_gpu_all_gather_combine_threshold_bytes": str(1 << 30),
     "xla_gpu_all_reduce_combine_threshold_bytes": str(1 << 30),
     "xla_gpu_reduce_scatter_combine_threshold_bytes": str(1 << 27),
 }
 """Overlap of collectives with compute, from NVIDIA's JAX-Toolbox (docs/GPU_performance.md) and JAX's GPU performance tips."""
+# These two make a second copy of a loop's body, or of a part of it. The loop over a pipeline's ticks has the whole step as its body.
+_OVERLAP = {**_PIPELINE, "xla_gpu_enable_pipelined_all_gather": "true", "xla_gpu_enable_while_loop_double_buffering": "true"}
+# Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
+_FP8 = {"xla_gpu_enable_triton_gemm": "false"}
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "gpu-overlap": _OVERLAP,
-    # Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
-    "gpu-fp8": {**_OVERLAP, "xla_gpu_enable_triton_gemm": "false"},
+    "gpu-pipeline": _PIPELINE,
+    "gpu-fp8": {**_OVERLAP, **_FP8},
 }
 # The least that makes XLA parse XLA_FLAGS.
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 
 
-def configure_xla(config: XlaConfig, *, virtual: bool, fp8: bool = False) -> list[str]:
-    """Sets XLA's flags and the compilation cache. Must be called before JAX starts its devices. Returns warnings for a person.
+def configure_xla(config: Config) -> list[str]:
+    """Sets XLA's flags and the compilation cache of a run. Must be called before JAX starts its devices. Returns warnings for a person.
 
-    virtual: the devices are virtual CPU devices. fp8: the model has matmuls in eight bits. Flags in the environment's XLA_FLAGS remain
-    and win.
+    Flags in the environment's XLA_FLAGS remain and win.
     """
-    has_gpu = not virtual and any(Path("/dev").glob("nvidia[0-9]*"))
+    has_gpu = config.devices.virtual_cpu is None and any(Path("/dev").glob("nvidia[0-9]*"))
     inherited = os.environ.get("XLA_FLAGS", "").split()
-    flags = _texts(wanted_flags(config, has_gpu=has_gpu, fp8=fp8), inherited)
-    folder, warnings = (None, []) if config.cache is None else _open_cache(config.cache)
+    flags = _texts(wanted_flags(config, has_gpu=has_gpu), inherited)
+    cache = config.xla.cache
+    folder, warnings = (None, []) if cache is None else _open_cache(cache)
     accepted = _accepted_flags(flags, folder)
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
     return [*_left_out(flags, accepted), *warnings]
 
 
-def wanted_flags(config: XlaConfig, *, has_gpu: bool, fp8: bool) -> dict[str, str]:
+def wanted_flags(config: Config, *, has_gpu: bool) -> dict[str, str]:
     """The flags of a run by name: those of its preset, and its own. has_gpu: its devices are NVIDIA's."""
-    preset = config.preset
-    if preset == "auto":
-        preset = ("gpu-fp8" if fp8 else "gpu-overlap") if has_gpu else "none"
-    return {**PRESETS[preset], **config.plain_flags()}
+    preset = config.xla.preset
+    flags = _auto(config, has_gpu=has_gpu) if preset == "auto" else PRESETS[preset]
+    return {**flags, **config.xla.plain_flags()}
 
 
-def planned_flags(config: XlaConfig, *, has_gpu: bool, fp8: bool) -> tuple[dict[str, str], list[str]]:
+def planned_flags(config: Config, *, has_gpu: bool) -> tuple[dict[str, str], list[str]]:
     """The flags of a run whose devices are elsewhere, as far as the installed XLA accepts them, and warnings for a person.
 
     Flags in the environment's XLA_FLAGS win, because XLA has them already.
     """
-    flags = _texts(wanted_flags(config, has_gpu=has_gpu, fp8=fp8), os.environ.get("XLA_FLAGS", "").split())
+    flags = _texts(wanted_flags(config, has_gpu=has_gpu), os.environ.get("XLA_FLAGS", "").split())
     folder = None
     with contextlib.suppress(RuntimeError, OSError):
         folder = default_folder()
@@ -95,6 +96,14 @@ def open_devices() -> None:
         if "known backends" in reason:
             raise InputError([f"environment: JAX_PLATFORMS: {reason}"]) from None
         raise OSError(f"JAX cannot open its devices: {reason or 'a platform of JAX_PLATFORMS is not installed'}") from error
+
+
+def _auto(config: Config, *, has_gpu: bool) -> Mapping[str, str]:
+    """The flags of `preset: auto`."""
+    if not has_gpu:
+        return PRESETS["none"]
+    base = PRESETS["gpu-overlap" if config.pipeline is None else "gpu-pipeline"]
+    return {**base, **_FP8} if config.model.fp8 else base
 
 
 def _texts(flags: Mapping[str, str], inherited: Sequence[str]) -> list[str]:

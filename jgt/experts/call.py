@@ -74,7 +74,7 @@ class ExpertCall:
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
-        return {}
+        return None
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[ExpertCall | None, list[int]]:
         """See `RegionPlan`."""
@@ -123,8 +123,9 @@ def _check_function(call: ExpertCall, leaves: Sequence[jax.Array], x: jax.Array)
     program = jax.make_jaxpr(run)(rows, sizes, *map(jax.typeof, leaves))
     closed = [value for value in jx.constants(program).values() if jnp.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
     name = getattr(call.fn, "__qualname__", str(call.fn))
-    if closed or jx.closes_over_tracers(program):
-        what = f"an array {list(jnp.shape(closed[0]))}" if closed else "a value of the trace around it"
+    is_traced = jx.closes_over_tracers(program)
+    if closed or is_traced:
+        what = "a value of the trace around it" if is_traced else f"an array {list(jnp.shape(closed[0]))}"
         raise ValueError(f"{name} closes over {what}, but it has to run on other devices. Pass its arrays as weights [experts, ...]")
     (result,) = program.out_avals
     if getattr(result, "shape", ())[:1] != (8,) or len(result.shape) != 2:

@@ -94,7 +94,7 @@ class _Part:
         """What a device sends in a round: rows of these arrays, each `scales` times their scales, and the counts or choices before them."""
         exchange, n, axis = self.exchange, self.exchange.num_devices, self.exchange.axis
         if axis is None or n == 1:
-            return {}
+            return None
         *_, choice, scale = equation.invars[: len(self.ranks) + 3]
         num_choices = jx.shape_of(choice)[-1]
         tokens = math.prod(jx.shape_of(choice)[:-1])
@@ -106,10 +106,10 @@ class _Part:
         if exchange.method == "gather":
             # Scales come once; backward, their gradients return.
             of_choice = Fraction(bytes_of(choice), tokens * num_choices) + of_scale * max(scales, 1)
-            return {axis: (n - 1) * num_tokens * (of_token + num_choices * of_choice)}
+            return (axis,), (n - 1) * num_tokens * (of_token + num_choices * of_choice)
         rows = n * room_of(num_tokens, num_choices, n, exchange.room)
         counts = 4 * jx.shape_of(equation.invars[0])[0]
-        return {axis: Fraction(n - 1, n) * (rows * (of_token + scales * of_scale) + counts)}
+        return (axis,), Fraction(n - 1, n) * (rows * (of_token + scales * of_scale) + counts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ class Layout:
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own. held: by value,
-    an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
+    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
+    held: by value, an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
     """
 
     mesh: Mesh | AbstractMesh

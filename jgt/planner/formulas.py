@@ -37,10 +37,12 @@ from fractions import Fraction
 from jgt.hlo.origin import NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
-from jgt.planner.usage import CPU, GPU, Backend, ParameterUse, PartialSum, find_usage
+from jgt.planner.usage import ParameterUse, find_usage
 from jgt.program import jaxpr as jx
 from jgt.program.dims import sharding_dims
 from jgt.program.jaxpr import Program, Var
+from jgt.program.partial import PartialSum
+from jgt.program.sends import CPU, GPU, Backend
 
 _Axes = tuple[str, ...]
 

@@ -33,8 +33,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
 
-SentBytes = Mapping[str, Fraction]
-"""Bytes by mesh axis."""
+SentBytes = tuple[tuple[str, ...], Fraction] | None
+"""The mesh axes of collectives, and their bytes; None if nothing is sent."""
 
 
 class RegionPlan(Hashable, Protocol):

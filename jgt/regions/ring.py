@@ -75,7 +75,7 @@ class Ring:
     def sent(self, arrays: Sequence[jx.Atom], sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """What a device sends of arrays that are gathered, or added up in parts: all but the part that it has or keeps."""
         n, split = sizes[self.axis], math.prod(sizes[axis] for axes in self.rows for axis in axes)
-        return {self.axis: Fraction(sum(map(bytes_of, arrays)), split) * Fraction(n - 1, n)}
+        return (self.axis,), Fraction(sum(map(bytes_of, arrays)), split) * Fraction(n - 1, n)
 
     def in_order(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The whole array, from its parts in the order of their arrival: this device's part, then the one of the device before it, ..."""

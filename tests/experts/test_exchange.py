@@ -11,6 +11,7 @@ from mixture import every_expert, loss_of, make, mixed, rules_of, worst
 from plugin import needs_plugin
 
 import jgt
+from jgt import signal
 from jgt.experts.rooms import Rooms
 from jgt.experts.whole import WholeTokens
 
@@ -101,16 +102,18 @@ def test_rows_come_back_to_where_they_came_from(make_traffic, number):
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
-COUNT, CHOOSE, BATCH, SEQ = 16, 4, 16, 16
+COUNT, CHOOSE, BATCH, SEQ, LAYERS = 16, 4, 16, 16, 2
 
 
 def planned(mesh, exchange, target=None):
-    """The plan of a mixture's loss and gradients, those of its tokens among them."""
+    """The plan of the loss and the gradients of a stack of mixtures."""
 
     def loss(params, x):
-        return loss_of(mixed, CHOOSE)(params, x * params["norm"])
+        with signal.context("layers"):
+            y, _ = jax.lax.scan(jax.checkpoint(lambda x, layer: (x + mixed(layer, x, CHOOSE, 0.0), None), prevent_cse=False), x, params)
+        return jnp.mean(y)
 
-    params = jax.eval_shape(lambda: make(jax.random.key(0), COUNT, EMBED, FFN) | {"norm": jnp.ones((1, 1, EMBED))})
+    params = jax.eval_shape(lambda: make(jax.random.key(0), COUNT, EMBED, FFN, LAYERS))
     x = jax.ShapeDtypeStruct((BATCH, SEQ, EMBED), jnp.float32)
     on, rules = jgt.abstract_mesh(mesh), jgt.make_rules(rules_of(mesh, exchange=exchange, room=1.25))
     where = jgt.place(loss, rules, on, params, x)
@@ -124,10 +127,10 @@ def bytes_of(mesh, exchange):
     tokens = BATCH * SEQ // int(np.prod([size for axis, size in mesh.items() if axis != "tensor"]))
     if exchange == "gather":
         # Choices and scales come with the tokens, and the gradients of scales go back.
-        return (n - 1) * tokens * 4 * (2 * EMBED + 2 * CHOOSE + 3 * EMBED + 3 * CHOOSE)
+        return LAYERS * (n - 1) * tokens * 4 * (2 * EMBED + 2 * CHOOSE + 3 * EMBED + 3 * CHOOSE)
     rows = n * (-(-5 * tokens * CHOOSE // (4 * n * 8)) * 8)
     # Before the rows, each device says how many there are; scales go with the rows, and their gradients come back.
-    return (n - 1) * 4 * (rows * (2 * EMBED + 3 * EMBED + 2) + 2 * COUNT) // n
+    return LAYERS * (n - 1) * 4 * (rows * (2 * EMBED + 3 * EMBED + 2) + 2 * COUNT) // n
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "expert": 4}, pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
@@ -138,7 +141,7 @@ def test_bytes_are_those_of_the_formula(mesh, exchange, target):
     found = Counter()
     for one in plan.collectives:
         # The maximum over the devices says how many rounds there are. Gradients of the router are added up with those of other axes.
-        if one.axes == ("expert",) and one.signal == "moe" and one.kind != "all-reduce":
+        if one.axes == ("expert",) and one.signal == "layers/moe" and one.kind != "all-reduce":
             found[one.kind] += one.bytes * one.count
     assert sum(found.values()) == bytes_of(mesh, exchange)
     assert set(found) == ({"all-to-all"} if exchange == "all-to-all" else {"all-gather", "reduce-scatter"})

@@ -23,8 +23,7 @@ def route(params, x, choose, bias):
     """The choice and the scale of each row [..., choose]."""
     scores = jax.nn.softmax(x @ params["router"])
     _, choice = jax.lax.top_k(scores + jnp.broadcast_to(bias, scores.shape), choose)
-    scale = jnp.take_along_axis(scores, choice, axis=-1)
-    return choice, scale / scale.sum(-1, keepdims=True)
+    return choice, jnp.take_along_axis(scores, choice, axis=-1)
 
 
 def ffn(rows, sizes, weights):

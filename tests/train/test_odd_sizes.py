@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoints import saved
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.data.opening import open_data
 from train.records.console import describe_storage
@@ -113,12 +113,7 @@ def test_a_checkpoint_has_the_model_s_shapes_and_its_bits_everywhere(made, tmp_p
     for number, setup in enumerate(setups):
         # Moments that are not zero, but with padding that is.
         state = setup.from_saved(jax.tree.map(lambda x: x + 1, setup.to_save(setup.init())))
-        checkpoints = Checkpoints(tmp_path / str(number), setup.run.config.checkpoint)
-        checkpoints.save(setup.to_save(state), 1, 16)
-        checkpoints.wait()
-        found, reports = checkpoints.find()
-        checkpoints.close()
-        assert reports == []
+        found = saved(setup, state, tmp_path / str(number))
         expected = jax.device_get(setup.to_save(state))
         assert [x.shape for x in jax.tree.leaves(expected)] == [x.shape for x in jax.tree.leaves(setups[-1].shapes)]
         other = setups[number - 1]

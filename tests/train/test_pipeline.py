@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoints import saved
 from models import assert_close
 from runs import flags, run_both
 
 from jgt.schedule.schedules import SCHEDULES
-from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.data.opening import open_data
 from train.run.start import Feed, restore_state
@@ -238,12 +238,7 @@ def test_a_checkpoint_of_chunks_has_the_bits_of_the_model_everywhere(small, tmp_
     assert len(stacks) % 4 == 0
     # Moments that are not zero.
     state = state._replace(opt_state=setup.from_saved(jax.tree.map(lambda x: x + 1, setup.to_save(state))).opt_state)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", setup.run.config.checkpoint)
-    checkpoints.save(setup.to_save(state), 1, 16)
-    checkpoints.wait()
-    found, reports = checkpoints.find()
-    checkpoints.close()
-    assert reports == []
+    found = saved(setup, state, tmp_path / "checkpoints")
     expected = jax.device_get(setup.to_save(state))
     assert all(x.shape[0] == 7 for x in jax.tree.leaves(expected.params["layers"]))
     for other in OTHERS.values():

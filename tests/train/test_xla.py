@@ -7,11 +7,20 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jgt.document import InputError
+from jgt.pipeline.config import Pipeline
 from train import xla
-from train.sections import XlaConfig
+from train.config.config import Config
+from train.models.config import ModelConfig
+from train.sections import DevicesConfig, XlaConfig
 from train.xla import PRESETS, configure_xla
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
+
+
+def config_of(*, fp8=False, pipeline=None, virtual_cpu=1, **options):
+    """The config of a run with this `xla:` section."""
+    sections = {"model": ModelConfig(fp8=fp8), "devices": DevicesConfig(virtual_cpu=virtual_cpu), "xla": XlaConfig(**options)}
+    return Config(pipeline=pipeline, **sections)
 
 
 @pytest.fixture
@@ -20,7 +29,7 @@ def flags(monkeypatch):
 
     def _flags(config, given=""):
         monkeypatch.setenv("XLA_FLAGS", given)
-        warnings = configure_xla(config, virtual=True)
+        warnings = configure_xla(config)
         return os.environ["XLA_FLAGS"].split(), warnings
 
     return _flags
@@ -37,7 +46,7 @@ def updates(monkeypatch):
 
 
 def test_flags_are_set_and_unknown_ones_left_out(flags):
-    found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True, f"--{UNKNOWN}": 3, "xla_cpu_enable_fast_math": "perhaps"}))
+    found, warnings = flags(config_of(cache=None, flags={GOOD: True, f"--{UNKNOWN}": 3, "xla_cpu_enable_fast_math": "perhaps"}))
     assert found == [f"--{GOOD}=true"]
     assert warnings == [
         f"this XLA does not accept --{UNKNOWN}=3; it is left out",
@@ -46,7 +55,7 @@ def test_flags_are_set_and_unknown_ones_left_out(flags):
 
 
 def test_what_is_known_is_tried_once_with_each_jaxlib(flags, updates, monkeypatch, tmp_path):
-    config, tried = XlaConfig(cache=str(tmp_path), flags={GOOD: True, UNKNOWN: 3}), []
+    config, tried = config_of(cache=str(tmp_path), flags={GOOD: True, UNKNOWN: 3}), []
     monkeypatch.setattr(xla, "_is_accepted", lambda flags: tried.append(flags) or not any(UNKNOWN in flag for flag in flags))
     first = flags(config)
     assert first == ([f"--{GOOD}=true"], [f"this XLA does not accept --{UNKNOWN}=3; it is left out"])
@@ -59,31 +68,52 @@ def test_what_is_known_is_tried_once_with_each_jaxlib(flags, updates, monkeypatc
 
 
 def test_the_environment_wins(flags):
-    found, warnings = flags(XlaConfig(cache=None, flags={GOOD: True}), given=f"--{GOOD}=false --xla_dump_to=x")
+    found, warnings = flags(config_of(cache=None, flags={GOOD: True}), given=f"--{GOOD}=false --xla_dump_to=x")
     assert (found, warnings) == ([f"--{GOOD}=false", "--xla_dump_to=x"], [])
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_known(name, flags):
-    found, warnings = flags(XlaConfig(cache=None, preset=name))
+    found, warnings = flags(config_of(cache=None, preset=name))
     assert warnings == []
     assert found == [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
 
 
-@pytest.mark.parametrize(("gpus", "virtual", "expected"), [(["nvidia0"], False, "gpu"), (["nvidia0"], True, "none"), ([], False, "none")])
-def test_a_preset_for_the_devices_here(gpus, virtual, expected, monkeypatch):
+PIPELINE, FP8 = Pipeline(signal="layers", microbatches=2), {"xla_gpu_enable_triton_gemm": "false"}
+
+
+@pytest.mark.parametrize(("gpus", "virtual_cpu", "has_gpu"), [(["nvidia0"], None, True), (["nvidia0"], 1, False), ([], None, False)])
+@pytest.mark.parametrize(
+    ("preset", "fp8", "pipeline", "expected"),
+    [
+        ("auto", False, None, PRESETS["gpu-overlap"]),
+        ("auto", True, None, PRESETS["gpu-fp8"]),
+        ("auto", False, PIPELINE, PRESETS["gpu-pipeline"]),
+        ("auto", True, PIPELINE, PRESETS["gpu-pipeline"] | FP8),
+        ("none", True, PIPELINE, {}),
+    ],
+)
+def test_a_preset_for_the_devices_here(gpus, virtual_cpu, has_gpu, preset, fp8, pipeline, expected, monkeypatch):
     monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
     monkeypatch.setattr(xla, "_accepted_flags", lambda flags, folder: flags)
-    for preset, fp8, name in (("auto", False, "gpu-overlap"), ("auto", True, "gpu-fp8"), ("none", True, "none")):
-        monkeypatch.setenv("XLA_FLAGS", "")
-        configure_xla(XlaConfig(cache=None, preset=preset), virtual=virtual, fp8=fp8)
-        wanted = PRESETS["none" if expected == "none" else name]
-        assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in wanted.items()]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    configure_xla(config_of(cache=None, preset=preset, virtual_cpu=virtual_cpu, fp8=fp8, pipeline=pipeline))
+    assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in expected.items() if has_gpu]
+
+
+def test_the_presets_differ_in_these_flags():
+    overlap, pipelined = PRESETS["gpu-overlap"], PRESETS["gpu-pipeline"]
+    assert overlap.items() - pipelined.items() == {
+        ("xla_gpu_enable_pipelined_all_gather", "true"),
+        ("xla_gpu_enable_while_loop_double_buffering", "true"),
+    }
+    assert pipelined.items() < overlap.items()
+    assert PRESETS["gpu-fp8"] == overlap | FP8
 
 
 def test_the_flags_of_a_plan_are_those_of_the_run(flags):
-    flags(XlaConfig(cache=None, preset="none"), given=f"--{GOOD}=false")
-    planned, warnings = xla.planned_flags(XlaConfig(flags={GOOD: True, "xla_no_such_flag": 1}), has_gpu=True, fp8=False)
+    flags(config_of(cache=None, preset="none"), given=f"--{GOOD}=false")
+    planned, warnings = xla.planned_flags(config_of(flags={GOOD: True, "xla_no_such_flag": 1}), has_gpu=True)
     assert planned == {name: value for name, value in PRESETS["gpu-overlap"].items() if name != GOOD}
     assert warnings == ["this XLA does not accept --xla_no_such_flag=1; it is left out"]
 
@@ -97,20 +127,20 @@ def test_names_that_cannot_be_xlas(tiny):
 
 def test_programs_are_kept_in_the_users_cache_folder(flags, updates, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags(XlaConfig())
+    flags(config_of())
     (folder,) = (tmp_path / "jgt" / "compiled").iterdir()
     assert updates["jax_compilation_cache_dir"] == str(folder)
-    flags(XlaConfig(cache=str(tmp_path / "own")))
+    flags(config_of(cache=str(tmp_path / "own")))
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "own")
     updates.clear()
-    flags(XlaConfig(cache=None))
+    flags(config_of(cache=None))
     assert updates == {}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt/b", "a" * 300])
 def test_a_cache_that_cannot_be_is_told(tmp_path, updates, name):
     (tmp_path / "a.txt").touch()
-    (warning,) = configure_xla(XlaConfig(cache=str(tmp_path / name)), virtual=True)
+    (warning,) = configure_xla(config_of(cache=str(tmp_path / name)))
     assert warning.startswith(f"compiled programs cannot be stored in {tmp_path}")
     assert updates == {}
 
@@ -119,7 +149,7 @@ def test_a_user_without_a_home_has_no_cache(updates, monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert configure_xla(XlaConfig(), virtual=True) == [
+    assert configure_xla(config_of()) == [
         "compiled programs cannot be stored, because this user has no home folder. Every start compiles again. Set HOME or xla.cache"
     ]
     assert updates == {}
@@ -127,7 +157,7 @@ def test_a_user_without_a_home_has_no_cache(updates, monkeypatch):
 
 @pytest.mark.parametrize("harm", ["pipe", "folder", "flip"])
 def test_a_stored_answer_that_is_harmed_is_asked_for_again(harm, flags, updates, tmp_path):
-    config = XlaConfig(cache=str(tmp_path), flags={GOOD: True})
+    config = config_of(cache=str(tmp_path), flags={GOOD: True})
     first = flags(config)
     (note,) = tmp_path.glob("flags-*")
     text = note.read_bytes()
@@ -143,6 +173,6 @@ def test_a_stored_answer_that_is_harmed_is_asked_for_again(harm, flags, updates,
 
 def test_a_jax_with_another_cache_has_none(updates, monkeypatch, tmp_path):
     monkeypatch.setattr(xla, "use_programs", lambda programs: False)
-    assert configure_xla(XlaConfig(cache=str(tmp_path)), virtual=True) == [
+    assert configure_xla(config_of(cache=str(tmp_path))) == [
         "compiled programs are not stored, because they cannot be checked with this version of JAX. Every start compiles again"
     ]

@@ -30,7 +30,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     jax.config.update("jax_platforms", "cpu")
     again = _maker(run, target, num_devices)
     # The program that will run is the one that XLA compiles with the run's own flags.
-    flags, warnings = planned_flags(run.config.xla, has_gpu=target is not None, fp8=run.config.model.fp8)
+    flags, warnings = planned_flags(run.config, has_gpu=target is not None)
     for warning in warnings:
         say(warning)
     plans: list[Plan] = []

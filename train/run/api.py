@@ -169,7 +169,7 @@ def _start_jax(checked: Run) -> None:
     """Starts JAX as the config says, unless this process has used it already."""
     config = checked.config
     with contextlib.suppress(RuntimeError):
-        configure_xla(config.xla, virtual=config.devices.virtual_cpu is not None, fp8=config.model.fp8)
+        configure_xla(config)
         start_jax(None, config.devices.virtual_cpu, where=checked.where("devices.virtual_cpu"))
     open_devices()
     wanted = config.devices.virtual_cpu
