@@ -10,22 +10,21 @@ A call is found by its region. The rules say where its experts are:
 
 Its tokens are split as the inputs are. Without `experts:`, each device runs all experts on its own tokens, which is the same program for an
 axis of one device: rows are never sorted across devices. To prove that a call can run in parts, its function is run on a few rows in two
-orders (`is_row_wise`).
+orders (`jgt.experts.trial`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
 from jgt.experts.parts import Exchange, run_on
+from jgt.experts.trial import is_row_wise
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program
@@ -37,9 +36,13 @@ from jgt.rules.spec import min_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A program whose calls of experts run on the devices of a mesh. matches: the rules that a call was found for."""
+    """A program whose calls of experts run on the devices of a mesh.
+
+    matches: the rules that a call was found for. counts: the number of experts, by signal.
+    """
 
     program: Program
+    counts: Mapping[str, int]
     matches: tuple[Match[ExpertsRule], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -51,15 +54,16 @@ def call_of(equation: Equation) -> ExpertCall | None:
 
 
 def place_experts(
-    program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims]
+    program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims], *, tries: bool
 ) -> Placed:
     """Replaces the calls of this program, but not those of programs inside it.
 
-    free(dims, manual): the dims without axes that something around the program has taken.
+    free(dims, manual): the dims without axes that something around the program has taken. tries: whether functions of experts are tried.
     """
     eqns: list[Equation] = []
     matches: list[Match[ExpertsRule]] = []
     problems: list[str] = []
+    counts: dict[str, int] = {}
     for equation in jx.body(program).eqns:
         call, place = call_of(equation), jx.place_of(equation, around)
         # Rows of a vmap have a dim that no spec names.
@@ -67,19 +71,19 @@ def place_experts(
             eqns.append(equation)
             continue
         match = match_experts(rules, place.path)
+        counts[place.path] = jx.shape_of(equation.invars[0])[0]
         matches.append(match)
         here = jx.manual_mesh(equation) or jx.mesh_around() or mesh
         manual = () if isinstance(here, Mesh) else here.manual_axes
         rows, rule = free(_rows(rules, equation), manual), match.rule
         # Where the axis is manual, weights are those of one device, or they are whole.
         is_held = rule is not None and rule.axis in manual
-        found = list(_problems(None if is_held else rule, call, equation, rows, dict(here.shape)))
+        found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=tries))
         problems += found
         exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
         eqns += [equation] if found else _replaced(call, exchange, here, equation)
-    return Placed(
-        program=jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars), matches=tuple(matches), problems=tuple(problems)
-    )
+    new = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+    return Placed(program=new, counts=counts, matches=tuple(matches), problems=tuple(problems))
 
 
 def _rows(rules: Rules, equation: Equation) -> Dims:
@@ -98,7 +102,10 @@ def _exchange(rule: ExpertsRule | None, rows: Dims, sizes: dict[str, int]) -> Ex
     return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, method=rule.exchange, room=rule.room, drops=rule.over == "drop")
 
 
-def _problems(rule: ExpertsRule | None, call: ExpertCall, equation: Equation, rows: Dims, sizes: dict[str, int]) -> Any:
+def _problems(
+    rule: ExpertsRule | None, call: ExpertCall, equation: Equation, rows: Dims, mesh: Mesh | AbstractMesh, *, tries: bool
+) -> Iterator[str]:
+    sizes = dict(mesh.shape)
     shape = jx.shape_of(equation.invars[-3])
     where = "experts" if rule is None else f"{rule.where}: experts"
     for misfit in misfits(rows, shape, sizes):
@@ -115,38 +122,13 @@ def _problems(rule: ExpertsRule | None, call: ExpertCall, equation: Equation, ro
             f"{where}: the tokens are not split over {rule.axis}, so each of its devices would route the same ones. "
             f"Add {rule.axis} to the axes of the batch: axes: {{batch: [..., {rule.axis}]}}"
         )
-    if (reason := _not_row_wise(call, equation)) is not None:
-        yield f"{where}: the function of experts at {jx.line_of(equation)} {reason}"
-
-
-def _not_row_wise(call: ExpertCall, equation: Equation) -> str | None:
-    """Why a call's function cannot run in parts, found by a trial with few rows; None if it can."""
-    # In 2 groups and in another order within each; the rows behind the groups are noise.
-    leaves = [jx.struct_of(atom) for atom in equation.invars[:-3]]
-    rng = np.random.default_rng(0)
-    x = jx.struct_of(equation.invars[-3])
-
-    def noise(shape: Sequence[int], dtype: Any) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1]), dtype)
-
-    num_rows = 12
-    sizes = np.zeros(leaves[0].shape[0], np.int32)
-    sizes[0], sizes[-1] = 5, sizes[-1] + 3
-    if len(sizes) == 1:
-        sizes[0] = 8
-    order = np.concatenate([np.random.default_rng(1).permutation(5), 5 + np.random.default_rng(2).permutation(3), np.arange(8, num_rows)])
-
-    def run(rows: jax.Array) -> np.ndarray[Any, Any]:
-        return np.asarray(call.run(weights, rows, jnp.asarray(sizes)), np.float32)[:8]
-
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        weights = [noise(leaf.shape, leaf.dtype) for leaf in leaves]
-        rows = noise((num_rows, x.shape[-1]), x.dtype)
-        one, other = run(rows), run(rows[order].at[8:].multiply(7))
-    tolerance = 1e-5 if x.dtype == jnp.float32 else 2e-2
-    if np.allclose(one[order[:8]], other, rtol=tolerance, atol=tolerance * float(np.max(np.abs(one)))):
-        return None
-    return "does not map each row on its own: in another order, its rows have other results. Take sums and maxima over rows out of it"
+    if rule.exchange == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+        yield f"{where}: exchange: XLA has no ragged exchange for CPUs. Use all-to-all or gather, or GPUs"
+    if tries and not is_row_wise(call, equation):
+        yield (
+            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: in another order, rows have "
+            "other results. Take sums and maxima over rows out of it"
+        )
 
 
 def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, equation: Equation) -> list[Equation]:

@@ -302,6 +302,11 @@ def source_of(equation: Equation) -> str:
     return "" if text == source_info_util.summarize(source_info_util.new_source_info()) else text
 
 
+def exclude_lines(path: Path) -> None:
+    """Lines of this file or folder are not where a user wrote an operation, though they are on the way to it."""
+    source_info_util.register_exclusion(str(path))
+
+
 def line_of(equation: Equation) -> str:
     """The file:line of the innermost user code that an equation comes from, preferably outside of installed packages."""
     frames = source_info_util.user_frames(equation.source_info.traceback)

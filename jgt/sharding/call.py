@@ -13,7 +13,7 @@ dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,7 +27,20 @@ from jgt.program.dims import Dims, even_dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
 from jgt.program.uses import Use, parameter_uses
-from jgt.rules import Match, Rules, Seen, SpecRule, expand, fits_rank, match_optimizer, match_param, misfit_problems, misfits, unreached
+from jgt.rules import (
+    Match,
+    Rules,
+    Seen,
+    SpecRule,
+    expand,
+    fits_rank,
+    match_experts,
+    match_optimizer,
+    match_param,
+    misfit_problems,
+    misfits,
+    unreached,
+)
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
@@ -88,6 +101,7 @@ def plan_call(
         *params.problems,
         *inputs.problems,
         *whole.problems,
+        *_experts_problems(params.places, whole.experts, rules),
     ]
     if not partial:
         used = {place.path: place.signals for place in params.places}
@@ -266,6 +280,23 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
             )
     if problems:
         raise InputError(problems)
+
+
+def _experts_problems(places: Sequence[ParameterPlace], experts: Mapping[str, int], rules: Rules) -> Iterator[str]:
+    """The problem of weights of experts that the axis of the experts splits along another dim. experts: their number, by signal."""
+    for place in places:
+        inner = [(size, axes) for dim, (size, axes) in enumerate(zip(place.shape, place.dims, strict=True)) if dim not in place.sliced]
+        for signal in place.signals:
+            rule = match_experts(rules, signal).rule
+            # By its shape: a router [d, experts] is not one of the weights.
+            if rule is None or len(inner) < 2 or inner[0][0] != experts.get(signal):
+                continue
+            if any(rule.axis in axes for _, axes in inner[1:]):
+                shape = [size for size, _ in inner]
+                yield (
+                    f"{rule.where}: experts: {rule.axis} holds the experts, so it can split dim 0 of {place.path} {shape} only. "
+                    f"Write {rule.axis} first in its spec, and take it out of the other dims"
+                )
 
 
 def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:

@@ -36,13 +36,15 @@ _R = TypeVar("_R", SpecRule, SaveRule)
 class Rewritten:
     """A program with every rule applied, and what the rules met in it. A value whose rule does not fit is left without a constraint.
 
-    signals, tensors and out_ranks: see `jgt.rules.Seen`. matches: the answers that got a rule or a problem.
+    signals, tensors and out_ranks: see `jgt.rules.Seen`. experts: the number of experts that are called, by signal. matches: the answers
+    that got a rule or a problem.
     """
 
     program: Program
     signals: frozenset[str]
     tensors: Mapping[str, frozenset[str]]
     out_ranks: Mapping[str, frozenset[int]]
+    experts: Mapping[str, int]
     matches: tuple[AnyMatch, ...]
     problems: tuple[str, ...]
 
@@ -78,7 +80,7 @@ def rewrite_part(program: Program, place: Place, rules: Rules, site: Surrounding
 
     site: of the whole. arguments: the dims of those that are pinned outside, by number.
     """
-    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True)
+    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True, is_part=True)
     for index, dims in (arguments or {}).items():
         sharding = rewriter.sharding(dims)
         rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
@@ -89,8 +91,8 @@ def rewrite_part(program: Program, place: Place, rules: Rules, site: Surrounding
 class _Rewriter:
     """One walk through a program. The lists and sets are filled on the way and read only at the end, by `result`."""
 
-    def __init__(self, rules: Rules, site: Surroundings, *, applies: bool):
-        self._rules, self._site, self._applies = rules, site, applies
+    def __init__(self, rules: Rules, site: Surroundings, *, applies: bool, is_part: bool = False):
+        self._rules, self._site, self._applies, self._is_part = rules, site, applies, is_part
         # On one device there is nothing to lay out.
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
@@ -100,6 +102,7 @@ class _Rewriter:
         self._signals: set[str] = set()
         self._tensors: dict[str, set[str]] = {}
         self._out_ranks: dict[str, set[int]] = {}
+        self._experts: dict[str, int] = {}
         self._has_overlap = any(rule.overlap is not None for rule in rules.signals)
         # Tensors that a rule makes whole and that a ring of matmuls takes in parts.
         self._split: set[Var] = set()
@@ -111,6 +114,7 @@ class _Rewriter:
             signals=frozenset(self._signals),
             tensors={name: frozenset(signals) for name, signals in self._tensors.items()},
             out_ranks={signal: frozenset(ranks) for signal, ranks in self._out_ranks.items()},
+            experts=self._experts,
             matches=tuple(self._matches),
             problems=tuple(self._problems),
         )
@@ -164,8 +168,9 @@ class _Rewriter:
 
     def _with_experts(self, program: Program, around: Place) -> Program:
         """The program whose experts run on the devices that have them."""
-        placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims)
+        placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims, tries=not self._is_part)
         self._matches += [match for match in placed.matches if match.decided]
+        self._experts |= placed.counts
         self._problems += placed.problems
         return placed.program if self.constrains else program
 
