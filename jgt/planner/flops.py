@@ -30,7 +30,7 @@ from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
-from jgt.program.scopes import taken_share, useful_share
+from jgt.program.scopes import expected_trips, taken_share, useful_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,10 @@ class Flops:
 
 
 def flops(program: Program) -> tuple[Flops, ...]:
-    """The FLOPs of a program by signal and phase. Of a branch the largest alternative counts, and a loop of unknown length counts once."""
+    """The FLOPs of a program by signal and phase.
+
+    Of a branch the largest alternative counts. A loop of unknown length counts as often as its name says, once if it says nothing.
+    """
     # Fractions are exact: a branch that a pipeline takes 8 of 9 times counts 8/9.
     executed: dict[Origin, Fraction] = collections.defaultdict(Fraction)
     useful: dict[Origin, Fraction] = collections.defaultdict(Fraction)
@@ -78,6 +81,9 @@ def _repeats(equation: Equation) -> int:
         # Shapes inside a shard_map are one device's along its manual axes, so the devices along these axes count.
         sizes = dict(params["mesh"].shape)
         return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    if equation.primitive.name == "while":
+        expected = expected_trips(f"{equation.source_info.name_stack}")
+        return 1 if expected is None else expected
     return 1
 
 
@@ -88,9 +94,13 @@ def _matmul_flops(equation: Equation) -> int:
         left = jx.shape_of(equation.invars[0])
         return 2 * math.prod(jx.shape_of(equation.outvars[0])) * math.prod(left[int(d)] for d in contracted)
     if name == "ragged_dot_general":
-        # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group.
+        # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group. Where rows are contracted, [rows, k] with
+        # [rows, n], each group has its own, so together they have all.
         left, right = (jx.shape_of(v) for v in equation.invars[:2])
-        return 2 * math.prod(left) * right[-1]
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+        return 2 * math.prod(left) * math.prod(size for dim, size in enumerate(right) if dim not in shared)
     if name == "conv_general_dilated":
         numbers, right = params["dimension_numbers"], jx.shape_of(equation.invars[1])
         # The inputs that one output is summed over: all of the kernel's dims but that of the output's features.

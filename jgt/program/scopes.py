@@ -24,6 +24,7 @@ PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
+_TRIPS = re.compile(r"jgt\.(?:trips\.(\d+)|more_rounds)")
 _USEFUL = re.compile(r"jgt\.useful\.(\d+)of(\d+)")
 
 
@@ -60,6 +61,17 @@ def branch_taken(share: Fraction) -> AbstractContextManager[object]:
 def useful(share: Fraction) -> AbstractContextManager[object]:
     """Work that always runs, but whose result is used in this share of the cases only."""
     return jax.named_scope(f"jgt.useful.{share.numerator}of{share.denominator}")
+
+
+def expected_trips(loop: str) -> int | None:
+    """The number of trips to expect of a loop, from the scopes in its name; None if none of them says.
+
+    `jgt.trips.72` says 72. It is no function here, because models write it, which know nothing of jgt but signals. The further rounds of
+    an exchange (`jgt.experts.exchange`) are not expected at all.
+    """
+    # A scope around an outer loop is in the name too, before that loop's body.
+    found = _TRIPS.findall(loop.rpartition("while/body")[2])
+    return int(found[-1] or 0) if found else None
 
 
 def taken_share(name: str) -> Fraction:
