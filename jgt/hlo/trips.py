@@ -34,9 +34,9 @@ class _Sum(NamedTuple):
     times: int = 0
 
 
-def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a loop runs its body, or is expected to; None if that is unknown."""
-    expected = expected_trips(loop.op_name)
+def trip_count(module: Module, loop: Instruction, further_rounds: int = 0) -> int | None:
+    """How often a loop runs its body, or is expected to; None if that is unknown. further_rounds: see `expected_trips`."""
+    expected = expected_trips(loop.op_name, further_rounds)
     if expected is not None:
         return expected
     if loop.trip_count is not None:

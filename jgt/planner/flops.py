@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -31,6 +31,9 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
 from jgt.program.scopes import expected_trips, taken_share, useful_share
+
+RAGGED_DOT = "ragged_dot_general"
+"""The primitive of `jax.lax.ragged_dot`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,24 @@ def flops(program: Program) -> tuple[Flops, ...]:
     return tuple(Flops(signal=o.signal, phase=o.phase, executed=float(executed[o]), useful=float(useful[o])) for o in sorted(executed))
 
 
-def _dots(program: Program, around: str, times: Fraction) -> Iterator[tuple[str, Fraction]]:
-    """The whole name stack of each matmul, and its FLOPs, times the loops around it."""
+def grouped_flops(program: Program) -> dict[str, float]:
+    """The FLOPs of `jax.lax.ragged_dot` by signal, each row with the matrix of its group only."""
+    found: dict[str, Fraction] = collections.defaultdict(Fraction)
+    for name, count in _dots(program, "", Fraction(1), lambda e: _matmul_flops(e) if e.primitive.name == RAGGED_DOT else 0):
+        origin = origin_of(name)
+        found[origin.signal if origin else NONE] += count * taken_share(name)
+    return {signal: float(count) for signal, count in found.items()}
+
+
+def _dots(
+    program: Program, around: str, times: Fraction, counted: Callable[[Equation], int] | None = None
+) -> Iterator[tuple[str, Fraction]]:
+    """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: of an equation, instead of its FLOPs."""
     for equation in jx.body(program).eqns:
         name = f"{around}/{equation.source_info.name_stack}"
-        if count := _matmul_flops(equation):
+        if count := (counted or _matmul_flops)(equation):
             yield name, count * times
-        inner = [list(_dots(p, name, times * _repeats(equation))) for p in jx.subprograms(equation)]
+        inner = [list(_dots(p, name, times * _repeats(equation), counted)) for p in jx.subprograms(equation)]
         if "branches" in equation.params:
             # Which branch is taken is not known from the program. The one with the most FLOPs counts.
             inner = [max(inner, key=lambda dots: sum(count for _, count in dots))]
@@ -93,7 +107,7 @@ def _matmul_flops(equation: Equation) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         left = jx.shape_of(equation.invars[0])
         return 2 * math.prod(jx.shape_of(equation.outvars[0])) * math.prod(left[int(d)] for d in contracted)
-    if name == "ragged_dot_general":
+    if name == RAGGED_DOT:
         # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group. Where rows are contracted, [rows, k] with
         # [rows, n], each group has its own, so together they have all.
         left, right = (jx.shape_of(v) for v in equation.invars[:2])

@@ -105,12 +105,13 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
     """is_transposed: by the transposed matrices, [n, m] → [n, k]."""
     b = block_rows(rows.shape[0], sizes.shape[0])
-    contracted, width = (1, weights.shape[1]) if is_transposed else (0, weights.shape[2])
+    contracted, width = (2, weights.shape[1]) if is_transposed else (1, weights.shape[2])
 
     def step(block: _Block, results: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(rows, block.at, b)
-        matrix = jax.lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
-        y = jax.lax.dot_general(x, matrix.astype(x.dtype), (((1,), (contracted,)), ((), ())))
+        # With its dim of groups: a rule's spec for the weights has that dim.
+        matrix = jax.lax.dynamic_slice_in_dim(weights, block.group, 1).astype(x.dtype)
+        y = jax.lax.dot_general(x[None], matrix, (((2,), (contracted,)), ((0,), (0,))))[0]
         # Rows of other groups are left to other blocks.
         y = jnp.where(block.mask, y, jax.lax.dynamic_slice_in_dim(results, block.at, b))
         return jax.lax.dynamic_update_slice_in_dim(results, y, block.at, 0)
