@@ -19,6 +19,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 
+_KERNELS = frozenset({"mpmd_map", "pallas_call"})
+"""Their programs are those of one device, and name no mesh."""
+
 
 @dataclass(frozen=True)
 class JitCall:
@@ -64,7 +67,8 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
     moved = _Values(mesh)
     eqns: list[Equation] = []
     for equation in inner.eqns:
-        params = jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
+        is_kernel = equation.primitive.name in _KERNELS
+        params = None if is_kernel else jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
         new = equation if params is None else equation.replace(params=params)
         # `map_params` does not look inside programs, so their equations are replaced before.
         params = jx.map_params(new, lambda item: _on_mesh(item, mesh))
@@ -92,8 +96,9 @@ class _Values:
     def atom(self, atom: Atom) -> Atom:
         if jx.is_var(atom):
             return self._var(atom)
+        value: Any = atom.val
         # JAX's kind of array remembers its type. A view of it forgets that, and asks for it again where it is read.
-        return Literal(atom.val.view(), atom.aval) if isinstance(atom.val, np.ndarray) else atom
+        return Literal(value.view(), atom.aval) if isinstance(value, np.ndarray) else atom
 
     def _var(self, var: Var) -> Var:
         if var not in self._moved:

@@ -165,6 +165,23 @@ def test_mosaics_kernels_compile_for_a_gpu_that_is_not_there():
     assert not found.findings
 
 
+@needs_plugin
+def test_mosaics_kernels_compile_on_the_devices_of_a_mesh():
+    mesh = jgt.make_mesh({"expert": 8}, devices=devices_of(parse_target("h100:1x8")))
+    spec = P("expert")
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((2048, 128), jnp.bfloat16), ((16,), jnp.int32), ((16, 128, 128), jnp.bfloat16))]
+
+    def step(rows, sizes, weights):
+        return jax.vjp(lambda weights: by_mosaic(rows, sizes, weights), weights)[1](rows)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=(spec,), check_vma=False)
+    found = plan(
+        mapped, *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, spec)) for s in shapes), target="h100:1x8"
+    )
+    assert found.flops_per_device == 3 * 2 * 256 * 128 * 128
+    assert not found.findings
+
+
 @pytest.mark.parametrize("shape", [(64, 128, 128), (512, 96, 128), (512, 128, 96)])
 def test_arrays_without_whole_tiles_are_computed_by_blocks(shape):
     n, k, m = shape
