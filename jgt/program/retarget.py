@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -96,9 +95,9 @@ class _Values:
     def atom(self, atom: Atom) -> Atom:
         if jx.is_var(atom):
             return self._var(atom)
-        value: Any = atom.val
         # JAX's kind of array remembers its type. A view of it forgets that, and asks for it again where it is read.
-        return Literal(value.view(), atom.aval) if isinstance(value, np.ndarray) else atom
+        value = atom.val
+        return Literal(value.view(), atom.aval) if hasattr(value, "view") else atom
 
     def _var(self, var: Var) -> Var:
         if var not in self._moved:
