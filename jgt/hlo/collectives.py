@@ -11,7 +11,8 @@ concatenated the arrays into one operand, the parts of the concatenation are the
 
 Bytes are what one device sends if a ring does the work, the usual measure: with n devices and an array of B bytes in all,
 B(n-1)/n for all-gather, reduce-scatter and all-to-all, and twice that for all-reduce, which is a reduce-scatter and an all-gather
-(Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19, 2005).
+(Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19, 2005). How much a ragged all-to-all
+sends is known only when it runs; it counts as an all-to-all of its operand or its result, whichever is smaller.
 """
 
 from __future__ import annotations
@@ -64,10 +65,13 @@ class Piece(NamedTuple):
     results: tuple[Spot, ...]
 
 
-def collectives(module: Module, mesh: Mapping[str, int], num_devices: int) -> tuple[Collective, ...]:
-    """The collectives of a program, those that send most first. Raises ValueError for groups in an unknown notation."""
+def collectives(module: Module, mesh: Mapping[str, int], num_devices: int, further_rounds: int = 0) -> tuple[Collective, ...]:
+    """The collectives of a program, those that send most first. Raises ValueError for groups in an unknown notation.
+
+    further_rounds: of each exchange of experts, after its first.
+    """
     counts: collections.Counter[Collective] = collections.Counter()
-    for name, runs in runs_per_step(module).items():
+    for name, runs in runs_per_step(module, further_rounds).items():
         for instruction in module.computations[name].instructions.values() if runs else ():
             # The `-done` of a pair is of another kind, so a pair counts once.
             if instruction.kind in COLLECTIVES:
@@ -139,8 +143,11 @@ def pieces(module: Module, at: str, collective: Instruction) -> Iterator[Piece]:
     instructions = module.computations[at].instructions
     operands = [instructions[name] for name in collective.operands]
     if collective.kind == "ragged-all-to-all":
-        # The others are the buffer for the result, and the offsets and sizes of the blocks.
-        operands = operands[:1]
+        # Rows, the buffer for them, and the offsets and sizes of the blocks. The larger of rows and buffer has room for whatever may come.
+        array = min((operand.arrays[0] for operand in operands[:2]), key=lambda array: array.num_bytes)
+        results = tuple(Spot(at, result) for result in _results(module, at, collective, 0, 1))
+        yield Piece(array, collective.op_name, Spot(at, operands[0].name), results)
+        return
     for index, (operand, name) in enumerate(zip(operands, operand_names(collective.op_name, len(operands)), strict=True)):
         parts = list(_concatenated(module, at, operand))
         if len(parts) > 1:

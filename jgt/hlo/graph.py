@@ -23,10 +23,11 @@ _OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
 """Ops whose results do not correspond to their operands one by one."""
 
 
-def runs_per_step(module: Module) -> dict[str, Fraction]:
+def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction]:
     """How often each computation runs in one run of the program.
 
-    A loop of unknown length counts as one iteration, and a branch without a known fraction as always taken.
+    A loop of unknown length counts as one iteration, and a branch without a known fraction as always taken. further_rounds: see
+    `expected_trips`.
     """
     runs: dict[str, Fraction] = {module.entry: Fraction(1)}
 
@@ -34,7 +35,9 @@ def runs_per_step(module: Module) -> dict[str, Fraction]:
         if name not in runs:
             # XLA has no recursion, but a malformed text might: 0 ends it.
             runs[name] = Fraction(0)
-            runs[name] = sum((of(at) * _runs_per_call(module, caller, name) for at, caller in module.callers.get(name, ())), Fraction(0))
+            runs[name] = sum(
+                (of(at) * _runs_per_call(module, caller, name, further_rounds) for at, caller in module.callers.get(name, ())), Fraction(0)
+            )
         return runs[name]
 
     # Computations that nothing calls get 0.
@@ -51,9 +54,9 @@ def fraction_taken(module: Module, branch: str) -> Fraction:
     return branch_share(i.op_name for i in module.computations[branch].instructions.values())
 
 
-def _runs_per_call(module: Module, caller: Instruction, called: str) -> Fraction:
+def _runs_per_call(module: Module, caller: Instruction, called: str, further_rounds: int) -> Fraction:
     if caller.op == "while":
-        trips = trip_count(module, caller)
+        trips = trip_count(module, caller, further_rounds)
         # The condition is evaluated once more than the body: the last time it ends the loop.
         return Fraction((1 if trips is None else trips) + (caller.attribute("condition") == called))
     return fraction_taken(module, called) if caller.op == "conditional" else Fraction(1)

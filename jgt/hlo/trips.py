@@ -8,6 +8,9 @@ of XLA, which peel an iteration off a loop or put two into one body, drop it aga
     outside      while((0, ...))              the start
 
 Each of the three is a constant, or a sum of constants and of the counter, behind copies and fusions.
+
+Some loops have no such count, because it follows from what is computed. Then the loop's name may say which number to expect
+(`jgt.program.scopes.expected_trips`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import NamedTuple
 
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.text import Module, Spot
+from jgt.program.scopes import expected_trips
 
 _COUNTER = re.compile(r'"known_induction_variable":\{"tuple_index":"(\d+)"')
 _SAME = ("copy", "bitcast", "convert", "reshape")
@@ -30,8 +34,11 @@ class _Sum(NamedTuple):
     times: int = 0
 
 
-def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a loop runs its body; None if that is unknown."""
+def trip_count(module: Module, loop: Instruction, further_rounds: int = 0) -> int | None:
+    """How often a loop runs its body, or is expected to; None if that is unknown. further_rounds: see `expected_trips`."""
+    expected = expected_trips(loop.op_name, further_rounds)
+    if expected is not None:
+        return expected
     if loop.trip_count is not None:
         return loop.trip_count
     found = _COUNTER.search(loop.text)

@@ -23,16 +23,20 @@ from typing import Literal
 from jgt.console import size_text
 from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
+from jgt.hlo.kernels import is_kernel, kernel_cost
 from jgt.hlo.origin import NONE, origin_of
 from jgt.hlo.text import Module
 from jgt.hlo.trips import unknown_loops
 from jgt.planner.compiled import Compiled
+from jgt.planner.flops import RAGGED_DOT, grouped_flops
 from jgt.planner.formulas import Expected
 from jgt.planner.layouts import Parameter, constraints
 from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
 
-FindingKind = Literal["memory", "rematerialization", "indivisible", "replicated", "computed-alike", "unexplained", "unknown-loop"]
+FindingKind = Literal[
+    "memory", "rematerialization", "indivisible", "replicated", "computed-alike", "dense-experts", "unexplained", "unknown-loop"
+]
 
 _FORGOTTEN = 0.05
 """A replicated parameter is a finding from this share of all parameters on a device: small ones are replicated on purpose."""
@@ -109,7 +113,10 @@ def findings(
     # The bytes that a misfit causes are unexplained too, but one finding is enough for one mistake.
     covered = {finding.signal for finding in misfits}
     unexplained = [finding for finding in _unexplained(sent, formulas) if finding.signal not in covered]
-    shards = [*_replicated(params, compiled.mesh.size), *_repeated(rows, module)]
+    dense = list(_dense_experts(compiled, module))
+    # Work that a dense ragged_dot does in vain is not repeated by other devices.
+    repeated = [finding for finding in _repeated(rows, module) if finding.signal not in {other.signal for other in dense}]
+    shards = [*_replicated(params, compiled.mesh.size), *dense, *repeated]
     rules = {row.signal: row.rule for row in rows}
     for finding in (*_too_much_memory(memory), *misfits, *shards, *unexplained, *_unknown_loops(module)):
         rule = rules.get(finding.signal, "")
@@ -181,6 +188,32 @@ def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
                 "axis that is missing"
             )
             yield _finding("computed-alike", row.signal, _largest_dot(module, row.signal), 0, text)
+
+
+def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
+    # XLA for CPU does the same, but a plan for CPU devices is not about speed.
+    meant = {} if compiled.target is None else grouped_flops(compiled.program)
+    sources: dict[str, str] = {}
+    done: dict[str, Fraction] = collections.defaultdict(Fraction)
+    for name, runs in runs_per_step(module).items() if meant else ():
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            if is_kernel(instruction) and instruction.op_name.endswith(RAGGED_DOT):
+                count = runs * kernel_cost(module, computation, instruction).flops
+                origin = origin_of(instruction.op_name)
+                signal = origin.signal if origin else NONE
+                done[signal] += count
+                # The line of the first one: that of the forward pass.
+                sources.setdefault(signal, module.source(instruction.text))
+    for signal, count in done.items():
+        share = meant.get(signal, 0.0) / compiled.mesh.size
+        if share and count > REPEATED * share:
+            text = (
+                f"XLA multiplies all rows of jax.lax.ragged_dot by the matrices of all groups, {float(count) / share:.1f} times the FLOPs "
+                f"({float(count) / 1e9:.3g} instead of {share / 1e9:.3g} GFLOP on each device). Use a matmul that is grouped on this GPU: "
+                "grouped in train/models/grouped.py, or a batched matmul over groups of equal size"
+            )
+            yield _finding("dense-experts", signal, sources[signal], 0, text)
 
 
 def _largest_dot(module: Module, signal: str) -> str:

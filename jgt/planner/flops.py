@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -30,7 +30,10 @@ from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
-from jgt.program.scopes import taken_share, useful_share
+from jgt.program.scopes import expected_trips, taken_share, useful_share
+
+RAGGED_DOT = "ragged_dot_general"
+"""The primitive of `jax.lax.ragged_dot`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,10 @@ class Flops:
 
 
 def flops(program: Program) -> tuple[Flops, ...]:
-    """The FLOPs of a program by signal and phase. Of a branch the largest alternative counts, and a loop of unknown length counts once."""
+    """The FLOPs of a program by signal and phase.
+
+    Of a branch the largest alternative counts. A loop of unknown length counts as often as its name says, once if it says nothing.
+    """
     # Fractions are exact: a branch that a pipeline takes 8 of 9 times counts 8/9.
     executed: dict[Origin, Fraction] = collections.defaultdict(Fraction)
     useful: dict[Origin, Fraction] = collections.defaultdict(Fraction)
@@ -55,13 +61,24 @@ def flops(program: Program) -> tuple[Flops, ...]:
     return tuple(Flops(signal=o.signal, phase=o.phase, executed=float(executed[o]), useful=float(useful[o])) for o in sorted(executed))
 
 
-def _dots(program: Program, around: str, times: Fraction) -> Iterator[tuple[str, Fraction]]:
-    """The whole name stack of each matmul, and its FLOPs, times the loops around it."""
+def grouped_flops(program: Program) -> dict[str, float]:
+    """The FLOPs of `jax.lax.ragged_dot` by signal, each row with the matrix of its group only."""
+    found: dict[str, Fraction] = collections.defaultdict(Fraction)
+    for name, count in _dots(program, "", Fraction(1), lambda e: _matmul_flops(e) if e.primitive.name == RAGGED_DOT else 0):
+        origin = origin_of(name)
+        found[origin.signal if origin else NONE] += count * taken_share(name)
+    return {signal: float(count) for signal, count in found.items()}
+
+
+def _dots(
+    program: Program, around: str, times: Fraction, counted: Callable[[Equation], int] | None = None
+) -> Iterator[tuple[str, Fraction]]:
+    """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: of an equation, instead of its FLOPs."""
     for equation in jx.body(program).eqns:
         name = f"{around}/{equation.source_info.name_stack}"
-        if count := _matmul_flops(equation):
+        if count := (counted or _matmul_flops)(equation):
             yield name, count * times
-        inner = [list(_dots(p, name, times * _repeats(equation))) for p in jx.subprograms(equation)]
+        inner = [list(_dots(p, name, times * _repeats(equation), counted)) for p in jx.subprograms(equation)]
         if "branches" in equation.params:
             # Which branch is taken is not known from the program. The one with the most FLOPs counts.
             inner = [max(inner, key=lambda dots: sum(count for _, count in dots))]
@@ -78,6 +95,9 @@ def _repeats(equation: Equation) -> int:
         # Shapes inside a shard_map are one device's along its manual axes, so the devices along these axes count.
         sizes = dict(params["mesh"].shape)
         return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    if equation.primitive.name == "while":
+        expected = expected_trips(f"{equation.source_info.name_stack}")
+        return 1 if expected is None else expected
     return 1
 
 
@@ -87,10 +107,14 @@ def _matmul_flops(equation: Equation) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         left = jx.shape_of(equation.invars[0])
         return 2 * math.prod(jx.shape_of(equation.outvars[0])) * math.prod(left[int(d)] for d in contracted)
-    if name == "ragged_dot_general":
-        # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group.
+    if name == RAGGED_DOT:
+        # [rows, k] with [groups, k, n]: every row is multiplied by the matrix of its group. Where rows are contracted, [rows, k] with
+        # [rows, n], each group has its own, so together they have all.
         left, right = (jx.shape_of(v) for v in equation.invars[:2])
-        return 2 * math.prod(left) * right[-1]
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+        return 2 * math.prod(left) * math.prod(size for dim, size in enumerate(right) if dim not in shared)
     if name == "conv_general_dilated":
         numbers, right = params["dimension_numbers"], jx.shape_of(equation.invars[1])
         # The inputs that one output is summed over: all of the kernel's dims but that of the output's features.

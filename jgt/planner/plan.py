@@ -11,14 +11,16 @@ the bytes of the whole program, and their times are the time of the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import jax
 
-from jgt.console import axes_text
+from jgt.console import axes_text, size_text
 from jgt.hlo.collectives import Collective, collectives
+from jgt.hlo.text import Module
 from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
@@ -28,6 +30,7 @@ from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
 from jgt.planner.timeline import Network, Timeline
+from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
@@ -136,9 +139,23 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
         exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        assumptions=tuple(_assumptions(compiled)),
+        assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
+
+
+def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:
+    """What the further rounds of exchanges of experts would cost."""
+    loops = [i for i in module.instructions() if i.op == "while"]
+    rounds = [number for loop in loops if (number := possible_rounds(loop.op_name)) is not None]
+    if rounds:
+        with_another = collectives(module, mesh, math.prod(mesh.values()), further_rounds=1)
+        cost = sum(c.total_bytes for c in with_another) - sum(c.total_bytes for c in sent)
+        most = f"Up to {max(rounds)} further ones" if max(rounds) else "Further ones"
+        yield (
+            f"experts: each exchange counts as one round. {most} run if a pair of devices has more rows than room. One more round of each "
+            f"exchange sends {size_text(cost)} more in a step"
+        )
 
 
 def _groups(arguments: Sequence[Argument], params: Sequence[Parameter]) -> dict[str, list[Argument]]:

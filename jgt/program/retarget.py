@@ -1,18 +1,25 @@
 """A traced program moved to another mesh, so that a plan can compile it for devices that are not attached to this machine.
 
 A program names its mesh in many params: in shardings of constraints and jits, in shard_maps, and in the context of the equations inside
-those. All of them have to be replaced together, or JAX refuses to lower the program because its devices differ.
+those. Inside a shard_map the types of values name it too. All of them have to be replaced together, or JAX refuses to lower the program
+because its devices differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
+from jax.core import ShapedArray
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Equation, Program
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+
+_KERNELS = frozenset({"mpmd_map", "pallas_call"})
+"""Their programs are those of one device, and name no mesh."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +62,63 @@ def meshes_in(program: Program) -> Iterator[Mesh | AbstractMesh]:
 
 def replace_mesh(program: Program, mesh: Mesh) -> Program:
     """The same program on other devices; `mesh` must have the axes and sizes of the mesh that the program names."""
+    inner = jx.body(program)
+    moved = _Values(mesh)
     eqns: list[Equation] = []
-    for equation in jx.body(program).eqns:
-        params = jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
+    for equation in inner.eqns:
+        is_kernel = equation.primitive.name in _KERNELS
+        params = None if is_kernel else jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
         new = equation if params is None else equation.replace(params=params)
         # `map_params` does not look inside programs, so their equations are replaced before.
-        eqns.append(new.replace(params=jx.map_params(new, lambda item: _on_mesh(item, mesh)), ctx=jx.context_on(equation, mesh)))
-    return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+        params = jx.map_params(new, lambda item: _on_mesh(item, mesh))
+        invars, outvars = [moved.atom(atom) for atom in equation.invars], moved.vars(equation.outvars)
+        eqns.append(new.replace(params=params, ctx=jx.context_on(equation, mesh), invars=invars, outvars=outvars))
+    inner = inner.replace(
+        constvars=moved.vars(inner.constvars),
+        invars=moved.vars(inner.invars),
+        eqns=eqns,
+        outvars=[moved.atom(atom) for atom in inner.outvars],
+    )
+    return inner if jx.body(program) is program else program.replace(jaxpr=inner)
+
+
+class _Values:
+    """The values of a program on another mesh. Inside a shard_map the type of each value names the mesh, and so its kind of device."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._moved: dict[Var, Var] = {}
+
+    def vars(self, vars_: Sequence[Var]) -> list[Var]:
+        return [self._var(var) for var in vars_]
+
+    def atom(self, atom: Atom) -> Atom:
+        if jx.is_var(atom):
+            return self._var(atom)
+        # JAX's kind of array remembers its type. A view of it forgets that, and asks for it again where it is read.
+        value = atom.val
+        return Literal(value.view(), atom.aval) if hasattr(value, "view") else atom
+
+    def _var(self, var: Var) -> Var:
+        if var not in self._moved:
+            aval: Any = var.aval
+            sharding = getattr(aval, "sharding", None)
+            # References to memory have no sharding to replace.
+            on_mesh = _on_mesh(sharding, self._mesh) if isinstance(aval, ShapedArray) and isinstance(sharding, NamedSharding) else sharding
+            self._moved[var] = var if on_mesh == sharding else type(var)(aval.update(sharding=on_mesh))
+        return self._moved[var]
 
 
 def _on_mesh(item: object, mesh: Mesh) -> object:
-    """Another item of a param in place of one that has a concrete mesh. An AbstractMesh names no devices, so it can stay."""
-    if isinstance(item, NamedSharding) and isinstance(item.mesh, Mesh):
-        return item.update(mesh=mesh) if hasattr(item, "update") else NamedSharding(mesh, item.spec, memory_kind=item.memory_kind)
-    return mesh if isinstance(item, Mesh) else item
+    """Another item of a param in place of one that names a mesh.
+
+    An abstract mesh names no devices, but their kind: inside a shard_map an equation without operands, such as zeros, has it as a sharding.
+    """
+    if isinstance(item, Mesh):
+        return mesh
+    if isinstance(item, AbstractMesh):
+        return item.update(abstract_device=mesh.abstract_mesh.abstract_device) if item.axis_names else item
+    if isinstance(item, NamedSharding):
+        on_mesh = cast("Mesh | AbstractMesh", _on_mesh(item.mesh, mesh))
+        return item.update(mesh=on_mesh) if hasattr(item, "update") else NamedSharding(on_mesh, item.spec, memory_kind=item.memory_kind)
+    return item

@@ -24,6 +24,7 @@ PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
+_TRIPS = re.compile(r"jgt\.(?:trips\.(\d+)|more_rounds(?:\.(\d+))?)")
 _USEFUL = re.compile(r"jgt\.useful\.(\d+)of(\d+)")
 
 
@@ -60,6 +61,29 @@ def branch_taken(share: Fraction) -> AbstractContextManager[object]:
 def useful(share: Fraction) -> AbstractContextManager[object]:
     """Work that always runs, but whose result is used in this share of the cases only."""
     return jax.named_scope(f"jgt.useful.{share.numerator}of{share.denominator}")
+
+
+def expected_trips(loop: str, further_rounds: int = 0) -> int | None:
+    """The number of trips to expect of a loop, from the scopes in its name; None if none of them says.
+
+    `jgt.trips.72` says 72. It is no function here, because models write it, which know nothing of jgt but signals. further_rounds: those
+    of an exchange of experts, after its first, for which there is no need if rows are spread evenly.
+    """
+    found = _own_scope(_TRIPS, loop)
+    if found is None:
+        return None
+    return further_rounds if found[1] is None else int(found[1])
+
+
+def possible_rounds(loop: str) -> int | None:
+    """If a loop runs the further rounds of an exchange (`jgt.experts.exchange`), how many there can be, 0 if that is unknown."""
+    found = _own_scope(_TRIPS, loop)
+    return int(found[2] or 0) if found and found[1] is None else None
+
+
+def _own_scope(pattern: re.Pattern[str], loop: str) -> re.Match[str] | None:
+    """The innermost scope of a loop itself. Those around an outer loop are in its name too, before that loop's body."""
+    return next(reversed(list(pattern.finditer(loop.rpartition("while/body")[2]))), None)
 
 
 def taken_share(name: str) -> Fraction:

@@ -4,6 +4,7 @@ import pytest
 
 from jgt.hlo.text import Module
 from jgt.hlo.trips import trip_count, unknown_loops
+from jgt.program.scopes import possible_rounds
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -62,3 +63,30 @@ def test_the_count_follows_from_start_step_and_limit(limit, start, stepped, expe
     loop = module.at(module.spots["loop"])
     assert trip_count(module, loop) == expected
     assert list(unknown_loops(module)) == ([loop] if expected is None else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "with_a_further_round"),
+    [
+        ("jit(step)/jvp(jgt.trips.72)/jgt.useful.8of9/while", 72, 72),
+        ("jit(step)/transpose(jvp(jgt.more_rounds))/while", 0, 1),
+        ("jit(step)/jgt.more_rounds.7/while", 0, 1),
+        # The innermost loop is meant, and the scope of a loop around it is not its own.
+        ("jit(step)/jgt.more_rounds/while/body/closed_call/jgt.trips.5/while", 5, 5),
+        ("jit(step)/jgt.trips.5/while/body/closed_call/while", 15, 15),
+    ],
+)
+def test_the_name_of_a_loop_says_which_count_to_expect(name, expected, with_a_further_round):
+    text = TEXT.replace("LIMIT", "31").replace("START", "%one").replace("STEPPED", "%stepped")
+    text = text.replace('backend_config={"known_ind', f'metadata={{op_name="{name}"}}, backend_config={{"known_ind')
+    module = Module.parse(text)
+    loop = module.computations["main"].instructions["loop"]
+    assert [trip_count(module, loop, further) for further in (0, 1)] == [expected, with_a_further_round]
+    assert not list(unknown_loops(module))
+
+
+def test_how_many_further_rounds_there_can_be():
+    assert possible_rounds("jit(step)/jvp(jgt.more_rounds.3)/while") == 3
+    assert possible_rounds("jit(step)/jgt.more_rounds/while") == 0
+    assert possible_rounds("jit(step)/jgt.more_rounds.3/while/body/while") is None
+    assert possible_rounds("jit(step)/jgt.trips.3/while") is None

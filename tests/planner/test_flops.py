@@ -102,6 +102,22 @@ def test_other_products_are_counted():
     sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
     assert counted(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)[0] == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
     assert counted(jax.lax.ragged_dot, rows, groups, sizes)[0] == 2 * 6 * 4 * 5
+    # Backward, by the transposed matrices and for the matrices, takes twice that.
+    trained = jax.grad(lambda x, w, s: jnp.sum(jax.lax.ragged_dot(x, w, s) ** 2), (0, 1))
+    assert counted(trained, rows, groups, sizes)[0] == 3 * 2 * 6 * 4 * 5
+
+
+def test_a_loop_counts_as_often_as_its_name_says():
+    matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def looped(name):
+        def fn(x, n):
+            with jax.named_scope(name):
+                return jax.lax.fori_loop(0, n, lambda _, y: jnp.dot(y, x), x)
+
+        return counted(fn, matrix, jax.ShapeDtypeStruct((), jnp.int32))[0] / (2 * 8**3)
+
+    assert [looped(name) for name in ("jgt.trips.12", "jgt.more_rounds", "loop")] == [12, 0, 1]
 
 
 @pytest.mark.parametrize("rules", ["fsdp_tensor", "zero1"])

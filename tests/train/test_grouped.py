@@ -1,0 +1,197 @@
+"""Matmuls of groups of rows, compared with every group's matrix on every row in f64: values and gradients."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from plugin import needs_plugin
+
+import jgt
+from jgt.planner.chip import parse_target
+from jgt.planner.described import devices_of
+from jgt.planner.plan import plan
+from train.models.grouped import BLOCKS, MOSAIC, block_rows, by_mosaic, choose_grouped, grouped
+
+HAS_HOPPER = any(d.platform == "gpu" and getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
+
+
+def arrays(n, sizes, k, m, dtype=jnp.float32):
+    """Rows, weights and cotangents; those behind the last group are NaN."""
+    rng = np.random.default_rng(0)
+    behind = np.arange(n)[:, None] >= sum(sizes)
+    rows, cotangent = (jnp.asarray(np.where(behind, np.nan, rng.normal(size=(n, width))), dtype) for width in (k, m))
+    return rows, jnp.asarray(rng.normal(size=(len(sizes), k, m)), dtype), cotangent
+
+
+def reference(rows, sizes, weights, cotangent):
+    """The results of the rows that are in groups, and the gradients, in f64."""
+    rows, weights, cotangent = (np.asarray(x, np.float64) for x in (rows, weights, cotangent))
+    ends = np.cumsum(sizes)
+    results, by_rows, by_weights = [], [], []
+    for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        results.append(rows[begin:end] @ weights[group])
+        by_rows.append(cotangent[begin:end] @ weights[group].T)
+        by_weights.append(rows[begin:end].T @ cotangent[begin:end])
+    return np.concatenate(results), np.concatenate(by_rows), np.stack(by_weights)
+
+
+def run(matmul, rows, sizes, weights, cotangent):
+    """What `reference` returns."""
+
+    @jax.jit
+    def both(rows, sizes, weights, cotangent):
+        results, pull = jax.vjp(lambda rows, weights: matmul(rows, sizes, weights), rows, weights)
+        return results, *pull(cotangent)
+
+    results, by_rows, by_weights = both(rows, jnp.asarray(sizes, jnp.int32), weights, cotangent)
+    return results[: sum(sizes)], by_rows[: sum(sizes)], by_weights
+
+
+def assert_close(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        assert np.max(np.abs(np.asarray(a, np.float64) - b)) <= tolerance * np.max(np.abs(b))
+
+
+@pytest.mark.parametrize(
+    ("n", "sizes"),
+    [
+        (96, (24, 24, 24, 24)),
+        (96, (1, 40, 55, 0)),
+        # Empty groups at both ends, and all rows of one group.
+        (96, (0, 0, 96, 0)),
+        (96, (96,)),
+        # Rows behind the last group.
+        (96, (33, 0, 32, 5)),
+        (96, (0, 0, 0, 3)),
+        # Fewer rows than a block has.
+        (8, (3, 0, 5)),
+        (8, (1, 1, 1)),
+        (259, (70, 31, 1, 157)),
+    ],
+)
+def test_blocks_are_exact(n, sizes):
+    rows, weights, cotangent = arrays(n, sizes, 24, 40)
+    found = run(grouped, rows, sizes, weights, cotangent)
+    assert_close(found, reference(rows, sizes, weights, cotangent), 2e-6)
+
+
+def test_no_rows_at_all():
+    rows, weights, cotangent = arrays(32, (0, 0), 8, 16)
+    _, _, by_weights = run(grouped, rows, (0, 0), weights, cotangent)
+    assert not np.any(by_weights)
+
+
+def test_blocks_in_bf16_sum_in_f32():
+    rows, weights, cotangent = arrays(512, (100, 412), 24, 40, jnp.bfloat16)
+    found = run(grouped, rows, (100, 412), weights, cotangent)
+    assert found[2].dtype == jnp.bfloat16
+    # Each result is rounded once, the sums of 13 blocks too.
+    assert_close(found, reference(rows, (100, 412), weights, cotangent), 2**-8)
+
+
+def test_blocks_inside_a_shard_map_and_a_loop():
+    mesh = jgt.make_mesh({"expert": 4, "tensor": 2})
+    sizes = (9, 30)
+    rows, weights, cotangent = arrays(48, sizes, 24, 40)
+    whole = [jnp.concatenate([x] * 4) for x in (rows, weights, cotangent)]
+
+    def on_device(rows, weights, cotangent):
+        made = jnp.asarray(sizes, jnp.int32)
+        step = lambda _, state: jax.vjp(lambda r, w: grouped(r, made, w), rows, state)[1](cotangent)[1]  # noqa: E731
+        return jax.lax.fori_loop(0, 2, step, weights)
+
+    # The tensor axis is XLA's.
+    mapped = jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), axis_names={"expert"}, check_vma=False)
+    )
+    expected = reference(rows, sizes, weights, cotangent)[2]
+    assert_close([mapped(*whole)], [np.concatenate([expected] * 4)], 2e-6)
+
+
+@pytest.mark.parametrize(("n", "groups", "rows"), [(4096, 8, 64), (4096, 64, 32), (1 << 20, 2, 512), (8, 4, 8)])
+def test_the_rows_of_a_block(n, groups, rows):
+    assert block_rows(n, groups) == rows
+
+
+def test_a_plan_counts_the_blocks_to_expect_and_of_them_the_rows_that_are_there():
+    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 16), (8, 16, 32)))
+    found = plan(grouped, rows, jax.ShapeDtypeStruct((8,), jnp.int32), weights)
+    assert found.model_flops_per_device == 2 * 4096 * 16 * 32
+    assert found.flops_per_device == 2 * (4096 + 8 * 64 // 2) * 16 * 32
+    assert not found.findings
+
+
+# -- Mosaic's kernels --------------------------------------------------------------------------------------------------
+
+
+def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
+    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "kernel", "why"),
+    [
+        ("bf16", gpu(), MOSAIC, ""),
+        ("f32", gpu(), BLOCKS, "model.dtype: bf16"),
+        ("bf16", gpu("NVIDIA A100", "8.0"), BLOCKS, "not 8.0"),
+        ("bf16", gpu("NVIDIA B200", "10.0"), BLOCKS, "not 10.0"),
+        ("bf16", jax.devices()[0] if not HAS_HOPPER else None, BLOCKS, "no NVIDIA GPU"),
+        ("bf16", None, BLOCKS, "no NVIDIA GPU"),
+    ],
+)
+def test_the_kernel_follows_from_type_and_device(dtype, device, kernel, why):
+    choice = choose_grouped(dtype, device)
+    assert choice.kernel is kernel
+    assert why in choice.text
+
+
+@needs_plugin
+def test_mosaics_kernels_compile_for_a_gpu_that_is_not_there():
+    mesh = jgt.make_mesh({"one": 1}, devices=devices_of(parse_target("h100:1x1")))
+    assert choose_grouped("bf16", mesh.devices.flat[0]).kernel is MOSAIC
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((512, 128), jnp.bfloat16), ((4,), jnp.int32), ((4, 128, 256), jnp.bfloat16))]
+
+    def step(rows, sizes, weights):
+        results, pull = jax.vjp(lambda rows, weights: by_mosaic(rows, sizes, weights), rows, weights)
+        return results, *pull(results)
+
+    found = plan(step, *shapes, target="h100:1x1")
+    # Three matmuls, none of them dense.
+    assert found.flops_per_device == found.model_flops_per_device == 3 * 2 * 512 * 128 * 256
+    assert sum(row.flops for row in found.signals) == found.flops_per_device
+    assert not found.findings
+
+
+@needs_plugin
+def test_mosaics_kernels_compile_on_the_devices_of_a_mesh():
+    mesh = jgt.make_mesh({"expert": 8}, devices=devices_of(parse_target("h100:1x8")))
+    spec = P("expert")
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((2048, 128), jnp.bfloat16), ((16,), jnp.int32), ((16, 128, 128), jnp.bfloat16))]
+
+    def step(rows, sizes, weights):
+        return jax.vjp(lambda weights: by_mosaic(rows, sizes, weights), weights)[1](rows)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=(spec,), check_vma=False)
+    found = plan(
+        mapped, *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, spec)) for s in shapes), target="h100:1x8"
+    )
+    assert found.flops_per_device == 3 * 2 * 256 * 128 * 128
+    assert not found.findings
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 128), (512, 96, 128), (512, 128, 96)])
+def test_arrays_without_whole_tiles_are_computed_by_blocks(shape):
+    n, k, m = shape
+    program = jax.make_jaxpr(by_mosaic)(jnp.ones((n, k), jnp.bfloat16), jnp.array([n]), jnp.ones((1, k, m), jnp.bfloat16))
+    assert "mpmd_map" not in str(program)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="there is no Hopper")
+@pytest.mark.parametrize("sizes", [(300, 0, 212), (0, 512, 0), (130, 40, 60)])
+def test_mosaics_kernels_are_exact(sizes):
+    rows, weights, cotangent = arrays(512, sizes, 128, 256, jnp.bfloat16)
+    found = run(by_mosaic, rows, sizes, weights, cotangent)
+    assert_close(found, reference(rows, sizes, weights, cotangent), 2**-8)
