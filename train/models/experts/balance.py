@@ -72,7 +72,8 @@ def terms(sums: Routed, seq: int, config: ExpertsConfig) -> dict[str, tuple[jax.
             loads = sums.counts.astype(jnp.float32) * (config.count / (seq * config.choose))  # [L, b, E], 1 on average
             shares = sums.shares / seq
             if config.balance == "batch":
-                loads, shares = jnp.mean(loads, axis=1), jnp.mean(shares, axis=1)
+                # As a product with each row's shares it is a mean over rows, which a pipeline can add up.
+                loads = jnp.broadcast_to(jnp.mean(loads, axis=1, keepdims=True), shares.shape)
             found["balance_loss"] = jnp.mean(jnp.sum(loads * shares, axis=-1)), config.rate * num_layers
     if sums.squares is not None:
         found["z_loss"] = jnp.mean(sums.squares) / seq, config.z_loss * num_layers
