@@ -135,11 +135,3 @@ def rules_dir(root) -> Path:
 def read_rows() -> Callable[[Path], list[dict]]:
     """Reads a .jsonl file."""
     return lambda path: [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture
-def any_ranks() -> Iterator[None]:
-    """Arrays of different ranks may be added: exchanges of experts do so."""
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    jax.config.update("jax_numpy_rank_promotion", "raise")

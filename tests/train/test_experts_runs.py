@@ -93,7 +93,6 @@ def test_a_run_continues_with_its_bias_and_its_records(tiny, tmp_path, read_rows
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("any_ranks")
 def test_a_run_continues_where_experts_are_on_other_devices(tiny, tmp_path, read_rows, rules_dir):
     layout = (BIAS, f"rules={rules_dir / 'experts.yaml'}", "checkpoint.every=2", "train.steps=4")
     train(tiny(*layout, "mesh={data: 2, fsdp: 1, expert: 4}"))

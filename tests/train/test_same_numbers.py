@@ -97,9 +97,7 @@ def test_every_rules_file_has_a_mesh_here():
     "name",
     [pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in LARGER)) for path in sorted(RULES.glob("*.yaml"))],
 )
-def test_sharded_runs_have_the_curve_of_one_device(measure, name, request):
-    if name == "experts":
-        request.getfixturevalue("any_ranks")
+def test_sharded_runs_have_the_curve_of_one_device(measure, name):
     model = MODELS.get(name, ())
     curve, reference = measure(*sharded(name), *model), measure(*model)
     assert_same(curve, reference)
