@@ -137,9 +137,10 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
         with signal.context("attn"):
             x = x + self.attn(signal.tensor(cheap(self.attn_norm)(x), "normed"), segments)
-        if self.moe is None:
+        if self.mlp is not None:
             with signal.context("mlp"):
                 return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed")), None
+        assert self.moe is not None
         with signal.context("moe"):
             y, sums = self.moe(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
             return x + y, sums

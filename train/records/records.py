@@ -21,10 +21,7 @@ from typing import Any
 
 from ..sink import AppendedFile, Sink
 from .loggers import Logger
-from .rows import forget_rows_after
-
-LOADS = "experts.jsonl"
-"""The load of each expert over time, for models with experts: of a few hundred steps, since a row may have thousands of numbers."""
+from .rows import LOADS, forget_rows_after
 
 
 class Records:
