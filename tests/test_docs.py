@@ -31,6 +31,7 @@ from train.data import config as data_config
 from train.data import documents as data_documents
 from train.data import files, packed, tokenizer
 from train.data.config import MixturePart
+from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
@@ -354,11 +355,19 @@ def test_every_key_of_a_section_stands_with_its_default(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "inner", "kind"), [("train", "skip_spikes.", SpikesConfig), ("debug", "faults[].", Fault), ("data", "mixture[].", MixturePart)]
+    ("name", "inner", "kind"),
+    [
+        ("train", "skip_spikes.", SpikesConfig),
+        ("debug", "faults[].", Fault),
+        ("data", "mixture[].", MixturePart),
+        ("model", "experts.", ExpertsConfig),
+        ("model", "experts.groups.", GroupsConfig),
+    ],
 )
 def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):
     found = keys_and_defaults(section(TRAINING, f"## {name}"))
     documented = {key.removeprefix(inner): default.strip("`") for key, default in found.items() if key.startswith(inner)}
+    documented = {key: default for key, default in documented.items() if "." not in key}
     shown = {dataclasses.MISSING: "required", None: "null"}
     fields = {f.name: shown.get(f.default, str(f.default)) for f in dataclasses.fields(kind)}
     # What a part of a mixture shares with `data` stands there.
@@ -492,5 +501,6 @@ def test_every_shipped_rules_file_stands_in_the_table():
 def test_the_meshes_in_the_table_of_shipped_rules_fit(capsys):
     for name, mesh, _ in rows(section(RULES, "## Included rules files"))[1:]:
         file = re.findall(r"\[(.*?)\]", name)[0]
-        overrides = [f"rules=rules/{file}", f"mesh={mesh.strip('`')}"]
+        experts = ["model.experts={count: 8}"] if file == "experts.yaml" else []
+        overrides = [f"rules=rules/{file}", f"mesh={mesh.strip('`')}", *experts]
         assert jgt_main(["check", "--config", str(ROOT / "configs/quickstart.yaml"), *overrides]) == 0, capsys.readouterr().err

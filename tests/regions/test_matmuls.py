@@ -164,7 +164,7 @@ def test_the_trainers_models(kind, remat, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 1, "stage": 2, "tensor": 2}, {"data": 1, "fsdp": 1, "stage": 2, "tensor": 4}])
 def test_inside_a_pipeline(sizes, tmp_path):
-    block = "tensors: {normed: [batch, null, null]}, out: [batch, tensor, null], backward: {tensors: {normed: [batch, tensor, null]}}"
+    block = "tensors: {operand: [batch, null, null]}, out: [batch, tensor, null], backward: {tensors: {operand: [batch, tensor, null]}}"
     lines = [f"  layers/{name}: {{{block}, overlap: tensor}}" for name in ("attn", "mlp")]
     rules = tmp_path / "rules.yaml"
     rules.write_text("\n".join(["extends: jgt:rules/pipeline", "signals:", "  embed: {out: [batch, tensor, null]}", *lines, ""]))

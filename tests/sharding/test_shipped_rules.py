@@ -27,6 +27,7 @@ MESHES = {
     "overlap": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
     "pipeline_sequence": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
+    "experts": "{data: 2, fsdp: 2, expert: 2}",
 }
 ALWAYS = ("sequence", "fsdp_tensor", "pipeline")
 TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.ffn=64", "model.seq=32", "train.batch=16"]
@@ -34,12 +35,13 @@ TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4",
 
 def setup_of(rules, kind):
     overrides = [f"rules=rules/{rules}.yaml", f"mesh={MESHES[rules]}", f"model.kind={kind}", *TINY]
-    return prepare(load(ROOT / "configs/quickstart.yaml", overrides))
+    experts = ["model.experts={count: 4, ffn: 32, shared: 1}"] if rules == "experts" else []
+    return prepare(load(ROOT / "configs/quickstart.yaml", [*overrides, *experts]))
 
 
 def facts():
     for rules in MESHES:
-        for kind in ("llama", "gpt"):
+        for kind in ("llama",) if rules == "experts" else ("llama", "gpt"):
             for p in setup_of(rules, kind).placement.parameters:
                 state = "" if p.optimizer_dims == p.dims else f" state {show_dims(p.optimizer_dims)}"
                 yield f"{rules} {kind} {p.path} {','.join(p.signals)} {p.spec}{state}"

@@ -165,7 +165,7 @@ def test_the_width_of_the_mlp(keys, ffn):
 def test_models_know_nothing_of_jgt_but_signals():
     found = set()
     # own.py brings models of the user's own in.
-    for path in set(Path(train.models.__file__).parent.glob("*.py")) - {Path(train.models.__file__).with_name("own.py")}:
+    for path in set(Path(train.models.__file__).parent.rglob("*.py")) - {Path(train.models.__file__).with_name("own.py")}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jgt"):
                 found |= {(path.name == "config.py", node.module, name.name) for name in node.names}

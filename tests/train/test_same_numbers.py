@@ -27,7 +27,10 @@ MESHES = {
     "overlap": "{data: 1, fsdp: 2, tensor: 4}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
     "pipeline_sequence": "{data: 1, fsdp: 2, stage: 2, tensor: 2}",
+    "experts": "{data: 2, fsdp: 1, expert: 4}",
 }
+MODELS = {"experts": ("model.experts={count: 8, ffn: 32, shared: 1}",)}
+"""What the models of some rules files need."""
 RULES = Path(__file__).parents[2] / "configs" / "rules"
 LARGER = ("fsdp_sequence", "overlap", "pipeline_sequence", "sequence", "zero1")
 """Variants of rules that always run."""
@@ -95,7 +98,8 @@ def test_every_rules_file_has_a_mesh_here():
     [pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in LARGER)) for path in sorted(RULES.glob("*.yaml"))],
 )
 def test_sharded_runs_have_the_curve_of_one_device(measure, name):
-    curve, reference = measure(*sharded(name)), measure()
+    model = MODELS.get(name, ())
+    curve, reference = measure(*sharded(name), *model), measure(*model)
     assert_same(curve, reference)
     assert reference.losses[-1] < reference.losses[0] - 0.5
 

@@ -28,7 +28,7 @@ from jgt.schedule.find import find_table
 from ..code.files import Code
 from ..code.names import name_problem
 from ..data.config import path_problems
-from ..models.config import OwnModel
+from ..models.config import ModelConfig, OwnModel
 from ..sections import (
     logger_problem,
     missing_loggers,
@@ -109,7 +109,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    problems += [*_own_problems(run), *_length_problems(run)]
+    problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run)]
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -155,6 +155,14 @@ def _length_problems(run: Run) -> Iterator[str]:
     if epochs is not None and steps is not None and steps.value is not None:
         remedy = "Remove one of them, or set train.steps=null or train.epochs=null"
         yield run.root.find("train.epochs").problem(f"is {epochs:g}, but train.steps is {steps.value} ({steps.where}). {remedy}")
+
+
+def _stack_problems(run: Run) -> Iterator[str]:
+    """A pipeline of a model whose first layers are another stack."""
+    model = run.config.model
+    if run.pipeline is not None and isinstance(model, ModelConfig) and model.experts is not None and model.experts.first_dense:
+        node, dense = run.root.find("model.experts.first_dense"), model.experts.first_dense
+        yield node.problem(f"{dense} dense layers are a stack of their own, but a pipeline has one stack of layers. Use first_dense: 0")
 
 
 def _own_problems(run: Run) -> Iterator[str]:

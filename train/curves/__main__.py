@@ -13,12 +13,17 @@ from jgt.console import make_console
 from jgt.document import InputError, nearest
 
 from .compare import compare_runs
+from .loads import Loads, describe_loads, read_loads
 from .runs import AXES, METRICS, RunCurves, read_runs, short_names
 from .table import print_comparison
 from .terminal import draw_text
 
 PICTURE = "curves.png"
 """The file that `jgt plot` writes if none is named."""
+
+
+_COLUMNS = 200
+"""The columns of a heat map, at most."""
 
 
 def plot(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +33,7 @@ def plot(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", metavar="A,B", help=f"the metrics to draw ({','.join(METRICS)})")
     parser.add_argument("--over", choices=list(AXES), default="steps", help="the horizontal axis (steps)")
     parser.add_argument("--output", metavar="FILE", help=f"the PNG to write ({PICTURE}); needs matplotlib")
+    parser.add_argument("--experts", action="store_true", help="draw the load of each expert of one run instead of metrics")
     parser.add_argument("--terminal", action="store_true", help="draw in the terminal, as without matplotlib")
     return _answer(lambda: _plot(parser.parse_args(argv)))
 
@@ -45,6 +51,7 @@ def compare(argv: Sequence[str] | None = None) -> int:
 
 def _plot(arguments: argparse.Namespace) -> None:
     runs = read_runs([Path(run) for run in arguments.runs])
+    loads = _loads(arguments.runs) if arguments.experts else None
     metrics = _metrics(runs, arguments.metrics)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     if arguments.output and (arguments.terminal or not has_matplotlib):
@@ -53,13 +60,28 @@ def _plot(arguments: argparse.Namespace) -> None:
             [f"command line: --output: {why}. Leave one of them out" if arguments.terminal else f"command line: --output: {why}"]
         )
     if arguments.terminal or not has_matplotlib:
-        print("\n".join(draw_text(runs, metrics, arguments.over, make_console().width if sys.stdout.isatty() else 80)))
+        width = make_console().width if sys.stdout.isatty() else 80
+        lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - 12)
+        print("\n".join(lines))
         return
-    from .plot import draw_png
+    from .plot import draw_loads, draw_png
 
     path = Path(arguments.output or PICTURE)
-    draw_png(runs, metrics, arguments.over, path)
+    if loads is None:
+        draw_png(runs, metrics, arguments.over, path)
+    else:
+        draw_loads(loads.heat(_COLUMNS), (loads.steps[0], loads.steps[-1]), path)
     print(f"Drawn to {path}")
+
+
+def _loads(runs: Sequence[str]) -> Loads:
+    """The loads of the one run. Raises InputError if there are several, or if it has no experts."""
+    if len(runs) > 1:
+        raise InputError([f"command line: --experts: draws one run, not {len(runs)}. Name one"])
+    loads = read_loads(Path(runs[0]))
+    if loads is None:
+        raise InputError([f"{runs[0]}: has no records of experts. --experts is for runs with model.experts"])
+    return loads
 
 
 def _metrics(runs: Sequence[RunCurves], names: str | None) -> list[str]:

@@ -43,3 +43,27 @@ def draw_png(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, path:
     figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=4, fontsize=8, frameon=False)
     with path.open("wb") as file:
         canvas.print_png(file)
+
+
+def draw_loads(layers: Sequence[Sequence[Sequence[float]]], steps: tuple[int, int], path: Path) -> None:
+    """Draws a heat map for each layer, from loads by layer, expert and column. steps: of the first and the last column. Raises OSError."""
+    columns = min(4, len(layers))
+    rows = -(-len(layers) // columns)
+    figure = Figure(figsize=(1.5 + 3.0 * columns, 0.8 + 2.0 * rows), dpi=_DPI, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    image = None
+    for number, axes in enumerate(panels.flat):
+        if number >= len(layers):
+            axes.set_visible(False)
+            continue
+        # White is an equal load.
+        extent = (steps[0], max(steps[1], steps[0] + 1), len(layers[number]) - 0.5, -0.5)
+        image = axes.imshow(layers[number], aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0, interpolation="nearest", extent=extent)
+        axes.set_title(f"layer {number}", fontsize=8)
+    panels[-1, 0].set_xlabel("steps")
+    panels[0, 0].set_ylabel("expert")
+    if image is not None:
+        figure.colorbar(image, ax=panels, label="load, in mean loads", extend="max")
+    with path.open("wb") as file:
+        canvas.print_png(file)

@@ -17,6 +17,7 @@ from jgt.program.kernels import ATTENTION
 
 from ..code.names import is_name
 from ..sections import Positive
+from .experts.config import ExpertsConfig
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
@@ -29,7 +30,7 @@ class ModelKind:
 
     decoder: its class, as module:class, relative to this package. positions: rotary, in attention, or a learned table. default_ffn: the
     MLP's width for a width of the residual stream. is_always_tied: the embedding is the output projection too, whatever `model.tied` says.
-    has_kv_heads: several query heads may share a key/value head.
+    has_kv_heads: several query heads may share a key/value head. has_experts: its MLP may be a mixture of experts, which are gated.
     """
 
     decoder: str
@@ -37,6 +38,7 @@ class ModelKind:
     default_ffn: Callable[[int], int]
     is_always_tied: bool = False
     has_kv_heads: bool = True
+    has_experts: bool = True
 
 
 KINDS = {
@@ -52,6 +54,7 @@ KINDS = {
         default_ffn=lambda embed: 4 * embed,
         is_always_tied=True,
         has_kv_heads=False,
+        has_experts=False,
     ),
 }
 
@@ -90,7 +93,8 @@ class ModelConfig:
 
     dtype: the type of matmuls and activations; parameters are f32. head_dim: the size of a head, embed / heads if null. fp8: the layers'
     matmuls run in eight bits. tied: the embedding is the output projection too (gpt always). attention: cuDNN's kernel or XLA's program;
-    auto: cuDNN if available, otherwise XLA; the choice is logged.
+    auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of
+    experts in the place of the MLP; null: the MLP.
     """
 
     kind: KindName = "llama"
@@ -100,6 +104,7 @@ class ModelConfig:
     kv_heads: Heads | None = None
     head_dim: Width | None = None
     ffn: Large | None = None
+    experts: ExpertsConfig | None = None
     vocab: Large = 256
     seq: Large = 128
     tied: bool = False
@@ -135,6 +140,15 @@ class ModelConfig:
         return self.ffn or self.facts.default_ffn(self.embed)
 
     @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts that a token does not go through."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        # An expert has three matrices: gate, up and down.
+        return (self.layers - experts.first_dense) * (experts.count - experts.choose) * 3 * self.embed * (experts.ffn or self.ffn_size)
+
+    @property
     def is_tied(self) -> bool:
         """Whether one table embeds tokens and scores them."""
         return self.tied or self.facts.is_always_tied
@@ -144,14 +158,14 @@ class ModelConfig:
 
         6 for each parameter that is multiplied, and 6 · layers · width · seq for attention, as in PaLM (arXiv 2204.02311, appendix B), but
         for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied: those of
-        learned positions, and of the embedding unless it is the output projection too.
+        learned positions, and of the embedding unless it is the output projection too. Nor are experts that a token does not go through.
         """
         looked_up = 0 if self.is_tied else self.vocab * self.embed
         looked_up += self.seq * self.embed if self.facts.positions == "learned" else 0
         # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much, the causal
         # mask half: 2 · 2 · 3 / 2 = 6.
         attention = 6 * self.layers * self.heads * self.head_size * self.seq
-        return 6.0 * (num_parameters - looked_up) + attention
+        return 6.0 * (num_parameters - looked_up - self.idle_parameters) + attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Problems that only several keys together show."""
@@ -173,3 +187,13 @@ class ModelConfig:
         if not self.facts.has_kv_heads and self.kv_heads not in (None, self.heads):
             others = " or ".join(name for name, kind in KINDS.items() if kind.has_kv_heads)
             yield "kv_heads", f"{self.kind} has as many key/value heads as heads ({self.heads}). Leave kv_heads out, or use kind: {others}"
+        if self.experts is not None:
+            yield from self._expert_problems(self.experts)
+
+    def _expert_problems(self, experts: ExpertsConfig) -> Iterator[tuple[str, str]]:
+        if not self.facts.has_experts:
+            others = " or ".join(name for name, kind in KINDS.items() if kind.has_experts)
+            yield "experts", f"{self.kind} has no experts. Leave experts out, or use kind: {others}"
+        if experts.first_dense >= self.layers:
+            remedy = f"Use {self.layers - 1} at most, or leave experts out"
+            yield "experts", f"first_dense {experts.first_dense} leaves none of the {self.layers} layers for experts. {remedy}"

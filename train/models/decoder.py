@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -25,8 +26,12 @@ from jgt import signal
 
 from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
+from .experts import balance
+from .experts.balance import Routed
+from .experts.config import ExpertsConfig
 from .linear import Dot, compute_type
-from .model import Model, Table, Vector, of_nnx
+from .model import Model, Table, Terms, Vector, of_nnx
+from .moe import MoE
 from .remat import Keep, Remat, cheap, recomputed
 from .tables import Groups, lookup
 
@@ -52,7 +57,11 @@ def build(
             widen_gradients(decoder)
         return decoder
 
-    return of_nnx(make)
+    model, experts = of_nnx(make), config.experts
+    if experts is None:
+        return model
+    settle = partial(balance.settled, config=experts)
+    return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=experts.has_losses)
 
 
 class Decoder(nnx.Module):
@@ -70,10 +79,14 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
         self.positions = Vector(TABLE_INIT(rngs.params(), (config.seq, config.embed), jnp.float32)) if is_learned else None
         attend = attend_with(attention, recompute=remat == "attention")
-        self.layers = stacked(lambda rngs: self.make_block(config, type(self), attend, rngs=rngs), config.layers, rngs)
+        dense = 0 if config.experts is None else config.experts.first_dense
+        self.dense = stacked(lambda rngs: self.make_block(replace(config, experts=None), type(self), attend, rngs=rngs), dense, rngs)
+        self.layers = stacked(lambda rngs: self.make_block(config, type(self), attend, rngs=rngs), config.layers - dense, rngs)
         self.norm = self.make_norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.keep = Keep(remat=remat, fused=attention.forward)
+        self.experts = config.experts
+        self.terms: Terms = nnx.data({})
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments)
@@ -92,43 +105,69 @@ class Decoder(nnx.Module):
             # A name of its own, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
         with signal.context("layers"):
-            x = scan_layers(self.layers, x, segments, self.keep)
+            if self.dense is not None:
+                x, _ = scan_layers(self.dense, x, segments, self.keep)
+            x, sums = scan_layers(self.layers, x, segments, self.keep)
+        if self.experts is not None:
+            self._count(sums, tokens.shape[1], self.experts)
         with signal.context("head"):
             # [b, s, d] and [v, d]
             return signal.tensor(signal.tensor(self.norm(x), "normed"), "operand"), (self.head or self.embed).table()
 
+    def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
+        """Keeps what the layers have routed, for the loss and for the step."""
+        load = self.layers.moe.load
+        load[...] = load[...] + jnp.sum(sums.counts, axis=1)
+        self.terms = nnx.data(balance.terms(sums, seq, experts))
+
 
 class Block(nnx.Module):
-    """One layer [b, s, d] → [b, s, d]: attention and MLP, each reads a normed x and adds to x (pre-norm, arXiv 2002.04745)."""
+    """One layer: attention and MLP, each reads a normed x and adds to x (pre-norm, arXiv 2002.04745).
+
+    [b, s, d] → [b, s, d] and, with experts in the place of the MLP, what they were given.
+    """
 
     def __init__(self, config: ModelConfig, kind: type[Decoder], attend: Attend, *, rngs: nnx.Rngs):
         self.attn_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
         self.attn = Attention(config, attend=attend, use_bias=kind.use_bias, rngs=rngs)
         self.mlp_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
-        self.mlp = kind.make_mlp(config, rngs=rngs)
+        self.mlp = kind.make_mlp(config, rngs=rngs) if config.experts is None else None
+        self.moe = None if config.experts is None else MoE(config, kind.make_mlp, rngs=rngs)
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
         with signal.context("attn"):
             x = x + self.attn(signal.tensor(cheap(self.attn_norm)(x), "normed"), segments)
-        with signal.context("mlp"):
-            return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
+        if self.mlp is not None:
+            with signal.context("mlp"):
+                return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed")), None
+        assert self.moe is not None
+        with signal.context("moe"):
+            y, sums = self.moe(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
+            return x + y, sums
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from a random key of its own."""
+    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from a random key of its own.
+
+    None for no layers.
+    """
+    if not num_layers:
+        return None
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, keep: Keep) -> jax.Array:
-    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s]. keep: what each leaves for its backward pass."""
+def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, keep: Keep) -> tuple[jax.Array, Any]:
+    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...].
+
+    keep: what each leaves for its backward pass.
+    """
     # All layers have the same graph of modules. The scan takes one layer's slice of each parameter and fills the graph with it.
     graphdef, params = nnx.split(layers)
 
-    def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-        return nnx.merge(graphdef, params)(x, segments), None
+    def layer(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        return nnx.merge(graphdef, params)(x, segments)
 
-    x, _ = jax.lax.scan(recomputed(layer, keep), x, params)
-    return x
+    return jax.lax.scan(recomputed(layer, keep), x, params)
 
 
 def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Array:

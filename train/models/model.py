@@ -36,12 +36,19 @@ Use = Callable[[Any], Any]
 """What is done with a module, such as a call on a batch: from the module, which has its arrays, to trees of arrays."""
 
 
+Terms = dict[str, tuple[jax.Array, float]]
+"""Terms that a model adds to the loss while it is trained, by name: a mean over the batch at hand, and its factor."""
+
+
 class Table(nnx.Param):
     """Rows that are looked up or scored, such as an embedding [vocab, embed]."""
 
 
 class Vector(nnx.Param):
     """What is added or multiplied element by element, whatever its rank: learned positions [seq, embed] are one vector a position."""
+
+
+Settle = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,8 @@ class Model:
     init(key) → params and variables. run(use, params, variables, is_training) → the result of `use` and the variables after it. declared:
     by path, the roles that do not follow from a parameter's rank. has_features: whether the module has `features` (see
     `train.step.loss.make_loss`). has_segments: whether the module takes `segments`, by which documents are masked from each other.
-    is_trained_differently: whether `is_training` makes a difference.
+    is_trained_differently: whether `is_training` makes a difference, or there are terms. terms(module): the terms of a module that was
+    called. settle(variables) → the variables after a step, and metrics of the step, from those that the step's calls have left.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -60,6 +68,8 @@ class Model:
     has_features: bool
     has_segments: bool
     is_trained_differently: bool
+    terms: Callable[[Any], Terms] = lambda module: {}
+    settle: Settle = lambda variables: (variables, {})
 
     def apply(self, params: Any, variables: Any, tokens: jax.Array) -> jax.Array:
         """The module called on tokens, as in an evaluation."""

@@ -26,6 +26,7 @@ from jgt.planner.chip import chip_of
 
 from ..command_line import EndError
 from ..compiled.jax_cache import finish_trial
+from ..models.experts.balance import EXPERT_LOAD
 from ..sections import TrainConfig
 from ..setup import Setup
 from ..sink import say
@@ -45,6 +46,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 class SkippedError(EndError):
     """The run has to stop because of updates that were not applied. The message names the step and its samples."""
+
+
+_NO_METRICS = ("loss", "grad_norm", "applied", EXPERT_LOAD)
+"""Results of a step that its row has in another form, or not at all."""
+_MOST_LOADS = 500
+"""About as many rows of loads has a run at most."""
 
 
 class StepResult(NamedTuple):
@@ -105,6 +112,8 @@ class Progress:
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
         self._flops, self._peak = _flops_per_sample(setup), _peak_of_mesh(setup)
         self._countdown = Countdown(done)
+        every = self._config.train.log_every
+        self._loads_every = every * max(1, self._total // (_MOST_LOADS * every))
 
     def dispatched(self, step: StepResult) -> None:
         """The loop has dispatched a step. Waits until the host is no more steps ahead than it may be.
@@ -151,6 +160,8 @@ class Progress:
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
             self._records.metrics(done.step, row)
+            if EXPERT_LOAD in done.metrics and (done.step % self._loads_every == 0 or done.step == total):
+                self._records.loads(done.step, done.metrics[EXPERT_LOAD].tolist())
             self._screen.step(done.step, total, row | {"eta_s": self._countdown.seconds_left(done.step, total)})
         # Checked after it is logged: if the check ends the run, the step that ended it is in the records.
         self._guard.check(done)
@@ -159,7 +170,7 @@ class Progress:
         """The metrics of a logged step. seconds: per step, or None if not known."""
         samples = done.samples[1] + 1
         # Whatever else the loss returns is logged under its own name, unless it is one of these.
-        own = {name: _scalar(value) for name, value in done.metrics.items() if name not in ("loss", "grad_norm", "applied")}
+        own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _NO_METRICS}
         return own | {
             "loss": float(done.metrics["loss"]),
             "grad_norm": float(done.metrics["grad_norm"]),

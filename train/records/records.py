@@ -1,4 +1,4 @@
-"""The files that a run writes about itself: metrics.jsonl, events.jsonl, and what its loggers make of the metrics (`loggers.py`).
+"""The files that a run writes about itself: metrics.jsonl, events.jsonl, experts.jsonl, and the metrics of its loggers (`loggers.py`).
 
 A run can be killed at any moment, so every record is appended and the file closed at once: a killed process loses at most the record that
 it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`train.sink`): the
@@ -21,7 +21,7 @@ from typing import Any
 
 from ..sink import AppendedFile, Sink
 from .loggers import Logger
-from .rows import forget_rows_after
+from .rows import LOADS, forget_rows_after
 
 
 class Records:
@@ -36,12 +36,13 @@ class Records:
         self._is_first = process == 0
         self._metrics = _lines(folder / "metrics.jsonl")
         self._events = _lines(folder / ("events.jsonl" if self._is_first else f"events-{process}.jsonl"))
+        self._loads = _lines(folder / LOADS)
         self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt"))
 
     @property
     def lost(self) -> dict[str, int]:
         """The number of lost records of each sink that lost any."""
-        sinks = [self._metrics, self._events, self._sample, *(logger.sink for logger in self._loggers)]
+        sinks = [self._metrics, self._events, self._loads, self._sample, *(logger.sink for logger in self._loggers)]
         return {sink.name: sink.lost for sink in sinks if sink.lost}
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
@@ -53,6 +54,12 @@ class Records:
         self._metrics.put(_line({"step": step, **plain}))
         for logger in self._loggers:
             logger.add(step, plain)
+
+    def loads(self, step: int, loads: Sequence[Sequence[float]]) -> None:
+        """Appends the load of each expert, by layer, to experts.jsonl."""
+        if self._is_first:
+            plain = [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]
+            self._loads.put(_line({"step": step, "load": plain}))
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -74,6 +81,7 @@ class Records:
         """Drops the metrics of later steps than the one that a restart resumes from: they will be written again."""
         if self._is_first:
             self._metrics.attempt(lambda: forget_rows_after(self._folder / "metrics.jsonl", step))
+            self._loads.attempt(lambda: forget_rows_after(self._folder / LOADS, step))
         for logger in self._loggers:
             logger.forget_after(step)
 

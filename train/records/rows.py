@@ -1,4 +1,4 @@
-"""metrics.jsonl, read back: the rows of a run, and the rows that a restart drops.
+"""metrics.jsonl and experts.jsonl, read back: the rows of a run, and the rows that a restart drops.
 
 A restart trains the steps after its checkpoint again, so their rows are dropped and written once more: the file has each step once. It may
 have been cut short by a kill or a full disk, or have been edited. So readers skip whatever is not a row, and bound what they read of it.
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LOADS = "experts.jsonl"
+"""The load of each expert over time, for models with experts: of a few hundred steps, since a row may have thousands of numbers."""
 _LONGEST_LINE = 1 << 20
 
 

@@ -24,7 +24,8 @@ def run_schema() -> Schema:
     """The schema of a run file."""
     sections: dict[str, Schema] = schema_of(Config)["properties"]
     own: dict[str, Schema] = {
-        "mesh": {"type": "object", "additionalProperties": {"type": "integer", "minimum": -1, "maximum": MAX_DEVICES}},
+        # null removes an axis of the file that this one extends.
+        "mesh": {"type": "object", "additionalProperties": or_null({"type": "integer", "minimum": -1, "maximum": MAX_DEVICES})},
         "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
         "budget": _budget(),
     }

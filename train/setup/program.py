@@ -159,7 +159,7 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
 
     loss = sharded(True)
     is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
-    return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None)
+    return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
 
 
 def roles_of(model: Model, placement: Placement) -> Any:

@@ -27,7 +27,7 @@ from jgt.sharding.shard import Sharded
 from jgt.sharding.storage import Storage
 
 from ..code.names import own_line
-from ..models.model import Model
+from ..models.model import Model, Settle, Terms
 
 Arrays = dict[str, jax.Array]
 """A batch on the devices: arrays [b, ...] by name."""
@@ -58,13 +58,14 @@ class Objective:
     """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
 
     is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
-    that both take.
+    that both take. settle: see `Model`.
     """
 
     loss: ShardedLoss
     evaluated: ShardedLoss
     is_token_loss: bool
     used: Callable[[Any], Any] = lambda params: params
+    settle: Settle = lambda variables: (variables, {})
 
     def on_stored(self, storage: Storage) -> Objective:
         """The same of parameters that are stored in other forms."""
@@ -74,12 +75,24 @@ class Objective:
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:
-    """The function of arrays of the trainer's own loss: Σ weights · nats. where: the place and name of the model's key."""
+    """The function of arrays of the trainer's own loss: Σ weights · nats, while it is trained with the model's terms.
+
+    where: the place and name of the model's key.
+    """
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+        def use(module: Any) -> tuple[jax.Array, Terms]:
+            value = loss(module, batch)
+            return value, model.terms(module) if is_training else {}
+
         with _reported(where):
-            value, variables = model.run(lambda module: loss(module, batch), params, variables, is_training)
-        return value, Part(None, {}, variables)
+            (value, terms), variables = model.run(use, params, variables, is_training)
+        if not terms:
+            return value, Part(None, {}, variables)
+        # The weights of all parts of a batch sum to 1, so a part's terms count by its share.
+        share = jnp.sum(batch["weights"])
+        value += share * sum(factor * term for term, factor in terms.values())
+        return value, Part(None, {name: (share * term, share) for name, (term, _) in terms.items()}, variables)
 
     return total
 
@@ -87,13 +100,17 @@ def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], wher
 def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_training: bool) -> ShardedLoss:
     """The function of arrays of a loss of the user's own. where: the place of its key. Tracing it raises InputError for another result.
 
-    A loss that has the argument `train` learns by it whether the model is being trained.
+    A loss that has the argument `train` learns by it whether the model is being trained. While it is, the model's terms are added.
     """
     told = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+        def use(module: Any) -> tuple[Any, Terms]:
+            result = loss(module, batch, **told)
+            return result, model.terms(module) if is_training else {}
+
         with _reported(f"{where}: train.loss"):
-            result, variables = model.run(lambda module: loss(module, batch, **told), params, variables, is_training)
+            (result, terms), variables = model.run(use, params, variables, is_training)
         value, metrics = result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
         total, weight = _value_and_weight(value, f"{where}: train.loss")
         if taken := [name for name in metrics if name in RESERVED]:
@@ -101,6 +118,9 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
                 [f"{where}: train.loss: a metric cannot be called {taken[0]!r}. Other names are free, except {', '.join(RESERVED)}"]
             )
         named = {str(name): _value_and_weight(x, f"{where}: train.loss: metric {name}") for name, x in metrics.items()}
+        if terms:
+            total += (1.0 if weight is None else weight) * sum(factor * term for term, factor in terms.values())
+            named = {name: (term, None) for name, (term, _) in terms.items()} | named
         return total, Part(weight, named, variables)
 
     return total

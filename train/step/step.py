@@ -90,9 +90,10 @@ def make_train_step(
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
                 gradients = jax.tree.map(lambda g: g * factor, gradients)
             params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, applied)
-            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), part.variables, state.variables)
+            settled, told = objective.settle(part.variables)
+            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
             average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
-            metrics = {name: joined(*pair, accumulate) for name, pair in part.metrics.items()}
+            metrics = told | {name: joined(*pair, accumulate) for name, pair in part.metrics.items()}
         after = State(state.step + 1, params, opt_state, losses, variables, average)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 

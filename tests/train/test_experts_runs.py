@@ -1,0 +1,103 @@
+"""Runs of a tiny model with experts: the state of their balance, what is logged, and a run that is continued."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from train.models.experts.balance import EXPERT_LOAD
+from train.run.train import train
+from train.setup import prepare
+
+EXPERTS = "model.experts={{count: 4, choose: 2, ffn: 16, balance_rate: 0.01, {}}}"
+BIAS, LOSS = EXPERTS.format("balance: bias"), EXPERTS.format("balance: batch, z_loss: 0.01")
+
+
+def batch_of(setup, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, 256, (16, 33), np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((16, 32), np.float32)}
+    return jax.device_put(batch, setup.batch_shardings)
+
+
+def layer_of(state):
+    return jax.device_get(state.variables["layers"]["moe"])
+
+
+def test_a_step_moves_the_bias_by_the_loads_of_the_whole_batch(tiny):
+    biases, loads = [], []
+    for parts in (1, 4):
+        setup = prepare(tiny(BIAS, f"train.accumulate={parts}"))
+        state, step = setup.init(), setup.compile_train_step()
+        for number in range(3):
+            before = layer_of(state)["bias"]
+            state, metrics = step(state, batch_of(setup, number), setup.settings(number + 1))
+            load = jax.device_get(metrics[EXPERT_LOAD])
+            # Loads are in mean loads.
+            np.testing.assert_allclose(layer_of(state)["bias"], before + 0.01 * np.sign(1 - load), rtol=0, atol=1e-6)
+            np.testing.assert_allclose(load.sum(-1), 4.0, rtol=1e-6)
+        assert np.all(layer_of(state)["load"] == 0)
+        biases.append(layer_of(state)["bias"])
+        loads.append(load)
+    assert np.any(biases[0])
+    np.testing.assert_array_equal(*biases)
+    np.testing.assert_allclose(*loads, rtol=1e-6)
+
+
+def test_a_step_that_is_not_applied_moves_no_bias(tiny):
+    setup = prepare(tiny(BIAS))
+    state, step = setup.init(), setup.compile_train_step()
+    batch = batch_of(setup)
+    state, metrics = step(state, batch | {"weights": batch["weights"] * np.inf}, setup.settings(1))
+    assert not metrics["applied"]
+    assert not np.any(layer_of(state)["bias"])
+    assert not np.any(layer_of(state)["load"])
+
+
+def test_losses_of_the_router_are_trained_and_not_evaluated(tiny):
+    found = {}
+    for parts in (1, 4):
+        setup = prepare(tiny(LOSS, f"train.accumulate={parts}"))
+        state, batch = setup.init(), batch_of(setup)
+        total, weight = setup.compile_eval_step(16)(state.params, state.variables, batch)["loss"]
+        nats = float(total) / float(weight)
+        state, metrics = setup.compile_train_step()(state, batch, setup.settings(1))
+        found[parts] = {name: float(metrics[name]) for name in ("loss", "balance_loss", "z_loss")}
+        # Two layers.
+        terms = 2 * 0.01 * (found[parts]["balance_loss"] + found[parts]["z_loss"])
+        assert found[parts]["loss"] == pytest.approx(nats + terms, rel=1e-6)
+        assert found[parts]["balance_loss"] >= 1
+    # A product of means, of a part of the batch each time.
+    assert found[4]["z_loss"] == pytest.approx(found[1]["z_loss"], rel=1e-5)
+    assert found[4]["balance_loss"] == pytest.approx(found[1]["balance_loss"], rel=0.2)
+
+
+def test_a_run_continues_with_its_bias_and_its_records(tiny, tmp_path, read_rows):
+    run = tiny(BIAS, "checkpoint.every=2", "train.steps=4", "optimizer.name=muon")
+    train(run)
+    folder = tmp_path / "run"
+
+    def losses():
+        return [row["loss"] for row in read_rows(folder / "metrics.jsonl")]
+
+    def loads():
+        return [(row["step"], row["load"]) for row in read_rows(folder / "experts.jsonl")]
+
+    first = losses(), loads()
+    assert [step for step, _ in first[1]] == [1, 2, 3, 4]
+    assert np.shape(first[1][0][1]) == (2, 4)
+    assert "load_max" in read_rows(folder / "metrics.jsonl")[0]
+    shutil.rmtree(folder / "checkpoints" / "4")
+    train(run)
+    assert (losses(), loads()) == first
+
+
+@pytest.mark.slow
+def test_a_run_continues_where_experts_are_on_other_devices(tiny, tmp_path, read_rows, rules_dir):
+    layout = (BIAS, f"rules={rules_dir / 'experts.yaml'}", "checkpoint.every=2", "train.steps=4")
+    train(tiny(*layout, "mesh={data: 2, fsdp: 1, expert: 4}"))
+    folder = tmp_path / "run"
+    first = [row["loss"] for row in read_rows(folder / "metrics.jsonl")]
+    shutil.rmtree(folder / "checkpoints" / "4")
+    train(tiny(*layout, "mesh={data: 2, fsdp: 2, expert: 2}"))
+    np.testing.assert_allclose([row["loss"] for row in read_rows(folder / "metrics.jsonl")], first, rtol=1e-6)

@@ -1,0 +1,90 @@
+"""The load of experts over time, from a run's experts.jsonl: which experts are used most and least, and a heat map as text.
+
+A model may have thousands of experts and a terminal has some dozens of rows. So the heat map is of one layer, that with the least equal
+loads at the end of the run, and of its most and least used experts. Time runs to the right; a column is the mean over some records.
+
+The invariant: loads are in mean loads of their layer, so 1 is equal whatever the layer and the number of experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..records.rows import LOADS, read_metrics
+
+MAX_ROWS = 16
+"""The rows of a heat map."""
+_SHADES, _ASCII = " ░▒▓█", " .:*#"
+_STEPS = (0.25, 0.75, 1.25, 2.0)
+"""Where a shade ends and the next one begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """The records of a run. steps: of each record. loads: by record, layer and expert, in mean loads."""
+
+    steps: tuple[int, ...]
+    loads: tuple[tuple[tuple[float, ...], ...], ...]
+
+    @property
+    def worst_layer(self) -> int:
+        """The layer with the least equal loads in the last record."""
+        last = self.loads[-1]
+        return max(range(len(last)), key=lambda layer: max(last[layer]))
+
+    def of_layer(self, layer: int, columns: int) -> list[list[float]]:
+        """The loads of a layer by expert and column, each the mean over as many records as fall into it."""
+        num = min(columns, len(self.steps))
+        ends = [round(i * len(self.steps) / num) for i in range(num + 1)]
+        parts = [[record[layer] for record in self.loads[begin:end]] for begin, end in itertools.pairwise(ends)]
+        return [[sum(row[expert] for row in part) / len(part) for part in parts] for expert in range(len(self.loads[-1][layer]))]
+
+    def heat(self, columns: int) -> list[list[list[float]]]:
+        """By layer: the loads by expert and column."""
+        return [self.of_layer(layer, columns) for layer in range(len(self.loads[-1]))]
+
+    def fullest(self, record: int) -> float:
+        """The load of the fullest expert, mean over layers."""
+        layers = self.loads[record]
+        return sum(map(max, layers)) / len(layers)
+
+
+def read_loads(run: Path) -> Loads | None:
+    """The records of a run; None if there are none. Raises OSError."""
+    path = run / LOADS
+    if not path.exists():
+        return None
+    rows = [(row["step"], found) for _, row in read_metrics(path) if (found := _loads(row.get("load")))]
+    # All that have the shape of the last: a line that was edited is left out.
+    kept = [(step, found) for step, found in rows if [len(layer) for layer in found] == [len(layer) for layer in rows[-1][1]]]
+    return Loads(steps=tuple(step for step, _ in kept), loads=tuple(found for _, found in kept)) if kept else None
+
+
+def describe_loads(loads: Loads, columns: int, *, is_ascii: bool = False) -> Iterator[str]:
+    """The lines that a terminal shows. columns: of the heat map."""
+    layer = loads.worst_layer
+    last = loads.loads[-1][layer]
+    order = sorted(range(len(last)), key=lambda expert: -last[expert])
+    first, end = loads.fullest(0), loads.fullest(-1)
+    yield f"Experts: the fullest of a layer had {first:.2f} mean loads at step {loads.steps[0]} and has {end:.2f} at step {loads.steps[-1]}"
+    most, least = (", ".join(f"{e} ({last[e]:.2f})" for e in part) for part in (order[:3], order[: -min(4, len(order) + 1) : -1]))
+    yield f"Layer {layer} is the least equal: most used {most}; least used {least}"
+    shown = order if len(order) <= MAX_ROWS else [*order[: MAX_ROWS // 2], *order[-MAX_ROWS // 2 :]]
+    cells, shades = loads.of_layer(layer, columns), _ASCII if is_ascii else _SHADES
+    for expert in shown:
+        yield f"{expert:>10} |{''.join(shades[sum(load >= limit for limit in _STEPS)] for load in cells[expert])}"
+    limits = "  ".join(f"{shade} from {limit:g}" for shade, limit in zip(shades[1:], _STEPS, strict=True))
+    yield f"{'':>12}steps {loads.steps[0]} to {loads.steps[-1]}; mean loads: {limits}"
+
+
+def _loads(value: Any) -> tuple[tuple[float, ...], ...]:
+    """The loads of a record, nothing if they are anything else."""
+    if not isinstance(value, list) or not all(isinstance(layer, list) and layer for layer in value):
+        return ()
+    if not all(isinstance(load, int | float) for layer in value for load in layer):
+        return ()
+    return tuple(tuple(map(float, layer)) for layer in value)

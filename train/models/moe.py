@@ -1,0 +1,88 @@
+"""A mixture of experts in the place of a layer's MLP: a router chooses k of E gated MLPs for each token.
+
+    y = Σ over the chosen experts of scale · expert(x)  [+ shared(x)]
+
+The layer says which rows go through which expert (`signal.experts`), and neither how they get there nor where the experts are. Without
+rules that is a sort, a grouped matmul and the inverse of the sort; rules exchange the rows between the devices of a mesh axis.
+
+b batch, s seq, d embed, f the width of an expert, E experts, k choices of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgt import signal
+
+from .config import ModelConfig
+from .experts.balance import Bias, Load, Routed, routed
+from .experts.config import ExpertsConfig
+from .experts.routing import route
+from .grouped import grouped
+from .linear import READING_INIT, Dot, adding_init, compute_type
+from .remat import cheap
+
+
+class MoE(nnx.Module):
+    """[b, s, d] → [b, s, d] and what was routed. make_mlp: of the experts that all tokens go through."""
+
+    def __init__(self, config: ModelConfig, make_mlp: Callable[..., nnx.Module], *, rngs: nnx.Rngs):
+        experts = config.experts
+        assert experts is not None
+        ffn = experts.ffn or config.ffn_size
+        # Logits are f32 whatever the model's type: a rounding may change which experts are chosen.
+        self.router = nnx.Linear(
+            config.embed, experts.count, use_bias=False, dtype=jnp.float32, dot_general=Dot(), kernel_init=READING_INIT, rngs=rngs
+        )
+        self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
+        self.shared = make_mlp(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
+        self.load = Load(jnp.zeros(experts.count, jnp.int32))
+        self.bias = Bias(jnp.zeros(experts.count, jnp.float32)) if experts.balance == "bias" else None
+        self.config: ExpertsConfig = experts
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routed]:
+        with signal.context("router"):
+            logits = signal.tensor(self.router(x), "logits")  # [b, s, E]
+            choice, scale = route(logits, None if self.bias is None else self.bias[...], self.config)
+            choice, sums = signal.tensor(choice, "choice"), routed(logits, choice, self.config)
+        y = self.experts(x, choice, scale)
+        if self.shared is not None:
+            with signal.context("shared"):
+                y = y + self.shared(x)
+        return y, sums
+
+
+class GatedExperts(nnx.Module):
+    """E gated MLPs (SwiGLU), as stacked matrices [E, d, f] and [E, f, d]."""
+
+    def __init__(self, config: ModelConfig, count: int, ffn: int, *, rngs: nnx.Rngs):
+        def made(size_in: int, size_out: int, init: nnx.Initializer) -> nnx.Param[jax.Array]:
+            keys = jax.random.split(rngs.params(), count)
+            # One after another, as `init` scales by the dims of one matrix.
+            return nnx.Param(jax.vmap(lambda key: init(key, (size_in, size_out), jnp.float32))(keys))
+
+        self.gate = made(config.embed, ffn, READING_INIT)
+        self.up = made(config.embed, ffn, READING_INIT)
+        self.down = made(ffn, config.embed, adding_init(config.layers))
+        self.dtype = compute_type(config)
+
+    def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+        # In the type of matmuls, so that this is the type that travels.
+        weights = {name: jnp.asarray(getattr(self, name)[...], self.dtype) for name in ("gate", "up", "down")}
+        return signal.tensor(signal.experts(_gated_mlps, weights, x, choice, scale), "routed")
+
+
+def _gated_mlps(rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+    """Rows [n, d] that are sorted by expert → [n, d]."""
+    gate, up = grouped(rows, sizes, weights["gate"]), grouped(rows, sizes, weights["up"])
+    return grouped(signal.tensor(_gated(gate, up), "hidden"), sizes, weights["down"])
+
+
+@cheap
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
