@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jgt.experts.call import ExpertCall
 
 MORE_ROUNDS = "jgt.more_rounds"
-"""The named scope of the rounds after the first."""
+"""The named scope of the rounds after the first, with a dot and the most that there can be."""
 
 
 class Traffic(Protocol):
@@ -119,5 +119,5 @@ def _sum_of_rounds(traffic: Traffic, round_: Callable[[Any], list[jax.Array]]) -
         number, sums = state
         return number + 1, [total + new for total, new in zip(sums, round_(number), strict=True)]
 
-    with jax.named_scope(MORE_ROUNDS):
+    with jax.named_scope(f"{MORE_ROUNDS}.{traffic.max_rounds - 1}"):
         return jax.lax.while_loop(lambda state: state[0] < rounds, more, (jnp.int32(1), first))[1]

@@ -29,6 +29,7 @@ from .config import ModelConfig
 from .experts import balance
 from .experts.balance import Routed
 from .experts.config import ExpertsConfig
+from .grouped import GroupedMatmul, grouped
 from .linear import Dot, compute_type
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
@@ -40,11 +41,17 @@ TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 
 
 def build(
-    config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA, *, groups: Groups = (), wide_gradients: bool = False
+    config: ModelConfig,
+    remat: Remat = "none",
+    attention: AttentionKernel = XLA,
+    *,
+    matmul: GroupedMatmul = grouped,
+    groups: Groups = (),
+    wide_gradients: bool = False,
 ) -> Model:
     """The model of a config; allocates nothing.
 
-    groups: the devices that split the batch. wide_gradients: those of matrices and tables leave their matmuls in f32.
+    matmul: of experts. groups: the devices that split the batch. wide_gradients: those of matrices and tables leave their matmuls in f32.
     """
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
@@ -53,6 +60,8 @@ def build(
     def make(rngs: nnx.Rngs) -> Decoder:
         decoder = kind(config, remat, attention, rngs=rngs)
         decoder.embed.groups = groups
+        if config.experts is not None:
+            decoder.layers.moe.experts.matmul = matmul
         if wide_gradients:
             widen_gradients(decoder)
         return decoder

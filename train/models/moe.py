@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from .config import ModelConfig
 from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
-from .grouped import grouped
+from .grouped import GroupedMatmul, grouped
 from .linear import READING_INIT, Dot, adding_init, compute_type
 from .remat import cheap
 
@@ -70,17 +71,18 @@ class GatedExperts(nnx.Module):
         self.up = made(config.embed, ffn, READING_INIT)
         self.down = made(ffn, config.embed, adding_init(config.layers))
         self.dtype = compute_type(config)
+        self.matmul: GroupedMatmul = grouped
 
     def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
         # In the type of matmuls, so that this is the type that travels.
         weights = {name: jnp.asarray(getattr(self, name)[...], self.dtype) for name in ("gate", "up", "down")}
-        return signal.tensor(signal.experts(_gated_mlps, weights, x, choice, scale), "routed")
+        return signal.tensor(signal.experts(partial(_gated_mlps, self.matmul), weights, x, choice, scale), "routed")
 
 
-def _gated_mlps(rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+def _gated_mlps(matmul: GroupedMatmul, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
-    gate, up = grouped(rows, sizes, weights["gate"]), grouped(rows, sizes, weights["up"])
-    return grouped(signal.tensor(_gated(gate, up), "hidden"), sizes, weights["down"])
+    gate, up = matmul(rows, sizes, weights["gate"]), matmul(rows, sizes, weights["up"])
+    return matmul(signal.tensor(_gated(gate, up), "hidden"), sizes, weights["down"])
 
 
 @cheap

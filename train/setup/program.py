@@ -32,6 +32,7 @@ from ..data.own import open_own
 from ..models.attention import CUDNN, AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
+from ..models.grouped import choose_grouped
 from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
 from ..models.own import own_model
@@ -81,7 +82,8 @@ def prepare(
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
         widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-        model = build(config.model, remat, attention.kernel, groups=groups, wide_gradients=widens)
+        matmul = choose_grouped(config.model.dtype, device).kernel.matmul
+        model = build(config.model, remat, attention.kernel, matmul=matmul, groups=groups, wide_gradients=widens)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
