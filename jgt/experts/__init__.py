@@ -9,11 +9,11 @@ from pathlib import Path
 
 from jgt import regions, signal
 from jgt.experts.call import call_experts
-from jgt.experts.replace import Placed, call_of, place_experts
+from jgt.experts.replace import Placed, call_of, place_experts, weights_of
 from jgt.program.jaxpr import exclude_lines
 
 # A call of experts is on the line of the model.
 for _module in (__file__, regions.__file__, signal.__file__):
     exclude_lines(Path(_module).parent if _module.endswith("__init__.py") else Path(_module))
 
-__all__ = ["Placed", "call_experts", "call_of", "place_experts"]
+__all__ = ["Placed", "call_experts", "call_of", "place_experts", "weights_of"]

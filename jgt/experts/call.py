@@ -43,6 +43,11 @@ class ExpertCall:
     tree: Any
     held_by: str | None = None
 
+    @property
+    def num_weights(self) -> int:
+        """The number of arrays in the weights."""
+        return self.tree.num_leaves
+
     def run(self, leaves: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """The model's function, on some rows and some experts."""
         return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))

@@ -23,11 +23,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.parts import Exchange, run_on
+from jgt.experts.parts import Backward, Exchange, Forward, run_on
 from jgt.experts.trial import is_row_wise
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Equation, Place, Program
+from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.regions.proof import mesh_context
 from jgt.regions.region import plan_of
 from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
@@ -51,6 +51,16 @@ def call_of(equation: Equation) -> ExpertCall | None:
     """The call of `experts` that an equation is; None for any other equation."""
     plan = plan_of(equation)
     return plan if isinstance(plan, ExpertCall) else None
+
+
+def weights_of(equation: Equation) -> list[tuple[Var, Dims]]:
+    """The weights that a call of experts reads, on a mesh or without one, and the axes of their dims; nothing for any other equation."""
+    plan = plan_of(equation)
+    if not isinstance(plan, ExpertCall | Forward | Backward):
+        return []
+    call = plan if isinstance(plan, ExpertCall) else plan.call
+    weights, (dims, _) = equation.invars[: call.num_weights], plan.layout(len(equation.invars))
+    return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
 
 
 def place_experts(

@@ -37,6 +37,8 @@ _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
 _TWICE = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/|$)")
 _TWICE_IN_BODY = re.compile(r"(?:(?<=/)|^)((?:[^/]+/)+)\1(?=(?:checkpoint|add_any)(?:/|$))")
 _MAX_HOPS = 6
+_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "ragged_all_to_all")
+"""Collectives of shard_map. Sums are not among them: XLA's partitioner makes some of those, with the names of their operands."""
 
 
 class Origin(NamedTuple):
@@ -122,6 +124,9 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
             return None, None
         origin = neighbour.origin
     # What slices stacked parameters in a loop, or stacks results, is named `layers`. It belongs to the `layers/attn` next to it.
+    if op_name.rpartition("/")[2] in _COLLECTIVES:
+        # The program itself sends there, so the name says where.
+        return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"
     deeper = _nearest(module, inputs, outputs, lambda other: other.signal.startswith(inner))
     if deeper is not None:

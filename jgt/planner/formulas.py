@@ -109,7 +109,7 @@ def _size(mesh: Mapping[str, int], axes: _Axes) -> int:
 
 def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: _Axes) -> Iterator[tuple[_Axes, Fraction, str]]:
     """ZeRO-3: the parameter is gathered wherever it is used."""
-    axes = tuple(a for a in batch if a in _axes(p.dims))
+    axes = tuple(a for a in batch if a in _axes(p.dims) - use.held)
     # A parameter that the program gathers itself is counted there, as shard_map's.
     if not use.is_gathered:
         # shard_map brings a parameter into its region once, however often it is used inside.
@@ -129,6 +129,7 @@ def _gradients(
         # Inside shard_map the program adds up gradients itself.
         return
     stored, scattered = _axes(p.dims), _axes(p.state_dims)
+    batch = tuple(a for a in batch if a not in use.held)
     zero3 = tuple(a for a in batch if a in stored)
     zero1 = tuple(a for a in batch if a in scattered - stored)
     whole = tuple(a for a in batch if a not in scattered | stored)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.hlo.origin import NONE, origin_of
+from jgt.experts import weights_of
+from jgt.hlo.origin import NONE, origin_of, phase_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter
 from jgt.program import jaxpr as jx
@@ -39,7 +40,7 @@ class ParameterUse:
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
     bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there. brought: the mesh axes
-    over which the program gathers it once, before anything reads it.
+    over which the program gathers it once, before anything reads it. held: those whose devices keep different parts of it, such as experts.
     """
 
     counts: Mapping[str, Fraction] = field(default_factory=dict[str, Fraction])
@@ -47,6 +48,7 @@ class ParameterUse:
     is_manual: bool = False
     is_gathered: bool = False
     brought: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
 
     @property
     def forward(self) -> Fraction:
@@ -112,8 +114,12 @@ class _Walk:
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
             self._send(equation, scope, views)
+            weights = weights_of(equation)
+            for var, dims in weights:
+                self._hold(var, dims, scope, views)
             for inner in jx.subprograms(equation):
-                self._enter(equation, inner, scope, views)
+                # How often the function of experts reads its weights says nothing: they are brought to their devices once a call.
+                self._enter(equation, inner, scope, {} if weights else views)
             if not sums.carry(equation):
                 self._contract(equation, scope, views, sums)
             sums.split(equation)
@@ -133,6 +139,14 @@ class _Walk:
         origin = origin_of(scope.name)
         # The name stack also says how often a pipeline takes the branches around the collective.
         self.explicit[origin.signal if origin else NONE, axes] += scope.times * taken_share(scope.name) * num_bytes
+
+    def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
+        """A parameter that a call of experts reads, each device its own part."""
+        if var in views:
+            view, phase = views[var], phase_of(scope.name)
+            use, share = self.uses[view.index], view.times * view.share * taken_share(scope.name)
+            held = use.held.union(axis for axes in dims for axis in axes)
+            self.uses[view.index] = replace(use, held=held, counts={**use.counts, phase: use.counts.get(phase, 0) + share})
 
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
         """Reads a program inside an equation, and follows the parameters into it and out of it."""
