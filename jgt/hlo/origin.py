@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from jgt.hlo.graph import consumers, producers
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE
+from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION
 from jgt.signal import PREFIX
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -37,8 +37,6 @@ _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
 _TWICE = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/|$)")
 _TWICE_IN_BODY = re.compile(r"(?:(?<=/)|^)((?:[^/]+/)+)\1(?=(?:checkpoint|add_any)(?:/|$))")
 _MAX_HOPS = 6
-_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "ragged_all_to_all")
-"""Collectives of shard_map. Sums are not among them: XLA's partitioner makes some of those, with the names of their operands."""
 
 
 class Origin(NamedTuple):
@@ -124,8 +122,8 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
             return None, None
         origin = neighbour.origin
     # What slices stacked parameters in a loop, or stacks results, is named `layers`. It belongs to the `layers/attn` next to it.
-    if op_name.rpartition("/")[2] in _COLLECTIVES:
-        # The program itself sends there, so the name says where.
+    if REGION in op_name.rpartition(PREFIX)[2]:
+        # What is written for a device has a signal of its own.
         return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"
     deeper = _nearest(module, inputs, outputs, lambda other: other.signal.startswith(inner))

@@ -23,6 +23,7 @@ from jgt.signal import PREFIX
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
+REGION = "jgt.region"
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
 _TRIPS = re.compile(r"jgt\.(?:trips\.(\d+)|more_rounds(?:\.(\d+))?)")
 _USEFUL = re.compile(r"jgt\.useful\.(\d+)of(\d+)")
@@ -50,6 +51,11 @@ def backward() -> AbstractContextManager[object]:
 def recompute() -> AbstractContextManager[object]:
     """A piece of a forward pass that jgt runs a second time."""
     return jax.named_scope(RECOMPUTE)
+
+
+def region() -> AbstractContextManager[object]:
+    """A program for one device that takes the place of a piece of the model."""
+    return jax.named_scope(REGION)
 
 
 def branch_taken(share: Fraction) -> AbstractContextManager[object]:

@@ -31,6 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jgt.program import jaxpr as jx
+from jgt.program import scopes
 from jgt.program.dims import Dims, partition_spec
 
 SentBytes = tuple[tuple[str, ...], Fraction] | None
@@ -166,7 +167,7 @@ def _on_devices(
 
     def on_device(*parts: jax.Array) -> list[jax.Array]:
         # The axes of the shard_map around the region are not known where it is lowered.
-        with core.extend_axis_env_nd([(axis, sizes[axis]) for axis in manual if axis not in axes]):
+        with core.extend_axis_env_nd([(axis, sizes[axis]) for axis in manual if axis not in axes]), scopes.region():
             return plan.on_device(*parts)
 
     def spec(dims: Dims) -> PartitionSpec:

@@ -172,7 +172,7 @@ def test_inside_a_pipeline(sizes, tmp_path):
     run = compiled(jax.value_and_grad(jgt.shard(nats, rules, mesh_of(**sizes), pipeline=jgt.Pipeline(signal="layers", microbatches=2))))
     assert_equal(run(p, batch), gradients(nats, p, batch))
     text = run.lower(p, batch).compile().as_text()
-    assert all(f"{signal}/shard_map/ppermute" in text for signal in ("sig.attn", "sig.mlp")), "the stages have rings"
+    assert all(f"{signal}/shard_map/jgt.region/ppermute" in text for signal in ("sig.attn", "sig.mlp")), "the stages have rings"
 
 
 # -- what is not found ------------------------------------------------------------------------------------------
