@@ -1,9 +1,9 @@
 """The regions that take the place of a call of `experts` on a mesh: forward and backward.
 
 Rows of the batch are split over some axes, one of which may hold the experts. On each device, `jgt.experts.exchange` is the program. The
-gradient of the weights is a sum over all rows, of which the devices of the other axes have parts; it leaves the region as
-[parts, experts, ...] and is added up outside, where the partitioner lays it out as the parameter wants it: by a reduce-scatter, if the
-parameter is split over these axes, too.
+gradient of the weights is a sum over all rows, of which the devices of the other axes have parts. It leaves the region as
+[parts of an axis, ..., experts, ...] and is added up outside, where the partitioner lays it out as the parameter wants it: by a
+reduce-scatter, if the parameter is split over these axes, too.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Forward(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Backward(_Part):
-    """Weights, x, choice, scale, the cotangent of y → gradients of the weights [parts, experts, ...], of x and of scale.
+    """Weights, x, choice, scale, the cotangent of y → gradients of the weights [parts, ..., experts, ...], of x and of scale.
 
     wanted: which of these there are.
     """
@@ -159,13 +159,14 @@ class Backward(_Part):
         pull = cast("Callable[[jax.Array], tuple[jax.Array, ...]]", jax.vjp(run, scale, x, *leaves)[1])
         by_scale, by_x, *by_weights = pull(cotangent)
         # Only the sum of the parts has a meaning.
-        first = [jnp.pad(g[None], [(0, self.exchange.num_parts - 1), *[(0, 0)] * g.ndim]) for g in by_weights]
+        more = [(0, size - 1) for axis, size in self.exchange.sizes if axis in self.exchange.parts]
+        first = [jnp.pad(g.reshape([1] * len(more) + [*g.shape]), [*more, *[(0, 0)] * g.ndim]) for g in by_weights]
         return self._those([*first, by_x, by_scale])
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
         """See `RegionPlan`."""
         rows = self.exchange.rows
-        weights = [(self.exchange.parts, *self.exchange.experts(rank)) for rank in self.ranks]
+        weights = [(*((axis,) for axis in self.exchange.parts), *self.exchange.experts(rank)) for rank in self.ranks]
         return [*self._operands(), rows], self._those([*weights, rows, rows])
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Backward | None, list[int]]:
@@ -183,7 +184,8 @@ class Backward(_Part):
         tokens, choices, scales, behind = self._local(x, choice, scale, cotangent)
         traffic = self.exchange.traffic(choices, leaves[0].shape[0])
         by_weights, by_x, by_scale = run_backward(self.call, traffic, leaves, tokens, scales, behind)
-        return self._those([*(g[None] for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)])
+        ones = [1] * len(self.exchange.parts)
+        return self._those([*(g.reshape([*ones, *g.shape]) for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)])
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         """See `RegionPlan`."""
@@ -191,6 +193,16 @@ class Backward(_Part):
         x, cotangent = equation.invars[num], equation.invars[num + 3]
         # x and the cotangent go to the experts with their scales, and the gradients of x and of the scales come back.
         return self._sent(equation, bytes_of, [x, cotangent, x], scales=2)
+
+
+def _sum_of_parts(parts: jax.Array, num_axes: int) -> jax.Array:
+    # Axis by axis: of a sum over several axes at once, XLA makes an all-reduce, even if the parameter is split over one of them.
+    for dim in reversed(range(num_axes)):
+        # In the type of the weights, as gradients of other matrices: jnp.sum would send f32.
+        parts = jax.lax.reduce_sum(parts, [dim])
+        # XLA would make one sum of two.
+        parts = cast(jax.Array, jax.lax.optimization_barrier(parts)) if dim else parts
+    return parts
 
 
 def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | None, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -208,7 +220,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
 
     def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
         *by_weights, by_x, by_scale = run_region(behind, mesh, *operands, cotangent)
-        return *(jnp.sum(parts, axis=0) for parts in by_weights), by_x, None, by_scale
+        return *(_sum_of_parts(parts, len(exchange.parts)) for parts in by_weights), by_x, None, by_scale
 
     run.defvjp(forward, backward)
     return [run(*operands)]
