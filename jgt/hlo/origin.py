@@ -122,8 +122,9 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
             return None, None
         origin = neighbour.origin
     # What slices stacked parameters in a loop, or stacks results, is named `layers`. It belongs to the `layers/attn` next to it.
-    if REGION in op_name.rpartition(PREFIX)[2]:
-        # What is written for a device has a signal of its own.
+    below = op_name.rpartition(PREFIX)[2]
+    if REGION in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
+        # What is written for a device, or stands directly under a signal inside another one, has a signal of its own.
         return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"
     deeper = _nearest(module, inputs, outputs, lambda other: other.signal.startswith(inner))
