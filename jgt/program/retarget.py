@@ -73,12 +73,13 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
         params = jx.map_params(new, lambda item: _on_mesh(item, mesh))
         invars, outvars = [moved.atom(atom) for atom in equation.invars], moved.vars(equation.outvars)
         eqns.append(new.replace(params=params, ctx=jx.context_on(equation, mesh), invars=invars, outvars=outvars))
-    inner = inner.replace(
-        constvars=moved.vars(inner.constvars),
-        invars=moved.vars(inner.invars),
-        eqns=eqns,
-        outvars=[moved.atom(atom) for atom in inner.outvars],
-    )
+    outvars = [moved.atom(atom) for atom in inner.outvars]
+    inner = inner.replace(eqns=eqns, outvars=outvars)
+    # Only where they change: jax 0.12 stores a program's constants with its arguments.
+    if moved.changes(inner.constvars):
+        inner = inner.replace(constvars=moved.vars(inner.constvars))
+    if moved.changes(inner.invars):
+        inner = inner.replace(invars=moved.vars(inner.invars))
     return inner if jx.body(program) is program else program.replace(jaxpr=inner)
 
 
@@ -91,6 +92,9 @@ class _Values:
 
     def vars(self, vars_: Sequence[Var]) -> list[Var]:
         return [self._var(var) for var in vars_]
+
+    def changes(self, vars_: Sequence[Var]) -> bool:
+        return any(new is not old for new, old in zip(self.vars(vars_), vars_, strict=True))
 
     def atom(self, atom: Atom) -> Atom:
         if jx.is_var(atom):

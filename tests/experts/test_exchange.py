@@ -28,7 +28,7 @@ MESHES = [
 WAYS = [("all-to-all", 1.0), ("all-to-all", 1.25), ("all-to-all", 4.0), ("gather", 1.0), ("gather", 1.25)]
 ROUTERS = {"balanced": 0.0, "skewed": 0.2, "one": 9.0}
 GRID = list(itertools.product(MESHES, WAYS, ((8, 2), (16, 4), (8, 1)), ROUTERS))
-QUICK = [(MESHES[0], WAYS[1], (8, 2), "balanced"), (MESHES[5], WAYS[0], (8, 2), "one"), (MESHES[4], WAYS[3], (16, 4), "skewed")]
+QUICK = [(MESHES[0], WAYS[1], (8, 2), "balanced"), (MESHES[5], WAYS[0], (8, 2), "one")]
 
 
 def bias_of(router, count):
@@ -135,7 +135,7 @@ def bytes_of(mesh, exchange):
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "expert": 4}, pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("exchange", ["all-to-all", "gather"])
-@pytest.mark.parametrize("target", [None, pytest.param("h100:1x8", marks=needs_plugin)])
+@pytest.mark.parametrize("target", [pytest.param(None, marks=pytest.mark.slow), pytest.param("h100:1x8", marks=needs_plugin)])
 def test_bytes_are_those_of_the_formula(mesh, exchange, target):
     plan = planned(mesh, exchange, target)
     found = Counter()
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_formula(mesh, exchange, target):
     assert [row.bytes for row in plan.expected if row.axes == ("expert",) and row.formula == "shard_map"] == [bytes_of(mesh, exchange)]
 
 
-@pytest.mark.parametrize("router", ["balanced", "one"])
+@pytest.mark.parametrize("router", [pytest.param("balanced", marks=pytest.mark.slow), "one"])
 def test_memory_is_that_of_one_round_whatever_is_routed(router):
     params, x = make(jax.random.key(0), 8, 64, 128), jax.random.normal(jax.random.key(1), (16, 64, 64))
 

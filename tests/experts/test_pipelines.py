@@ -38,7 +38,7 @@ def loss_of(layer, bias, *, recompute):
 @pytest.mark.parametrize(
     ("mesh", "schedule", "options", "exchange", "is_skewed", "recompute"),
     [
-        pytest.param(*case, is_skewed, recompute, marks=() if number == 1 and is_skewed and not recompute else pytest.mark.slow)
+        pytest.param(*case, is_skewed, recompute, marks=() if number == 0 and is_skewed and not recompute else pytest.mark.slow)
         for number, case in enumerate(CASES)
         for is_skewed in (False, True)
         for recompute in (False, True)

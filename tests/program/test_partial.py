@@ -5,12 +5,12 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.partial import PartialSum, PartialSums
 
-TENSOR = NamedSharding(AbstractMesh((4,), ("tensor",)), PartitionSpec("tensor"))
+TENSOR = NamedSharding(AbstractMesh((4,), ("tensor",), axis_types=(AxisType.Auto,)), PartitionSpec("tensor"))
 
 
 def followed(fn, *, axes=("tensor", "tensor"), adds_first=True):
