@@ -1,10 +1,11 @@
 """The whole session is strict: 8 CPU devices, rank promotion raises, warnings are errors, a hung collective fails.
 
-`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of twelve shares with each commit, so that every slow
-test runs within twelve commits.
+`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of 32 shares with each commit, so that every slow
+test runs within 32 commits.
 """
 
 import os
+import signal
 import tempfile
 import zlib
 from importlib import metadata
@@ -30,6 +31,8 @@ import pytest
 hypothesis.settings.register_profile("jgt", deadline=None)
 hypothesis.settings.load_profile("jgt")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A shell's background job starts with Ctrl-C ignored, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def _pulled(
 
 
 def _sum_of_rounds(traffic: Traffic, round_: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:
-    # The first round is no loop: with a balanced router it is the only one, and XLA runs its sends beside other work.
+    # The first round is outside of the loop: with a balanced router it is the only one, and there XLA overlaps its sends with other work.
     first = round_(0)
     if traffic.max_rounds == 1:
         return first

@@ -1,9 +1,10 @@
 """The regions that take the place of a call of `experts` on a mesh: forward and backward.
 
-Rows of the batch are split over some axes, one of which may hold the experts. On each device, `jgt.experts.exchange` is the program. The
-gradient of the weights is a sum over all rows, of which the devices of the other axes have parts. It leaves the region as
-[parts of an axis, ..., experts, ...] and is added up outside, where the partitioner lays it out as the parameter wants it: by a
-reduce-scatter, if the parameter is split over these axes, too.
+Rows of the batch are split over some mesh axes, one of which may hold the experts. Each device runs the program of `jgt.experts.exchange`.
+
+The gradient of the weights is a sum over all rows. Along the axes that do not hold experts, each device computes this sum for its own rows
+only. The region returns these partial sums as [parts of an axis, ..., experts, ...]. They are added up outside of the region, where the
+partitioner lays out the sum as the parameter wants it: by a reduce-scatter, if the parameter is split over these axes, too.
 """
 
 from __future__ import annotations

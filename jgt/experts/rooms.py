@@ -1,14 +1,14 @@
 """Rows that travel to the devices of their experts, and back: the programs of a device.
 
-n devices of a mesh axis have n parts of the tokens and n parts of the experts, E / n each. A device has T tokens, of which each goes
-through k experts, so it sends T · k rows. How many of them go to one device is known only when the program runs, but arrays have fixed
+A mesh axis of n devices splits the E experts and the tokens: each device holds E / n experts and T tokens. Each token goes through k
+experts, so a device sends T · k rows. How many of them go to one device is known only when the program runs, but arrays have fixed
 sizes. So each pair of devices has *room* for
 
     C = room · T · k / n    rows
 
 and an exchange is an all-to-all of an array [n, C, d]. If some pair has more rows than that, all devices run another round for the rows
-that are left, and another one, until the fullest pair is served. The rounds of a group of devices follow from a maximum over the axis, so
-they all run the same number. With a balanced router it is one. No row is dropped, and the memory is that of one round, whatever is routed.
+that are left, and another one, until the fullest pair is served. The devices of the axis agree on the number of rounds by a maximum over
+it. With a balanced router it is one. No row is dropped, and memory is needed for one round only, whatever the router chooses.
 
 A round, with 2 devices, 4 experts and C = 3, on device 0:
 

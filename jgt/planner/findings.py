@@ -203,7 +203,7 @@ def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
                 origin = origin_of(instruction.op_name)
                 signal = origin.signal if origin else NONE
                 done[signal] += count
-                # The line of the first one: that of the forward pass.
+                # The first one belongs to the forward pass, whose line in the model is the useful one.
                 sources.setdefault(signal, module.source(instruction.text))
     for signal, count in done.items():
         share = meant.get(signal, 0.0) / compiled.mesh.size

@@ -72,8 +72,9 @@ def useful(share: Fraction) -> AbstractContextManager[object]:
 def expected_trips(loop: str, further_rounds: int = 0) -> int | None:
     """The number of trips to expect of a loop, from the scopes in its name; None if none of them says.
 
-    `jgt.trips.72` says 72. It is no function here, because models write it, which know nothing of jgt but signals. further_rounds: those
-    of an exchange of experts, after its first, for which there is no need if rows are spread evenly.
+    `jgt.trips.72` says 72. Unlike the scopes above, no function here makes it: models write the name themselves, because they import only
+    `jgt.signal`. further_rounds: the trips to expect of a loop that runs the rounds of an exchange of experts after the first. Rows that
+    are evenly spread need none.
     """
     found = _own_scope(_TRIPS, loop)
     if found is None:

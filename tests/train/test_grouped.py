@@ -13,7 +13,7 @@ import jgt
 from jgt.planner.chip import parse_target
 from jgt.planner.described import devices_of
 from jgt.planner.plan import plan
-from train.models.grouped import BLOCKS, MOSAIC, block_rows, by_mosaic, choose_grouped, grouped
+from train.models.grouped import block_rows, by_mosaic, choose_grouped, grouped
 
 HAS_HOPPER = any(d.platform == "gpu" and getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
 
@@ -132,26 +132,26 @@ def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "kernel", "why"),
+    ("dtype", "device", "program", "why"),
     [
-        ("bf16", gpu(), MOSAIC, ""),
-        ("f32", gpu(), BLOCKS, "model.dtype: bf16"),
-        ("bf16", gpu("NVIDIA A100", "8.0"), BLOCKS, "not 8.0"),
-        ("bf16", gpu("NVIDIA B200", "10.0"), BLOCKS, "not 10.0"),
-        ("bf16", jax.devices()[0] if not HAS_HOPPER else None, BLOCKS, "no NVIDIA GPU"),
-        ("bf16", None, BLOCKS, "no NVIDIA GPU"),
+        ("bf16", gpu(), by_mosaic, ""),
+        ("f32", gpu(), grouped, "model.dtype: bf16"),
+        ("bf16", gpu("NVIDIA A100", "8.0"), grouped, "not 8.0"),
+        ("bf16", gpu("NVIDIA B200", "10.0"), grouped, "not 10.0"),
+        ("bf16", jax.devices()[0] if not HAS_HOPPER else None, grouped, "no NVIDIA GPU"),
+        ("bf16", None, grouped, "no NVIDIA GPU"),
     ],
 )
-def test_the_kernel_follows_from_type_and_device(dtype, device, kernel, why):
-    choice = choose_grouped(dtype, device)
-    assert choice.kernel is kernel
-    assert why in choice.text
+def test_the_program_follows_from_type_and_device(dtype, device, program, why):
+    chosen, label = choose_grouped(dtype, device)
+    assert chosen is program
+    assert why in label
 
 
 @needs_plugin
 def test_mosaics_kernels_compile_for_a_gpu_that_is_not_there():
     mesh = jgt.make_mesh({"one": 1}, devices=devices_of(parse_target("h100:1x1")))
-    assert choose_grouped("bf16", mesh.devices.flat[0]).kernel is MOSAIC
+    assert choose_grouped("bf16", mesh.devices.flat[0])[0] is by_mosaic
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((512, 128), jnp.bfloat16), ((4,), jnp.int32), ((4, 128, 256), jnp.bfloat16))]
 
     def step(rows, sizes, weights):

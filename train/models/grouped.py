@@ -4,11 +4,10 @@
 
 The first sizes[0] rows belong to group 0, the next sizes[1] to group 1, and so on. How long the groups are is known only when the program
 runs. `jax.lax.ragged_dot` says the same, but XLA multiplies every row by the matrices of all groups on CPUs and on NVIDIA GPUs: e times
-the work. So there are two other programs here, objects as those of attention (see `attention.py`), and `choose_grouped` takes the first
-that a device can run:
+the work. So there are two other programs here, and `choose_grouped` takes the first that a device can run:
 
-- `MOSAIC`: the kernels for Hopper in JAX's own wheel. They come without a derivative, which is written out here.
-- `BLOCKS`: a loop over blocks of b rows, one ordinary matmul each. A block begins at the first row of its group, or behind the group's
+- `by_mosaic`: the kernels for Hopper in JAX's own wheel. They come without a derivative, which is written out here.
+- `grouped`: a loop over blocks of b rows, one ordinary matmul each. A block begins at the first row of its group, or behind the group's
   block before it. Only the last block of a group reaches into other groups, whose rows are masked there.
 
 Rows behind the last group belong to none. Their results are not to be read: they are 0, or of Mosaic's kernels what was in memory. Whatever
@@ -23,8 +22,7 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,57 +37,32 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedKernel:
-    """A way to compute grouped matmuls.
+class _ByRows(Protocol):
+    """Each row by its group's matrix, or by the transposed one: [n, m] → [n, k]."""
 
-    label: as in the log. obstacle(dtype, device): why a model with matmuls in this type cannot have it there; empty if it can.
-    """
-
-    label: str
-    matmul: GroupedMatmul
-    obstacle: Callable[[str, Any], str]
+    def __call__(self, rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedChoice:
-    """The kernel of a run, and why the preferred one is not available; empty if this is the preferred one."""
+def _differentiable(by_rows: _ByRows, outer: GroupedMatmul) -> GroupedMatmul:
+    """outer(rows [n, k], cotangents [n, m], sizes): each group's rows, transposed, by their cotangents, [e, k, m]."""
 
-    kernel: GroupedKernel
-    why: str = ""
+    @jax.custom_vjp
+    def matmul(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+        return by_rows(rows, sizes, weights, is_transposed=False)
 
-    @property
-    def text(self) -> str:
-        """The choice as a line of the log says it."""
-        return f"{self.kernel.label} ({self.why})" if self.why else self.kernel.label
+    def forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
+        return matmul(rows, sizes, weights), (rows, sizes, weights)
 
+    def backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+        rows, sizes, weights = residuals
+        of_rows = by_rows(cotangent, sizes, weights, is_transposed=True)
+        return of_rows.astype(rows.dtype), None, outer(rows, cotangent, sizes).astype(weights.dtype)
 
-def choose_grouped(dtype: str, device: Any) -> GroupedChoice:
-    """The kernel for a model whose `model.dtype` this is. device: as for `choose_attention`."""
-    obstacle = MOSAIC.obstacle(dtype, device)
-    return GroupedChoice(kernel=BLOCKS if obstacle else MOSAIC, why=obstacle)
+    matmul.defvjp(forward, backward)
+    return matmul
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def grouped(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
-    """Each row of a group by the group's matrix, on any device: [n, k], [e], [e, k, m] → [n, m] in the type of rows."""
-    return _by_blocks(rows, sizes, weights, is_transposed=False)
-
-
-def _blocks_forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
-    return _by_blocks(rows, sizes, weights, is_transposed=False), (rows, sizes, weights)
-
-
-def _blocks_backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    rows, sizes, weights = residuals
-    by_rows = _by_blocks(cotangent, sizes, weights, is_transposed=True)
-    return by_rows.astype(rows.dtype), None, _outer_by_blocks(rows, cotangent, sizes).astype(weights.dtype)
-
-
-grouped.defvjp(_blocks_forward, _blocks_backward)
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
@@ -103,7 +76,6 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
-    """is_transposed: by the transposed matrices, [n, m] → [n, k]."""
     b = block_rows(rows.shape[0], sizes.shape[0])
     contracted, width = (2, weights.shape[1]) if is_transposed else (1, weights.shape[2])
 
@@ -162,6 +134,10 @@ def _over_blocks(step: Callable[[_Block, jax.Array], jax.Array], start: jax.Arra
         return jax.lax.fori_loop(0, last[-1], lambda number, state: step(block(number), state), start)
 
 
+grouped = _differentiable(_by_blocks, _outer_by_blocks)
+"""Each row of a group by the group's matrix, on any device: [n, k], [e], [e, k, m] → [n, m] in the type of rows."""
+
+
 # -- Mosaic's kernels --------------------------------------------------------------------------------------------------
 
 _TILE = 128
@@ -181,28 +157,18 @@ def by_mosaic(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Arra
     return _mosaic(rows, sizes.astype(jnp.int32), weights.astype(rows.dtype))
 
 
-@jax.custom_vjp
-def _mosaic(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
-    return _mosaic_rows(rows, sizes, weights, is_transposed=False)
+def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
+    return _jax_kernels("ragged_dot_mgpu").ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=is_transposed, **_TILES)
 
 
-def _mosaic_forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
-    return _mosaic_rows(rows, sizes, weights, is_transposed=False), (rows, sizes, weights)
-
-
-def _mosaic_backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    rows, sizes, weights = residuals
+def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
     # The kernel reads whole tiles, and multiplies rows of one side by 0 that are not in the group.
     in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
     x, c = jnp.where(in_group, rows, 0), jnp.where(in_group, cotangent, 0)
-    return _mosaic_rows(cotangent, sizes, weights, is_transposed=True), None, _outer_kernel()(x, c, group_sizes=sizes, **_TILES)
+    return _outer_kernel()(x, c, group_sizes=sizes, **_TILES)
 
 
-_mosaic.defvjp(_mosaic_forward, _mosaic_backward)
-
-
-def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
-    return _jax_kernels("ragged_dot_mgpu").ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=is_transposed, **_TILES)
+_mosaic = _differentiable(_mosaic_rows, _mosaic_outer)
 
 
 def _jax_kernels(name: str) -> Any:
@@ -227,6 +193,12 @@ def _outer_kernel() -> Callable[..., jax.Array]:
 _MULTIPROCESSORS = 132
 
 
+def choose_grouped(dtype: str, device: Any) -> tuple[GroupedMatmul, str]:
+    """The grouped matmul for a model with this `model.dtype`, and its name as in the log. device: as for `choose_attention`."""
+    obstacle = _mosaic_obstacle(dtype, device)
+    return (grouped, f"blocks of rows ({obstacle})") if obstacle else (by_mosaic, "Mosaic's kernels")
+
+
 def _mosaic_obstacle(dtype: str, device: Any) -> str:
     if device is None or device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         return "there is no NVIDIA GPU"
@@ -234,7 +206,3 @@ def _mosaic_obstacle(dtype: str, device: Any) -> str:
     if (capability := str(getattr(device, "compute_capability", ""))) != "9.0":
         return f"Mosaic's kernels need compute capability 9.0, which is Hopper's, not {capability or 'an unknown one'}"
     return "" if dtype == "bf16" else "Mosaic's kernels need model.dtype: bf16"
-
-
-MOSAIC = GroupedKernel(label="Mosaic's kernels", matmul=by_mosaic, obstacle=_mosaic_obstacle)
-BLOCKS = GroupedKernel(label="blocks of rows", matmul=grouped, obstacle=lambda dtype, device: "")

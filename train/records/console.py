@@ -122,9 +122,10 @@ def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:
 
 
 def describe_kernels(setup: Setup) -> str:
-    """A line with the attention kernel and the reason for it, and the number of chunks of the loss."""
+    """A line with the kernels of attention and of experts, the reasons for them, and the number of chunks of the loss."""
     chunks = "" if setup.loss_chunks == 1 else f"; loss in {setup.loss_chunks} chunks of the sequence"
-    return f"Attention: {setup.attention.text}{chunks}" if setup.attention is not None else ""
+    experts = f"; experts: {setup.grouped}" if setup.grouped else ""
+    return f"Attention: {setup.attention.text}{experts}{chunks}" if setup.attention is not None else ""
 
 
 def describe_storage(setup: Setup) -> Iterator[str]:

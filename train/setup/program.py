@@ -74,6 +74,7 @@ def prepare(
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
     part = rows_of(element, config.train.batch // config.train.accumulate)
     attention: AttentionChoice | None = None
+    grouped = ""
     remat = remat or config.train.remat
     if isinstance(config.model, OwnModel):
         model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
@@ -82,7 +83,8 @@ def prepare(
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
         widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-        matmul = choose_grouped(config.model.dtype, device).kernel.matmul
+        matmul, label = choose_grouped(config.model.dtype, device)
+        grouped = label if config.model.experts else ""
         model = build(config.model, remat, attention.kernel, matmul=matmul, groups=groups, wide_gradients=widens)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
@@ -102,6 +104,7 @@ def prepare(
         mesh=mesh,
         model=model,
         attention=attention,
+        grouped=grouped,
         remat=remat,
         loss_chunks=chunks,
         make_optimizer=make_optimizer,

@@ -37,13 +37,15 @@ class Setup:
 
     make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. placement: of the
     model's parameters. storage: how the state has them, where that is another form. shapes: of the state. element: the arrays of one row
-    of a batch, by name. remat: `train.remat`, or what `auto` took. compiled: the step, if it is compiled already.
+    of a batch, by name. grouped: how the matmuls of experts run, as in the log; empty without experts. remat: `train.remat`, or what `auto`
+    took. compiled: the step, if it is compiled already.
     """
 
     run: Run
     mesh: Mesh | AbstractMesh
     model: Model
     attention: AttentionChoice | None
+    grouped: str
     remat: Remat
     loss_chunks: int
     make_optimizer: MakeOptimizer

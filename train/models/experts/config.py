@@ -35,7 +35,7 @@ class ExpertsConfig:
     count: the number of experts of a layer.
     choose: the number of experts that a token goes through.
     shared: the width of an MLP that all tokens go through as well, in widths of an expert. 0: none.
-    ffn: the width of an expert. null: that of the MLP, model.ffn.
+    ffn: the width of an expert. null: the width of the MLP, model.ffn.
     score: what makes scores of the router's logits.
     groups: limits a token to some groups of experts. null: no limit.
     balance: what keeps the load of experts equal. bias: a bias of the choice, adjusted after each step; sequence, batch: a loss.
