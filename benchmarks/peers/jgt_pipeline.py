@@ -39,7 +39,7 @@ def main() -> None:
     """Prints the figures, or writes the file of weights."""
     config = ModelConfig(kind="llama", **{key: SIZES[key] for key in KEYS})
     if not WEIGHTS.exists():
-        params = jax.tree_util.tree_flatten_with_path(jax.jit(build(config).init)(jax.random.key(0)))[0]
+        params = jax.tree_util.tree_flatten_with_path(jax.jit(build(config).init)(jax.random.key(0))[0])[0]
         tokens = np.random.default_rng(0).integers(SIZES["vocab"], size=(SIZES["batch"], SIZES["seq"] + 1), dtype=np.int32)
         np.savez(WEIGHTS, tokens=tokens, **{_name(path): np.asarray(value) for path, value in params})
         return
