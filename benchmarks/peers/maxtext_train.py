@@ -1,8 +1,8 @@
 """MaxText's own training loop on a model of the given size, with the time of each step. Needs MaxText.
 
 `python maxtext_train.py SIZES FOLDER`, with SIZES as `peers.py` passes them, prints JSON: CPU-seconds and seconds from launch to the end
-of the first step, and of each step after it. The data are synthetic. Checkpoints, TensorBoard and cloud services are off, because they
-take time without training; the compile cache is off too.
+of the first step, and of each step after it. SIZES may have more of MaxText's settings under `settings`. The data are
+synthetic. Checkpoints, TensorBoard and cloud services are off, because they take time without training; the compile cache is off too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ SETTINGS = {
     "vocab_size": SIZES["vocab"],
     "max_target_length": SIZES["seq"],
     "per_device_batch_size": SIZES["batch"] / SIZES["devices"],
-    "ici_data_parallelism": SIZES["mesh"]["data"],
-    "ici_fsdp_parallelism": SIZES["mesh"]["fsdp"],
-    "ici_tensor_parallelism": SIZES["mesh"]["tensor"],
+    **{f"ici_{axis}_parallelism": size for axis, size in SIZES["mesh"].items()},
+    **SIZES.get("settings", {}),
 }
 
 
