@@ -90,7 +90,7 @@ def step(arguments: argparse.Namespace) -> Found:
 def maxtext(arguments: argparse.Namespace) -> Found:
     """The times of a step of jgt and of MaxText's programs."""
     count, choose, ffn = EXPERTS
-    model = f"model={{experts: {{count: {count}, choose: {choose}, ffn: {ffn}, balance: none}}}}"
+    model = f"model.experts={{count: {count}, choose: {choose}, ffn: {ffn}, balance: none}}"
     with tempfile.TemporaryDirectory() as folder:
         ours = ["--resume", "never", "xla.cache=null", f"train.steps={(arguments.steps or 5) + 1}", f"run.dir={folder}/run", model]
         ours += ["rules=../configs/rules/experts.yaml", "mesh={data: 2, fsdp: 1, tensor: 1, expert: 4}", "train.remat=block"]

@@ -21,7 +21,7 @@ from train.processes.processes import start_jax
 from train.run.start import Feed
 from train.setup import prepare
 
-OVERLOAD = 4.0
+OVERLOAD = 1.0
 """The router's weight of a token's first activation, for two experts."""
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError
-from jgt.pipeline.layout import axes_inside
+from jgt.pipeline.axes import axes_inside
 
 from ..config import Run
 from ..models.tables import Groups
