@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from jgt.experts.whole import WholeTokens
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.regions.region import SentBytes, run_region
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _T = TypeVar("_T")
 
@@ -72,6 +75,9 @@ class Exchange:
         return ((self.axis,) if self.axis else (), *[()] * (rank - 1))
 
 
+_OTHERS: dict[str, Literal["all-to-all", "gather"]] = {"all-to-all": "gather", "gather": "all-to-all"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """What both directions share. ranks: of the weights."""
@@ -83,6 +89,17 @@ class _Part:
     def axes(self) -> frozenset[str]:
         """See `RegionPlan`."""
         return frozenset(axis for axes in self.exchange.rows for axis in axes)
+
+    def num_choices(self, equation: jx.Equation) -> int:
+        """The choices of each token, in an equation with this plan."""
+        return jx.shape_of(equation.invars[len(self.ranks) + 1])[-1]
+
+    def otherwise(self) -> Self | None:
+        """The same, but all-to-all instead of gather, or gather instead of all-to-all; None if this plan does neither."""
+        other = _OTHERS.get(self.exchange.method)
+        if other is None or self.exchange.axis is None or self.exchange.num_devices == 1:
+            return None
+        return replace(self, exchange=replace(self.exchange, method=other))
 
     def _operands(self) -> list[Dims]:
         tokens = self.exchange.rows

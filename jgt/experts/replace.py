@@ -64,6 +64,12 @@ def weights_of(equation: Equation) -> list[tuple[Var, Dims]]:
     return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
 
 
+def exchange_of(equation: Equation) -> Forward | Backward | None:
+    """The exchange of rows that an equation is; None for any other equation."""
+    plan = plan_of(equation)
+    return plan if isinstance(plan, Forward | Backward) else None
+
+
 def place_experts(
     program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims], *, tries: bool
 ) -> Placed:
