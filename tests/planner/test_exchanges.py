@@ -12,6 +12,7 @@ from plugin import needs_plugin
 import jgt
 from jgt import signal
 from jgt.console import size_text
+from jgt.planner.findings import REPEATED
 from jgt.planner.plan import plan
 from train.models.grouped import grouped
 
@@ -19,14 +20,14 @@ TOKENS, CHOICES, EXPERTS, EMBED, FFN = 512, 2, 8, 16, 32
 GPUS = "h100:1x8"
 
 
-def placed():
-    """A gradient through experts on 4 devices, with room for 40 of the 128 rows of a device on each of them."""
-    mesh = jgt.make_mesh({"data": 2, "expert": 4})
+def placed(room=1.25, exchange="all-to-all"):
+    """A gradient through experts on 4 devices; with this room, for 40 of the 128 rows of a device on each of them."""
+    mesh, keys = jgt.make_mesh({"data": 2, "expert": 4}), {"axis": "expert", "exchange": exchange, "room": room}
     rules = {
         "axes": {"batch": ["data", "expert"]},
         "inputs": {"**": ["batch"]},
         "default": "replicate",
-        "signals": {"moe": {"params": {"experts": ["expert", None, None]}, "experts": {"axis": "expert", "room": 1.25}}},
+        "signals": {"moe": {"params": {"experts": ["expert", None, None]}, "experts": keys}},
     }
 
     def loss(params, batch):
@@ -57,6 +58,16 @@ def test_one_round_counts_and_a_sentence_says_what_another_costs(target):
     # In a loop of its own each pass sends the tokens.
     more = float(re.search(r"sends ([\d.]+) KB more in a step", said)[1]) * 1000
     assert more == pytest.approx(sent * (EMBED + FFN + FFN + EMBED + EMBED), rel=0.02)
+
+
+@pytest.mark.parametrize("exchange", ["all-to-all", pytest.param("gather", marks=pytest.mark.slow)])
+def test_rows_that_have_room_and_are_not_there_are_not_repeated_work(exchange):
+    exact, twice = (plan(*placed(room, exchange)) for room in (1.0, 2.0))
+    assert "computed-alike" not in {finding.kind for finding in twice.findings}
+    one, two = (next(row for row in found.signals if row.signal == "moe") for found in (exact, twice))
+    assert two.flops_share == 2 * one.flops_share
+    assert REPEATED * one.flops_share < two.flops < REPEATED * two.flops_share
+    assert twice.model_flops_per_device == exact.model_flops_per_device
 
 
 RULES = """\
@@ -93,7 +104,10 @@ def advised(tmp_path, exchange, num_devices, num_choices):
     return [f for f in found.findings if f.kind == "exchange"], sum(e.bytes for e in found.expected if e.formula == "shard_map")
 
 
-@pytest.mark.parametrize(("one", "other", "num_devices", "num_choices"), [("all-to-all", "gather", 2, 4), ("gather", "all-to-all", 8, 2)])
+@pytest.mark.parametrize(
+    ("one", "other", "num_devices", "num_choices"),
+    [("all-to-all", "gather", 2, 4), pytest.param("gather", "all-to-all", 8, 2, marks=pytest.mark.slow)],
+)
 def test_the_exchange_that_sends_less_is_advised(tmp_path, one, other, num_devices, num_choices):
     (found,), sent = advised(tmp_path, one, num_devices, num_choices)
     nothing, less = advised(tmp_path, other, num_devices, num_choices)
