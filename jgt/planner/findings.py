@@ -277,7 +277,12 @@ def _worst(found: Sequence[Collective], explained: collections.Counter[tuple[str
 
 
 def _unknown_loops(module: Module) -> Iterator[Finding]:
-    for loop in unknown_loops(module):
-        origin = origin_of(loop.op_name)
+    # XLA copies loops, when it unrolls or peels those around them.
+    for signal, source in dict.fromkeys((_signal_of(loop.op_name), module.source(loop.text)) for loop in unknown_loops(module)):
         text = "the number of trips of this loop is unknown, so its work counts once. Use jax.lax.scan, or fori_loop with constant bounds"
-        yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop.text), 0, text)
+        yield _finding("unknown-loop", signal, source, 0, text)
+
+
+def _signal_of(op_name: str) -> str:
+    origin = origin_of(op_name)
+    return origin.signal if origin else NONE
