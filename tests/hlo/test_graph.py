@@ -80,3 +80,22 @@ ENTRY %main (input: f32[8,8], stored: f32[4,8]) -> f32[8,8] {
 def test_an_element_of_a_loop_is_used_in_the_next_iteration():
     found = collectives(Module.parse(AHEAD), {"data": 2}, 2)
     assert [(c.signal, c.count) for c in found] == [("layers/mlp", 12)]
+
+
+def test_bitcasts_do_not_count_as_hops():
+    chain = "".join(f"  %b{n + 1} = f32[8,8] bitcast(%b{n})\n" for n in range(9))
+    text = f"""HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (input: f32[8,8]) -> f32[8,8] {{
+  %input = f32[8,8] parameter(0)
+  %b0 = f32[8,8] add(%input, %input), metadata={{op_name="jit(step)/sig.mlp/add"}}
+{chain}  ROOT %end = f32[8,8] all-reduce(%b9), channel_id=2, replica_groups=[1,2]<=[2], to_apply=%add
+}}
+"""
+    assert [c.signal for c in collectives(Module.parse(text), {"data": 2}, 2)] == ["mlp"]
