@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.experts.call import ExpertCall
 from jgt.experts.exchange import Traffic, run_backward, run_forward
 from jgt.experts.rooms import Rooms, room_of
-from jgt.experts.whole import WholeTokens
+from jgt.experts.whole import WholeTokens, capacity_of
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.regions.region import SentBytes, run_region
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _T = TypeVar("_T")
 
@@ -72,6 +75,9 @@ class Exchange:
         return ((self.axis,) if self.axis else (), *[()] * (rank - 1))
 
 
+_OTHERS: dict[str, Literal["all-to-all", "gather"]] = {"all-to-all": "gather", "gather": "all-to-all"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """What both directions share. ranks: of the weights."""
@@ -83,6 +89,34 @@ class _Part:
     def axes(self) -> frozenset[str]:
         """See `RegionPlan`."""
         return frozenset(axis for axes in self.exchange.rows for axis in axes)
+
+    def num_choices(self, equation: jx.Equation) -> int:
+        """The choices of each token, in an equation with this plan."""
+        return jx.shape_of(equation.invars[len(self.ranks) + 1])[-1]
+
+    def filled(self, equation: jx.Equation) -> Fraction:
+        """The share of the rows of a round that are there, if all experts are chosen equally often."""
+        exchange, n, room = self.exchange, self.exchange.num_devices, self.exchange.room
+        num_choices, num_tokens = self.num_choices(equation), self._num_tokens(equation)
+        if exchange.axis is None or n == 1:
+            return Fraction(1)
+        gathered = exchange.method == "gather"
+        rows = capacity_of(num_tokens, num_choices, n, room) if gathered else n * room_of(num_tokens, num_choices, n, room)
+        return Fraction(num_tokens * num_choices, rows)
+
+    def _num_tokens(self, equation: jx.Equation) -> int:
+        """The tokens of one device."""
+        # Where the axis is manual, the equation has these only.
+        is_split = any(self.exchange.axis in axes for axes in self.exchange.rows)
+        tokens = math.prod(jx.shape_of(equation.invars[len(self.ranks) + 1])[:-1])
+        return tokens // (self.exchange.num_parts * (self.exchange.num_devices if is_split else 1))
+
+    def otherwise(self) -> Self | None:
+        """The same, but all-to-all instead of gather, or gather instead of all-to-all; None if this plan does neither."""
+        other = _OTHERS.get(self.exchange.method)
+        if other is None or self.exchange.axis is None or self.exchange.num_devices == 1:
+            return None
+        return replace(self, exchange=replace(self.exchange, method=other))
 
     def _operands(self) -> list[Dims]:
         tokens = self.exchange.rows
@@ -97,13 +131,10 @@ class _Part:
         if axis is None or n == 1:
             return None
         *_, choice, scale = equation.invars[: len(self.ranks) + 3]
-        num_choices = jx.shape_of(choice)[-1]
+        num_choices, num_tokens = self.num_choices(equation), self._num_tokens(equation)
         tokens = math.prod(jx.shape_of(choice)[:-1])
         of_token = sum(Fraction(bytes_of(array), tokens) for array in travelling)
         of_scale = Fraction(bytes_of(scale), tokens * num_choices)
-        # Where the axis is manual, these are the tokens of one device.
-        is_split = any(axis in axes for axes in exchange.rows)
-        num_tokens = tokens // (exchange.num_parts * (n if is_split else 1))
         if exchange.method == "gather":
             # Scales come once; backward, their gradients return.
             of_choice = Fraction(bytes_of(choice), tokens * num_choices) + of_scale * max(scales, 1)

@@ -23,6 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
+from jgt.experts.choice import RowLayout, chosen_by_row
 from jgt.experts.parts import Backward, Exchange, Forward, run_on
 from jgt.experts.trial import is_row_wise
 from jgt.program import jaxpr as jx
@@ -63,6 +64,12 @@ def weights_of(equation: Equation) -> list[tuple[Var, Dims]]:
     return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
 
 
+def exchange_of(equation: Equation) -> Forward | Backward | None:
+    """The exchange of rows that an equation is; None for any other equation."""
+    plan = plan_of(equation)
+    return plan if isinstance(plan, Forward | Backward) else None
+
+
 def place_experts(
     program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims], *, tries: bool
 ) -> Placed:
@@ -71,6 +78,7 @@ def place_experts(
     free(dims, manual): the dims without axes that something around the program has taken. tries: whether functions of experts are tried.
     """
     eqns: list[Equation] = []
+    choices: dict[Var, RowLayout] = {}
     matches: list[Match[ExpertsRule]] = []
     problems: list[str] = []
     counts: dict[str, int] = {}
@@ -92,7 +100,9 @@ def place_experts(
         problems += found
         exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
         eqns += [equation] if found else _replaced(call, exchange, here, equation)
-    new = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+        if not found and jx.is_var(choice := equation.invars[-2]):
+            choices[choice] = RowLayout(rows=exchange.rows, mesh=here)
+    new = jx.with_body(program, eqns=chosen_by_row(eqns, choices), outvars=jx.body(program).outvars)
     return Placed(program=new, counts=counts, matches=tuple(matches), problems=tuple(problems))
 
 

@@ -116,8 +116,40 @@ def _tuple_element(computation: Computation, result: Instruction, index: int) ->
 
 
 def consumers(module: Module, spot: Spot) -> Iterator[Spot]:
-    """The instructions that use a value directly. The result of a computation is used by what called it."""
+    """The instructions that use a value directly. The result of a computation is used by what called it.
+
+    An element of a tuple is used by what takes this element, in a loop in the next iteration and after the last one.
+    """
     computation = module.computations[spot.computation]
-    yield from (Spot(spot.computation, name) for name in computation.users.get(spot.name, ()))
+    for name in computation.users.get(spot.name, ()):
+        user = computation.instructions[name]
+        if user.op == "tuple":
+            for index in (n for n, operand in enumerate(user.operands) if operand == spot.name):
+                yield from _users_of_element(module, Spot(spot.computation, name), index, set())
+        else:
+            yield Spot(spot.computation, name)
     if spot.name == computation.root:
         yield from (Spot(at, caller.name) for at, caller in module.callers.get(spot.computation, ()))
+
+
+def _users_of_element(module: Module, whole: Spot, index: int, seen: set[Spot]) -> Iterator[Spot]:
+    """The instructions that use an element of a tuple. seen: tuples that it has been an element of."""
+    if whole in seen:
+        return
+    seen.add(whole)
+    computation = module.computations[whole.computation]
+    for name in computation.users.get(whole.name, ()):
+        user = computation.instructions[name]
+        if user.op == "while":
+            yield from _users_in_loop(module, user, index, seen)
+        elif user.op != "get-tuple-element" or user.attribute("index") == str(index):
+            yield Spot(whole.computation, name)
+    for at, caller in module.callers.get(whole.computation, ()) if whole.name == computation.root else ():
+        if caller.op == "while":
+            yield from _users_in_loop(module, caller, index, seen)
+        yield from _users_of_element(module, Spot(at, caller.name), index, seen)
+
+
+def _users_in_loop(module: Module, loop: Instruction, index: int, seen: set[Spot]) -> Iterator[Spot]:
+    body = loop.attribute("body")
+    yield from _users_of_element(module, Spot(body, module.computations[body].parameters[0]), index, seen)

@@ -155,8 +155,18 @@ def _search(
             origin = origin_of(module.at(near).op_name)
             if origin is not None and accepts(origin):
                 return _Neighbour(origin, near)
-        ring = [further for near in ring for further in step(module, near)]
+        ring = [further for near in ring for further in _beside(module, near, step)]
     return None
+
+
+def _beside(module: Module, spot: Spot, step: Callable[[Module, Spot], Iterator[Spot]]) -> Iterator[Spot]:
+    """The neighbours of an instruction. A bitcast without a name is the same value, and not a hop."""
+    for near in step(module, spot):
+        instruction = module.at(near)
+        if instruction.op == "bitcast" and not instruction.op_name:
+            yield from _beside(module, near, step)
+        else:
+            yield near
 
 
 def full_signal(name: str, known: Collection[str]) -> str:

@@ -1,11 +1,11 @@
 """Findings: what a person should look at in a plan, each with its signal, its line, its numbers, and what to change.
 
-A plan has hundreds of rows, and a mistake in the rules looks like any other row: bytes that are sent, FLOPs that are computed. So each
-kind of finding compares two independent counts of one thing, or reads a warning that is easily lost. Memory is compared with the
-target's. The FLOPs of the compiled program are compared with a device's share of the traced program's: more means that devices repeat
-work. The bytes that are sent are compared with the formulas: more means that XLA moves a tensor between two layouts. Constraints are
-compared with shapes. And XLA itself warns, on stderr only and without a line of the program, when it can change a layout only by making
-a tensor whole on every device (an involuntary full rematerialization).
+A plan has hundreds of rows, and a mistake in the rules looks like any other row: bytes that are sent, FLOPs that are computed. So each kind
+of finding compares two independent counts of one thing, or reads a warning that is easily lost. Memory is compared with the target's. The
+FLOPs of the compiled program are compared with a device's share of the traced program's: more means that devices repeat work. The bytes
+that are sent are compared with the formulas: more means that XLA moves a tensor between two layouts. The bytes of experts' rows are
+compared with those of the other exchange. Constraints are compared with shapes. And XLA itself warns, on stderr only and without a line of
+the program, when it can change a layout only by making a tensor whole on every device (an involuntary full rematerialization).
 
 Invariant: the runs that ship have no findings. The margins below are chosen so; a finding that is mostly noise would hide the others.
 """
@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Literal
 
 from jgt.console import size_text
+from jgt.experts.advice import ExchangeUse
 from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
 from jgt.hlo.kernels import is_kernel, kernel_cost
@@ -35,7 +36,7 @@ from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
 
 FindingKind = Literal[
-    "memory", "rematerialization", "indivisible", "replicated", "computed-alike", "dense-experts", "unexplained", "unknown-loop"
+    "memory", "rematerialization", "indivisible", "replicated", "computed-alike", "dense-experts", "unexplained", "exchange", "unknown-loop"
 ]
 
 _FORGOTTEN = 0.05
@@ -107,8 +108,12 @@ def findings(
     formulas: Sequence[Expected],
     rows: Sequence[SignalRow],
     remats: Sequence[Rematerialization],
+    exchanges: Sequence[tuple[ExchangeUse, str]],
 ) -> Iterator[Finding]:
-    """All findings of a compiled function, the gravest kind first, each with the line of the rule for its signal."""
+    """All findings of a compiled function, the gravest kind first, each with the line of the rule for its signal.
+
+    exchanges: of experts, each with the line of the rule that chose it.
+    """
     misfits = [*_rematerialized(remats), *_indivisible(compiled)]
     # The bytes that a misfit causes are unexplained too, but one finding is enough for one mistake.
     covered = {finding.signal for finding in misfits}
@@ -118,8 +123,9 @@ def findings(
     repeated = [finding for finding in _repeated(rows, module) if finding.signal not in {other.signal for other in dense}]
     shards = [*_replicated(params, compiled.mesh.size), *dense, *repeated]
     rules = {row.signal: row.rule for row in rows}
-    for finding in (*_too_much_memory(memory), *misfits, *shards, *unexplained, *_unknown_loops(module)):
-        rule = rules.get(finding.signal, "")
+    advice = _exchanged(exchanges, sum(c.total_bytes for c in sent))
+    for finding in (*_too_much_memory(memory), *misfits, *shards, *unexplained, *advice, *_unknown_loops(module)):
+        rule = finding.rule or rules.get(finding.signal, "")
         # Functions that were not sharded by rules have findings too.
         yield replace(finding, rule=rule, text=f"{finding.text} (rule: {rule})") if rule else finding
 
@@ -251,6 +257,12 @@ def _unexplained(sent: Sequence[Collective], formulas: Sequence[Expected]) -> It
         yield _finding("unexplained", signal, worst.source, rest, text)
 
 
+def _exchanged(exchanges: Sequence[tuple[ExchangeUse, str]], total: int) -> Iterator[Finding]:
+    for use, where in exchanges:
+        if use.saved > _NOTABLE * total:
+            yield replace(_finding("exchange", use.signal, use.source, round(use.saved), use.advice), rule=where)
+
+
 def _worst(found: Sequence[Collective], explained: collections.Counter[tuple[str, ...]]) -> Collective:
     """The collective to blame: the largest one over the axes where the most bytes are unexplained."""
     sent: collections.Counter[tuple[str, ...]] = collections.Counter()
@@ -265,7 +277,12 @@ def _worst(found: Sequence[Collective], explained: collections.Counter[tuple[str
 
 
 def _unknown_loops(module: Module) -> Iterator[Finding]:
-    for loop in unknown_loops(module):
-        origin = origin_of(loop.op_name)
+    # XLA copies loops, when it unrolls or peels those around them.
+    for signal, source in dict.fromkeys((_signal_of(loop.op_name), module.source(loop.text)) for loop in unknown_loops(module)):
         text = "the number of trips of this loop is unknown, so its work counts once. Use jax.lax.scan, or fori_loop with constant bounds"
-        yield _finding("unknown-loop", origin.signal if origin else NONE, module.source(loop.text), 0, text)
+        yield _finding("unknown-loop", signal, source, 0, text)
+
+
+def _signal_of(op_name: str) -> str:
+    origin = origin_of(op_name)
+    return origin.signal if origin else NONE

@@ -6,9 +6,9 @@ devices together, however XLA shares the work. Invariant: the sum over phases is
 
 The project counts FLOPs in three places, because there are three questions:
 
-- Here, from the traced program: what does the step compute? Recompute counts as a phase of its own. `executed` has what a pipeline's
-  stages compute in their bubbles and drop, and `useful` does not. Attention's scores count in full, also behind a causal mask, since
-  XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
+- Here, from the traced program: what does the step compute? Recompute counts as a phase of its own. `executed` has what a pipeline's stages
+  compute in their bubbles and drop, and the empty rooms of experts' rows; `useful` has neither. Attention's scores count in full, also
+  behind a causal mask, since XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
 - `jgt.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
   is how the finding `computed-alike` is made. XLA has dropped matmuls whose results are not used and merged equal ones. cuDNN's
   backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from jgt.experts import exchange_of
 from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
-from jgt.program.scopes import expected_trips, taken_share, useful_share
+from jgt.program.scopes import expected_trips, taken_share, useful_name, useful_share
 
 RAGGED_DOT = "ragged_dot_general"
 """The primitive of `jax.lax.ragged_dot`."""
@@ -38,7 +39,10 @@ RAGGED_DOT = "ragged_dot_general"
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of one signal in one phase, on all devices. executed counts what a pipeline computes in its bubbles; useful does not."""
+    """FLOPs of one signal in one phase, on all devices.
+
+    executed counts what a pipeline computes in its bubbles, and rows of experts that have room and are not there; useful does not.
+    """
 
     signal: str
     phase: Phase
@@ -75,10 +79,15 @@ def _dots(
 ) -> Iterator[tuple[str, Fraction]]:
     """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: of an equation, instead of its FLOPs."""
     for equation in jx.body(program).eqns:
-        name = f"{around}/{equation.source_info.name_stack}"
+        name, trips = f"{around}/{equation.source_info.name_stack}", times * _repeats(equation)
+        exchange = exchange_of(equation)
+        if exchange is not None:
+            # The region's meaning has the rows there are. Each device computes as many as it has room for.
+            filled = exchange.filled(equation)
+            name, trips = f"{name}/{useful_name(filled)}", trips / filled
         if count := (counted or _matmul_flops)(equation):
             yield name, count * times
-        inner = [list(_dots(p, name, times * _repeats(equation), counted)) for p in jx.subprograms(equation)]
+        inner = [list(_dots(p, name, trips, counted)) for p in jx.subprograms(equation)]
         if "branches" in equation.params:
             # Which branch is taken is not known from the program. The one with the most FLOPs counts.
             inner = [max(inner, key=lambda dots: sum(count for _, count in dots))]

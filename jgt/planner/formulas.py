@@ -37,7 +37,7 @@ from fractions import Fraction
 from jgt.hlo.origin import NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
-from jgt.planner.usage import ParameterUse, find_usage
+from jgt.planner.usage import ParameterUse, Usage, find_usage
 from jgt.program import jaxpr as jx
 from jgt.program.dims import sharding_dims
 from jgt.program.jaxpr import Program, Var
@@ -57,11 +57,15 @@ class Expected:
     formula: str
 
 
-def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected, ...]:
+def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
+    """How a compiled function uses its parameters."""
+    return find_usage(compiled, params, _batch_axes(compiled, dict(compiled.mesh.shape)), _backend(compiled))
+
+
+def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
     """What a compiled function's layout must send, by signal, axes and formula."""
     mesh = dict(compiled.mesh.shape)
-    batch, backend = _batch_axes(compiled, mesh), CPU if compiled.target is None else GPU
-    usage = find_usage(compiled, params, batch, backend)
+    batch, backend = _batch_axes(compiled, mesh), _backend(compiled)
     rows: collections.Counter[tuple[str, _Axes, str]] = collections.Counter()
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
@@ -79,6 +83,10 @@ def expected(compiled: Compiled, params: Sequence[Parameter]) -> tuple[Expected,
         rows[signal, axes, "shard_map"] += round(count)
     # A formula over a single device gives 0.
     return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
+
+
+def _backend(compiled: Compiled) -> Backend:
+    return CPU if compiled.target is None else GPU
 
 
 def _batch_axes(compiled: Compiled, mesh: Mapping[str, int]) -> _Axes:

@@ -19,13 +19,14 @@ from importlib import metadata
 import jax
 
 from jgt.console import axes_text, size_text
+from jgt.experts.advice import rule_of
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.text import Module
 from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
-from jgt.planner.formulas import Expected, expected
+from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
@@ -118,7 +119,9 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
     is_trained = any(row.phase == "backward" for row in traced)
     memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
     # From here on, counts that were made independently of each other are compared.
-    formulas = expected(compiled, params)
+    usage = usage_of(compiled, params)
+    formulas = expected(compiled, params, usage)
+    exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
     remats = rematerializations(compiled.lines, module)
     return Plan(
@@ -133,7 +136,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         step_time_ms=None if network is None else walk.seconds * 1e3,
         collectives=sent,
         rematerializations=remats,
-        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats)),
+        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
         signals=rows,
         parameters=params,
         expected=formulas,

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.experts import weights_of
+from jgt.experts import exchange_of, weights_of
+from jgt.experts.advice import ExchangeUse, sum_of
 from jgt.hlo.origin import NONE, origin_of, phase_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter
@@ -65,13 +66,14 @@ class ParameterUse:
 class Usage:
     """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
 
-    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes.
+    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes. exchanges: of experts.
     """
 
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
     explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
     again: Mapping[tuple[str, tuple[str, ...]], Fraction]
+    exchanges: tuple[ExchangeUse, ...] = ()
 
 
 def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str, ...], backend: Backend) -> Usage:
@@ -81,7 +83,13 @@ def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
     walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
     walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
-    return Usage(parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), explicit=dict(walk.explicit), again=dict(walk.again))
+    return Usage(
+        parameters=tuple(walk.uses),
+        partial_sums=tuple(walk.partial_sums),
+        explicit=dict(walk.explicit),
+        again=dict(walk.again),
+        exchanges=tuple(sum_of(walk.exchanges)),
+    )
 
 
 class _Scope(NamedTuple):
@@ -104,6 +112,7 @@ class _Walk:
         self.partial_sums: list[PartialSum] = []
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
+        self.exchanges: list[ExchangeUse] = []
         self._counted: set[tuple[Var, str]] = set()
         self._pinned: set[Var] = set()
 
@@ -138,7 +147,31 @@ class _Walk:
                     self.uses[views[atom].index] = replace(self.uses[views[atom].index], is_gathered=True)
         origin = origin_of(scope.name)
         # The name stack also says how often a pipeline takes the branches around the collective.
-        self.explicit[origin.signal if origin else NONE, axes] += scope.times * taken_share(scope.name) * num_bytes
+        signal, times = origin.signal if origin else NONE, scope.times * taken_share(scope.name)
+        self.explicit[signal, axes] += times * num_bytes
+        self._compare(equation, signal, times, num_bytes)
+
+    def _compare(self, equation: Equation, signal: str, times: Fraction, num_bytes: Fraction) -> None:
+        """What an exchange of experts sends, and what the other way to do it would send."""
+        plan = exchange_of(equation)
+        other = None if plan is None else plan.otherwise()
+        instead = None if other is None else other.sent(equation, self._mesh, self._backend.bytes_of)
+        if plan is None or other is None or instead is None or plan.exchange.axis is None:
+            return
+        self.exchanges.append(
+            ExchangeUse(
+                signal=signal,
+                source=jx.line_of(equation),
+                axis=plan.exchange.axis,
+                num_devices=plan.exchange.num_devices,
+                num_choices=plan.num_choices(equation),
+                room=plan.exchange.room,
+                method=plan.exchange.method,
+                other=other.exchange.method,
+                bytes=times * num_bytes,
+                other_bytes=times * instead[1],
+            )
+        )
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
         """A parameter that a call of experts reads, each device its own part."""

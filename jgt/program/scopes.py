@@ -66,7 +66,12 @@ def branch_taken(share: Fraction) -> AbstractContextManager[object]:
 
 def useful(share: Fraction) -> AbstractContextManager[object]:
     """Work that always runs, but whose result is used in this share of the cases only."""
-    return jax.named_scope(f"jgt.useful.{share.numerator}of{share.denominator}")
+    return jax.named_scope(useful_name(share))
+
+
+def useful_name(share: Fraction) -> str:
+    """The scope of `useful`."""
+    return f"jgt.useful.{share.numerator}of{share.denominator}"
 
 
 def expected_trips(loop: str, further_rounds: int = 0) -> int | None:

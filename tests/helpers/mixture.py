@@ -39,7 +39,11 @@ def mixed(params, x, choose, bias):
 
 def every_expert(params, x, choose, bias):
     """The same by every expert on every row."""
-    choice, scale = route(params, x, choose, bias)
+    return every_expert_of(params, x, *route(params, x, choose, bias))
+
+
+def every_expert_of(params, x, choice, scale):
+    """`signal.experts` by every expert on every row."""
     weight = jnp.sum(jax.nn.one_hot(choice, params["up"].shape[0]) * scale[..., None], -2)
     hidden = jax.nn.silu(jnp.einsum("...d,edf->...ef", x, params["gate"])) * jnp.einsum("...d,edf->...ef", x, params["up"])
     return jnp.einsum("...ef,efd,...e->...d", hidden, params["down"], weight)

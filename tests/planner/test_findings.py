@@ -313,3 +313,20 @@ def assert_told(found):
     """At least 99 % of the sent bytes belong to a signal."""
     assert found.sent_bytes > 0
     assert sum(c.total_bytes for c in found.collectives if c.signal == "(none)") <= 0.01 * found.sent_bytes
+
+
+# ----------------------------------------------------------------------------------------------------------------- loops
+
+
+def test_a_loop_of_unknown_length_that_is_there_twice():
+    def halved(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
+
+    def fn(x):
+        with context("mlp"):
+            for _ in range(2):
+                x = jnp.sin(halved(x))
+        return x
+
+    one = only(plan(fn, array(16)), "unknown-loop", "mlp")
+    assert place(one.source) == line_of(halved, "while_loop")
