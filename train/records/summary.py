@@ -20,9 +20,9 @@ from jgt.console import size_text
 from jgt.document import InputError
 
 from ..report.accounts import read_accounts
+from ..report.rows import read_metrics
 from ..setup import Setup
 from .line import duration_text, short_text
-from .rows import read_metrics
 
 _FILES = {
     "checkpoints": "checkpoints/",
