@@ -23,6 +23,11 @@ from jgt.experts.rooms import aligned
 from jgt.experts.rows import counted, inverse
 
 
+def room_of_device(num_tokens: int, num_choices: int, num_devices: int, room: float) -> int:
+    """The rows that each device has room for, from this many tokens of each device."""
+    return min(aligned(room * num_tokens * num_choices), num_devices * num_tokens * num_choices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WholeTokens:
     """The tokens of all devices on each of them, which runs its own experts on what is theirs; the results are added up by scattering.
@@ -46,7 +51,7 @@ class WholeTokens:
         first = 0 if axis is None else jax.lax.axis_index(axis) * num_local
         local = jnp.where((flat >= first) & (flat < first + num_local), flat - first, num_local)
         order = jnp.argsort(local, stable=True).astype(jnp.int32)
-        capacity = flat.size if axis is None else min(aligned(room * num_tokens * num_choices), flat.size)
+        capacity = flat.size if axis is None else room_of_device(num_tokens, num_choices, jax.lax.axis_size(axis), room)
         sizes = counted(local, num_local)
         return cls(axis=axis, capacity=capacity, drops=drops, num_choices=num_choices, order=order, place=inverse(order), sizes=sizes)
 

@@ -93,6 +93,23 @@ def test_a_run_continues_with_its_bias_and_its_records(tiny, tmp_path, read_rows
     assert (losses(), loads()) == first
 
 
+HOW = [("rounds", "exchange_rounds", 1, 2), pytest.param("drop", "exchange_dropped", 0, 0.125, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("over", "name", "equal", "skewed"), HOW)
+def test_a_step_says_how_its_rows_were_exchanged(over, name, equal, skewed, tiny, rules_dir, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    shipped = (rules_dir / "experts.yaml").read_text().replace("extends: ", f"extends: {rules_dir}/")
+    rules.write_text(shipped.replace("room: 1.25, over: rounds", f"room: 1.75, over: {over}"))
+    setup = prepare(tiny(BIAS.replace("choose: 2", "choose: 1"), f"rules={rules}", "mesh={data: 4, fsdp: 1, expert: 2}"))
+    state, step, batch = setup.init(), setup.compile_train_step(), batch_of(setup)
+    # All tokens of one kind choose the same expert, on one of two devices.
+    same = {**batch, "inputs": jax.numpy.zeros_like(batch["inputs"])}
+    for rows, expected in ((batch, equal), (same, skewed)):
+        state, metrics = step(state, rows, setup.settings(1))
+        assert {key: float(value) for key, value in metrics.items() if key.startswith("exchange_")} == {name: expected}
+
+
 SIZES = (1, 2, 4, 8)
 PAIRS = [(4, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(SIZES, 2) if pair != (4, 2))]
 

@@ -28,6 +28,7 @@ _FILES = {
     "checkpoints": "checkpoints/",
     "metrics.jsonl": "metrics.jsonl",
     "metrics.csv": "metrics.csv",
+    "experts.jsonl": "experts.jsonl",
     "events.jsonl": "events.jsonl",
     "tensorboard": "tensorboard/",
     "sample.txt": "sample.txt",
