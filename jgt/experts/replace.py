@@ -93,7 +93,7 @@ def place_experts(
         matches.append(match)
         here = jx.manual_mesh(equation) or jx.mesh_around() or mesh
         manual = () if isinstance(here, Mesh) else here.manual_axes
-        rows, rule = free(_rows(rules, equation), manual), match.rule
+        rows, rule = free(_rows(rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
         # Where the axis is manual, weights are those of one device, or they are whole.
         is_held = rule is not None and rule.axis in manual
         found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=tries))
@@ -106,9 +106,20 @@ def place_experts(
     return Placed(program=new, counts=counts, matches=tuple(matches), problems=tuple(problems))
 
 
-def _rows(rules: Rules, equation: Equation) -> Dims:
-    """The axes of each dim of x: those of the inputs."""
-    rank = len(jx.shape_of(equation.invars[-3]))
+def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) -> Exchange | None:
+    """How the rows of an x of this rank travel at a signal, outside of any pipeline, on a mesh of these sizes; None if they don't travel.
+
+    Rules that do not fit the mesh have None, too. `place_experts` finds what is wrong with them.
+    """
+    rows, rule = _rows(rules, rank), match_experts(rules, signal).rule
+    if rule is None or any(axis not in sizes for axes in ((rule.axis,), *rows) for axis in axes):
+        return None
+    exchange = _exchange(rule, rows, dict(sizes))
+    return exchange if exchange.axis in {axis for axes in exchange.rows for axis in axes} else None
+
+
+def _rows(rules: Rules, rank: int) -> Dims:
+    """The axes of each dim of an x of this rank: those of the inputs."""
     dims = (expand(rule.spec, rank) for rule in rules.inputs if min_rank(rule.spec) < rank)
     return next((found for found in dims if any(found)), ((),) * rank)
 

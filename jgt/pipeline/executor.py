@@ -27,12 +27,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, float_variables
-from jgt.pipeline.axes import axes_inside
 from jgt.pipeline.carry import GradientSums
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
-from jgt.pipeline.layout import Layout
+from jgt.pipeline.layout import Layout, axes_inside
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of

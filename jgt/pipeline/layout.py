@@ -17,6 +17,7 @@ A weight [layers, embed, ffn] with dims ((stage,), (fsdp,), (tensor,)) on fsdp=2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,12 +25,11 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jgt.pipeline.axes import Axes, PipelineAxes
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
-from jgt.program.dims import num_parts
+from jgt.program.dims import Dims, num_parts
 from jgt.program.jaxpr import Var
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -37,6 +37,7 @@ FREE = PartitionSpec.UNCONSTRAINED
 Specs = Any
 """A tree of PartitionSpecs, which may be a prefix of the tree of arrays that it is for."""
 
+Axes = tuple[str, ...]
 AxisCollective = Callable[[jax.Array, Axes, int], jax.Array]
 """(x, axes, dim) → x gathered or scattered along the dim."""
 
@@ -47,17 +48,46 @@ StageResults = TypeVar("StageResults", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(PipelineAxes):
-    """Moves values between the places that their axes name.
+class Layout:
+    """A mesh with a stage axis and axes that split the batch; the other axes are the partitioner's.
 
-    signals: the region that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's
-    axes layer by layer, each time that a layer reads them, and not once a step. sums: the type in which a value's gradient is added up
-    over the batch's axes, where that is not its own.
+    dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
+    that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
+    layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
+    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
+    held: by value, an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
     """
 
+    mesh: Mesh | AbstractMesh
+    axis: str
+    batch_axes: Axes
+    dims: Mapping[Var, Dims]
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
+    stacked: int = 1
     sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
+    held: Mapping[Var, str] = field(default_factory=dict[Var, str])
+
+    @property
+    def num_shards(self) -> int:
+        """The number of data shards, into which the batch's axes split the batch."""
+        return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
+
+    @property
+    def outer_axes(self) -> Axes:
+        """The manual axes of the outer shard_map: the batch's, and some of one device.
+
+        Axes of one device are manual, too, here or in the stages: if none is left to the partitioner, kernels that JAX
+        cannot split run unchanged. XLA wants the axes of the outer shard_map before those of the inner one.
+        """
+        sizes = dict(self.mesh.shape)
+        last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
+        return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
+
+    @property
+    def axes_inside(self) -> Axes:
+        """The axes that split a stage's work on its rows."""
+        return axes_inside(dict(self.mesh.shape), self.axis, self.batch_axes)
 
     def manual(self, fn: Callable[..., _T], axes: Sequence[str], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
         """`fn` in a shard_map over some axes; without axes `fn` itself."""
@@ -72,15 +102,23 @@ class Layout(PipelineAxes):
 
     # -- over the batch's axes ------------------------------------------------------------------------------------------
 
+    def spec(self, var: Var) -> PartitionSpec:
+        """The batch's axes of a stored value."""
+        return PartitionSpec(*[(*axes, *held) or None for axes, held in zip(self._batch_dims(var), self._held_dims(var), strict=True)])
+
+    def whole_spec(self, var: Var) -> PartitionSpec:
+        """The batch's axes of a value that was brought together: those that hold different parts of it."""
+        return PartitionSpec(*[axes or None for axes in self._held_dims(var)]) if var in self.held else PartitionSpec()
+
     def pinned(self, var: Var, x: jax.Array) -> jax.Array:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
         # Where no other axis splits the value, a constraint would only pin it to being whole.
-        dims = self.other_dims(var)
+        dims = self._other_dims(var)
         return self.constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
     def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
-        dims = self.outer_dims(var)
+        dims = self._outer_dims(var)
         with self._signals_of(var):
             return x if dims is None else self.constrained(x, PartitionSpec(*dims))
 
@@ -98,15 +136,21 @@ class Layout(PipelineAxes):
     def parts(self, var: Var, gradient: jax.Array) -> jax.Array:
         """One data shard's gradient as the shard_map returns it: stacked with the other shards', or their sum."""
         # Rounded in front of the border, or the partitioner could move the wide array.
-        return self._to_send(var, gradient)[None] if self.is_stacked(var) else _psum(gradient, self.axes_of_parts(var))
+        return self._to_send(var, gradient)[None] if self._is_stacked(var) else _psum(gradient, self._axes_of_parts(var))
+
+    def parts_spec(self, var: Var) -> PartitionSpec:
+        """The batch's axes of the result of `parts`."""
+        if not self._is_stacked(var):
+            return self.whole_spec(var)
+        return PartitionSpec(self._axes_of_parts(var), *[axes or None for axes in self._held_dims(var)])
 
     def reduced(self, var: Var, parts: jax.Array) -> jax.Array:
         """The sum of all parts, laid out like the value: reduce-scattered over the batch's axes that it is stored over."""
-        if not self.is_stacked(var):
+        if not self._is_stacked(var):
             return parts.astype(jx.dtype_of(var))
-        stored = self.batch_dims(var)
+        stored = self._batch_dims(var)
         # Over an axis that the value is not stored over, every device needs the whole sum.
-        over = tuple(a for a in self.axes_of_parts(var) if not any(a in axes for axes in stored))
+        over = tuple(a for a in self._axes_of_parts(var) if not any(a in axes for axes in stored))
 
         def local(part: jax.Array) -> jax.Array:
             # [1, ...] → [...]: the dim of data shards that `parts` added has one entry on each device.
@@ -114,8 +158,8 @@ class Layout(PipelineAxes):
             return _psum(gradient, over)
 
         # All axes are manual here: in a shard_map over some of them the partitioner gathers operands over the others first.
-        outer = self.outer_dims(var) or []
-        whole = PartitionSpec(self.axes_of_parts(var), *outer)
+        outer = self._outer_dims(var) or []
+        whole = PartitionSpec(self._axes_of_parts(var), *outer)
         # A scatter splits what the other axes left of a dim, so those come first, whatever the order that it is stored in.
         made = [(*(others or ()), *axes) or None for others, axes in zip(outer, stored, strict=True)]
         with self._signals_of(var), scopes.backward():
@@ -127,8 +171,8 @@ class Layout(PipelineAxes):
 
     def rest_summed(self, var: Var, gradient: jax.Array) -> jax.Array:
         """A gradient that is scattered already over the axes its value is stored over, summed over the batch's other axes."""
-        stored = {a for axes in self.batch_dims(var) for a in axes}
-        over = tuple(a for a in self.axes_of_parts(var) if a not in stored)
+        stored = {a for axes in self._batch_dims(var) for a in axes}
+        over = tuple(a for a in self._axes_of_parts(var) if a not in stored)
         with self._signals_of(var), scopes.backward():
             return _psum(gradient, over).astype(jx.dtype_of(var))
 
@@ -143,7 +187,7 @@ class Layout(PipelineAxes):
             return self._on_layer(weight, self._to_send(weight, gradient), _scattered).astype(gradient.dtype)
 
     def _on_layer(self, var: Var, x: jax.Array, collective: AxisCollective) -> jax.Array:
-        stored, others = self.batch_dims(var)[self.stacked :], self.dims_on_stage(var) or []
+        stored, others = self._batch_dims(var)[self.stacked :], self._dims_on_stage(var) or []
         if not self.by_layer or not any(stored):
             return x
         # A dim that is split over both kinds of axes cannot be gathered piece by piece: the partitioner has to do it.
@@ -159,15 +203,23 @@ class Layout(PipelineAxes):
     def _to_send(self, var: Var, gradient: jax.Array) -> jax.Array:
         return gradient.astype(self.sums.get(var, gradient.dtype))
 
+    def _is_stacked(self, var: Var) -> bool:
+        """Whether parts of a gradient leave the shard_map apart, to be reduce-scattered; a value of unknown layout is summed."""
+        return bool(self._axes_of_parts(var)) and var in self.dims
+
+    def _axes_of_parts(self, var: Var) -> Axes:
+        """The axes of the batch whose devices have parts of a gradient."""
+        return tuple(a for a in self.batch_axes if a != self.held.get(var))
+
     # -- over the stages --------------------------------------------------------------------------------------------------
 
     def on_stages(self, var: Var, x: jax.Array) -> jax.Array:
         """A value [stages, layers of a stage, ...], constrained to its sharding on the stages."""
-        return self._stacked(self.dims_on_stage(var), (self.axis,), x)
+        return self._stacked(self._dims_on_stage(var), (self.axis,), x)
 
     def as_stored(self, var: Var, x: jax.Array) -> jax.Array:
         """A value [stages, layers of a stage, ...], constrained to the sharding in which its layers can change places."""
-        stored = (self.other_dims(var) or [None])[1:]
+        stored = (self._other_dims(var) or [None])[1:]
         # Where a dim of a layer is split over the stages, each device has its part of all layers. Elsewhere nothing is to change places.
         is_split = any(self.axis in (axes or ()) for axes in stored)
         return self._stacked(stored, None, x) if is_split else self.on_stages(var, x)
@@ -176,6 +228,11 @@ class Layout(PipelineAxes):
         # A value of unknown layout is left to the partitioner, except for the dim of stages.
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims, *[None] * x.ndim][: x.ndim - 2]
         return self.constrained(x, PartitionSpec(stages, None, *rest))
+
+    def _dims_on_stage(self, var: Var) -> list[Axes | None] | None:
+        """The axes of each dim of one layer, on its stage."""
+        dims = self._other_dims(var)
+        return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[self.stacked :]]
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]
@@ -203,6 +260,28 @@ class Layout(PipelineAxes):
     def _signals_of(self, var: Var) -> AbstractContextManager[None]:
         return scopes.signals(self.signals.get(var, ()))
 
+    def _batch_dims(self, var: Var) -> list[Axes]:
+        return [tuple(a for a in axes if a in self._axes_of_parts(var)) for axes in self.dims.get(var, ())]
+
+    def _held_dims(self, var: Var) -> list[Axes]:
+        return [tuple(a for a in axes if a == self.held.get(var)) for axes in self.dims.get(var, ())]
+
+    def _outer_dims(self, var: Var) -> list[Axes | None] | None:
+        """The axes of each dim of a value that was brought together, outside of any shard_map."""
+        others = self._other_dims(var)
+        return None if others is None else [(*(o or ()), *h) or None for o, h in zip(others, self._held_dims(var), strict=True)]
+
+    def dims_inside(self, var: Var) -> Dims | None:
+        """The axes of each dim that are not the batch's; None for a value of unknown layout."""
+        dims = self._other_dims(var)
+        return None if dims is None else tuple(axes or () for axes in dims)
+
+    def _other_dims(self, var: Var) -> list[Axes | None] | None:
+        if var not in self.dims:
+            return None
+        sizes = dict(self.mesh.shape)
+        return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
+
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value with this sharding over the axes that are not manual around it."""
         return jax.lax.with_sharding_constraint(x, self.sharding(spec))
@@ -211,6 +290,11 @@ class Layout(PipelineAxes):
         """A spec over the axes that are not manual around."""
         # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
         return NamedSharding(jx.mesh_around() or self.mesh, spec)
+
+
+def axes_inside(sizes: Mapping[str, int], axis: str, batch_axes: Sequence[str]) -> Axes:
+    """The axes of a mesh that split a stage's work on its rows: neither the stage axis nor the batch's axes."""
+    return tuple(a for a, size in sizes.items() if size > 1 and a not in (axis, *batch_axes))
 
 
 def _each_dim(dims: Sequence[Axes], x: jax.Array, collective: AxisCollective) -> jax.Array:

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, Flags
-from jgt.pipeline.axes import Axes
-from jgt.pipeline.layout import Layout
+from jgt.pipeline.layout import Axes, Layout
 from jgt.program.dims import Dims
 
 Pairs = tuple[tuple[int, int], ...]

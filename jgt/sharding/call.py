@@ -30,7 +30,7 @@ from jgt.rules import (
 )
 from jgt.sharding.answers import Rewritten
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placed import Placed, check_aliases, experts_problems, place_inputs, place_parameters
+from jgt.sharding.placed import PlacedArguments, check_aliases, experts_problems, place_inputs, place_parameters
 from jgt.sharding.placement import ParameterPlace, Placement, Surroundings
 from jgt.sharding.rewrite import rewrite
 from jgt.sharding.staging import Run, StagedCall, StoredCall, stage
@@ -124,7 +124,9 @@ def plan_call(
     )
 
 
-def _problems(rules: Rules, mesh: Mesh | AbstractMesh, params: Placed, inputs: Placed, whole: Rewritten, *, partial: bool) -> list[str]:
+def _problems(
+    rules: Rules, mesh: Mesh | AbstractMesh, params: PlacedArguments, inputs: PlacedArguments, whole: Rewritten, *, partial: bool
+) -> list[str]:
     """Everything that is wrong with the rules for this program. Without `partial`, that includes rules that match nothing."""
     matches = (*params.matches, *inputs.matches, *whole.matches)
     found = [

@@ -35,7 +35,7 @@ from jgt.sharding.placement import ParameterPlace, Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class PlacedArguments:
     """Arguments placed by the rules, with the answers of the rules and what is wrong with them.
 
     places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
@@ -49,7 +49,7 @@ class Placed:
     problems: tuple[str, ...]
 
 
-def place_parameters(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> Placed:
+def place_parameters(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> PlacedArguments:
     """The place of each parameter by the rules of the signals that use it, and of its optimizer state."""
     places: list[ParameterPlace] = []
     pins: dict[int, tuple[Dims, Dims]] = {}
@@ -85,10 +85,10 @@ def place_parameters(params: Sequence[Named], program: Program, rules: Rules, si
             # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
             # reduce-scatter.
             pins[index] = (dims, state_dims)
-    return Placed(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
+    return PlacedArguments(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
-def place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> Placed:
+def place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> PlacedArguments:
     """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
     pins: dict[int, tuple[Dims, Dims]] = {}
     matches: list[Match[SpecRule]] = []
@@ -113,7 +113,7 @@ def place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surrou
         reported.add((match.rule, one.x.shape))
         if not found:
             pins[index] = (dims, dims)
-    return Placed(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
+    return PlacedArguments(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
 def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
 from jgt.experts.local import with_local_experts
-from jgt.pipeline.axes import axes_inside
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.executor import Executor
+from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.pipelined import Pipelined
 from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole import SplitError

@@ -14,7 +14,7 @@ from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.code.files import read_code
 from train.config import load
-from train.records.rows import read_metrics
+from train.report.rows import read_metrics
 from train.run.train import train
 from train.setup import prepare
 

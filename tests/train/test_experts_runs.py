@@ -1,5 +1,6 @@
 """Runs of a tiny model with experts: the state of their balance, what is logged, and a run that is continued."""
 
+import itertools
 import shutil
 
 import jax
@@ -92,12 +93,41 @@ def test_a_run_continues_with_its_bias_and_its_records(tiny, tmp_path, read_rows
     assert (losses(), loads()) == first
 
 
-@pytest.mark.slow
-def test_a_run_continues_where_experts_are_on_other_devices(tiny, tmp_path, read_rows, rules_dir):
-    layout = (BIAS, f"rules={rules_dir / 'experts.yaml'}", "checkpoint.every=2", "train.steps=4")
-    train(tiny(*layout, "mesh={data: 2, fsdp: 1, expert: 4}"))
-    folder = tmp_path / "run"
-    first = [row["loss"] for row in read_rows(folder / "metrics.jsonl")]
-    shutil.rmtree(folder / "checkpoints" / "4")
-    train(tiny(*layout, "mesh={data: 2, fsdp: 2, expert: 2}"))
-    np.testing.assert_allclose([row["loss"] for row in read_rows(folder / "metrics.jsonl")], first, rtol=1e-6)
+HOW = [("rounds", "exchange_rounds", 1, 2), pytest.param("drop", "exchange_dropped", 0, 0.125, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("over", "name", "equal", "skewed"), HOW)
+def test_a_step_says_how_its_rows_were_exchanged(over, name, equal, skewed, tiny, rules_dir, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    shipped = (rules_dir / "experts.yaml").read_text().replace("extends: ", f"extends: {rules_dir}/")
+    rules.write_text(shipped.replace("room: 1.25, over: rounds", f"room: 1.75, over: {over}"))
+    setup = prepare(tiny(BIAS.replace("choose: 2", "choose: 1"), f"rules={rules}", "mesh={data: 4, fsdp: 1, expert: 2}"))
+    state, step, batch = setup.init(), setup.compile_train_step(), batch_of(setup)
+    # All tokens of one kind choose the same expert, on one of two devices.
+    same = {**batch, "inputs": jax.numpy.zeros_like(batch["inputs"])}
+    for rows, expected in ((batch, equal), (same, skewed)):
+        state, metrics = step(state, rows, setup.settings(1))
+        assert {key: float(value) for key, value in metrics.items() if key.startswith("exchange_")} == {name: expected}
+
+
+SIZES = (1, 2, 4, 8)
+PAIRS = [(4, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(SIZES, 2) if pair != (4, 2))]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_run_continues_where_experts_are_on_other_devices(before, after, tiny, tmp_path, read_rows, rules_dir):
+    model = EXPERTS.format("balance: bias").replace("count: 4", "count: 8")
+    layout = (model, f"rules={rules_dir / 'experts.yaml'}", "checkpoint.every=2", "train.steps=4")
+
+    def run(size):
+        train(tiny(*layout, f"mesh={{data: {8 // size}, fsdp: 1, expert: {size}}}"))
+        found = {name: read_rows(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "experts")}
+        return [row["loss"] for row in found["metrics"]], [row["load"] for row in found["experts"]]
+
+    losses, loads = run(before)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    continued, loads_there = run(after)
+    assert continued[:2] == losses[:2]
+    np.testing.assert_allclose(continued, losses, rtol=1e-6)
+    # A bias that was lost would send tokens elsewhere.
+    assert loads_there == loads

@@ -12,8 +12,8 @@ from pathlib import Path
 from jgt.console import make_console
 from jgt.document import InputError, nearest
 
+from ..report.loads import MARGIN, Loads, describe_loads, read_loads
 from .compare import compare_runs
-from .loads import Loads, describe_loads, read_loads
 from .runs import AXES, METRICS, RunCurves, read_runs, short_names
 from .table import print_comparison
 from .terminal import draw_text
@@ -61,7 +61,7 @@ def _plot(arguments: argparse.Namespace) -> None:
         )
     if arguments.terminal or not has_matplotlib:
         width = make_console().width if sys.stdout.isatty() else 80
-        lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - 12)
+        lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - MARGIN)
         print("\n".join(lines))
         return
     from .plot import draw_loads, draw_png

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jgt import document
 from jgt.document import InputError, nearest
 
-from ..records.rows import read_metrics
+from ..report.rows import read_metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "time"}
 """What a curve may be drawn over, and the metric that says where."""

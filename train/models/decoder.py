@@ -27,7 +27,7 @@ from jgt import signal
 from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
 from .config import ModelConfig
 from .experts import balance
-from .experts.balance import Routed
+from .experts.balance import Observe, Routed
 from .experts.config import ExpertsConfig
 from .grouped import GroupedMatmul, grouped
 from .linear import Dot, compute_type
@@ -46,12 +46,14 @@ def build(
     attention: AttentionKernel = XLA,
     *,
     matmul: GroupedMatmul = grouped,
+    observe: Observe | None = None,
     groups: Groups = (),
     wide_gradients: bool = False,
 ) -> Model:
     """The model of a config; allocates nothing.
 
-    matmul: of experts. groups: the devices that split the batch. wide_gradients: those of matrices and tables leave their matmuls in f32.
+    matmul: of experts. observe: of their counts, while the model is trained. groups: the devices that split the batch. wide_gradients:
+    those of matrices and tables leave their matmuls in f32.
     """
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
@@ -62,6 +64,7 @@ def build(
         decoder.embed.groups = groups
         if config.experts is not None:
             decoder.layers.moe.experts.matmul = matmul
+            decoder.observe = observe
         if wide_gradients:
             widen_gradients(decoder)
         return decoder
@@ -69,8 +72,8 @@ def build(
     model, experts = of_nnx(make), config.experts
     if experts is None:
         return model
-    settle = partial(balance.settled, config=experts)
-    return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=experts.has_losses)
+    settle, is_different = partial(balance.settled, config=experts), experts.has_losses or observe is not None
+    return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=is_different)
 
 
 class Decoder(nnx.Module):
@@ -95,6 +98,7 @@ class Decoder(nnx.Module):
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.keep = Keep(remat=remat, fused=attention.forward)
         self.experts = config.experts
+        self.observe: Observe | None = None
         self.terms: Terms = nnx.data({})
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
@@ -127,7 +131,7 @@ class Decoder(nnx.Module):
         """Keeps what the layers have routed, for the loss and for the step."""
         load = self.layers.moe.load
         load[...] = load[...] + jnp.sum(sums.counts, axis=1)
-        self.terms = nnx.data(balance.terms(sums, seq, experts))
+        self.terms = nnx.data(balance.terms(sums, seq, experts, self.observe))
 
 
 class Block(nnx.Module):

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..report.rows import read_metrics
 from ..sink import AppendedFile, Sink
-from .rows import read_metrics
 
 
 class CsvFile:

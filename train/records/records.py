@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..report.rows import LOADS, forget_rows_after
 from ..sink import AppendedFile, Sink
 from .loggers import Logger
-from .rows import LOADS, forget_rows_after
 
 
 class Records:

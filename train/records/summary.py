@@ -20,14 +20,15 @@ from jgt.console import size_text
 from jgt.document import InputError
 
 from ..report.accounts import read_accounts
+from ..report.rows import read_metrics
 from ..setup import Setup
 from .line import duration_text, short_text
-from .rows import read_metrics
 
 _FILES = {
     "checkpoints": "checkpoints/",
     "metrics.jsonl": "metrics.jsonl",
     "metrics.csv": "metrics.csv",
+    "experts.jsonl": "experts.jsonl",
     "events.jsonl": "events.jsonl",
     "tensorboard": "tensorboard/",
     "sample.txt": "sample.txt",

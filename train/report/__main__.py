@@ -6,12 +6,14 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
 from .accounts import Accounts, read_accounts
+from .loads import read_loads
 
 _END = "\n}"
 
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(run: Path, *, as_json: bool) -> int:
     """Prints the report. Exit code 2, with the reason on stderr, if RUN is not a run directory, has no events, or cannot be read."""
     try:
-        accounts = read_accounts(run)
+        accounts = replace(read_accounts(run), experts=read_loads(run))
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -56,7 +58,7 @@ def _json_text(accounts: Accounts) -> str:
 
 def parser() -> CommandParser:
     """The command line of the report."""
-    parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts.")
+    parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts, and the load of experts.")
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

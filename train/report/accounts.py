@@ -26,6 +26,7 @@ from jgt import document
 from jgt.document import InputError
 
 from .events import Event, StartSummary, find_starts, read_events
+from .loads import Loads
 from .stragglers import Stragglers, find_stragglers
 
 CAUSES: Mapping[str, str] = {
@@ -99,6 +100,7 @@ class Accounts:
     restarts_after: how the starts before a restart ended, with counts.
     skipped: updates that were not applied, by reason.
     unreadable_lines: in all events files.
+    experts: the load of each expert over time, which `read_accounts` leaves out: a large model has millions of numbers.
     """
 
     run: str
@@ -116,11 +118,13 @@ class Accounts:
     throughput: Throughput
     stragglers: Stragglers | None
     unreadable_lines: int
+    experts: Loads | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        # Without the starts, of which there may be many, and which asdict would copy.
-        return asdict(replace(self, starts=())) | {"starts": [start.to_json() for start in self.starts]}
+        # Without the starts and the loads, of which there may be many, and which asdict would copy.
+        starts, experts = [start.to_json() for start in self.starts], None if self.experts is None else self.experts.to_json()
+        return asdict(replace(self, starts=(), experts=None)) | {"starts": starts, "experts": experts}
 
 
 def read_accounts(run: Path) -> Accounts:

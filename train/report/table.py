@@ -19,12 +19,15 @@ from jgt.console import count_text, make_console, make_table
 
 from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary
+from .loads import MARGIN, describe_loads
 from .stragglers import Stragglers
 
 MAX_STARTS = 20
 """The rows of the table of starts. The JSON has all."""
 MAX_PROCESSES = 8
 """The rows of the table of stragglers."""
+MAX_COLUMNS = 100
+"""The width of the heat map of experts, with its margin."""
 BAR = 30
 """The width of a bar for all of wall time, in characters."""
 
@@ -44,6 +47,10 @@ def print_accounts(accounts: Accounts) -> None:
         console.print(_stragglers_table(accounts.stragglers))
     for line in _closing_lines(accounts):
         console.print(Text(line), soft_wrap=True)
+    if accounts.experts is not None:
+        columns = min(console.width, MAX_COLUMNS) - MARGIN
+        for line in describe_loads(accounts.experts, columns, is_ascii=console.options.ascii_only):
+            console.print(Text(line), soft_wrap=True)
 
 
 def _causes_table(accounts: Accounts, block: str) -> Table:

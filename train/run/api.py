@@ -31,7 +31,7 @@ from ..code.names import PYTHON
 from ..compiled.jax_cache import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
-from ..records.rows import read_metrics
+from ..report.rows import read_metrics
 from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices

@@ -32,7 +32,7 @@ from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..config import Run
 from ..records.console import Screen
-from ..records.rows import read_metrics
+from ..report.rows import read_metrics
 from ..setup import Setup
 from ..sink import say
 from ..step.objective import joined

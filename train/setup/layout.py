@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError
-from jgt.pipeline.axes import axes_inside
+from jgt.experts import can_count, exchange_at, served
+from jgt.pipeline.layout import axes_inside
 
 from ..config import Run
+from ..models.experts.balance import Observe
 from ..models.tables import Groups
 
 
@@ -54,6 +57,28 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return (math.prod(sizes),) if on_cpu and sizes else sizes
+
+
+def exchange_metrics(run: Run, mesh: Mesh | AbstractMesh) -> Observe | None:
+    """The metrics of the exchange of experts, from their counts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
+
+    None where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
+    """
+    exchange = exchange_at(run.rules, _EXPERTS, _RANK, mesh.shape) if run.pipeline is None else None
+    if exchange is None:
+        return None
+
+    def observe(counts: jax.Array, num_tokens: int, num_choices: int) -> Mapping[str, jax.Array]:
+        if not can_count(exchange, *counts.shape[-2:]):
+            return {}
+        rounds, dropped = served(exchange, counts, num_tokens, num_choices)
+        return {"exchange_dropped": jnp.mean(dropped)} if exchange.drops else {"exchange_rounds": jnp.max(rounds)}
+
+    return observe
+
+
+_EXPERTS, _RANK = "layers/moe", 3
+"""The signal of the decoders' experts, and the dims of what they read."""
 
 
 def devices_sharing(run: Run, mesh: Mesh | AbstractMesh) -> int:

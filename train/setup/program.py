@@ -45,7 +45,7 @@ from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
 from .fit import first_remat
-from .layout import batch_groups, devices_sharing, make_mesh, num_shards
+from .layout import batch_groups, devices_sharing, exchange_metrics, make_mesh, num_shards
 from .setup import Setup, rows_of
 
 
@@ -85,7 +85,8 @@ def prepare(
         widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
         matmul, label = choose_grouped(config.model.dtype, device)
         grouped = label if config.model.experts else ""
-        model = build(config.model, remat, attention.kernel, matmul=matmul, groups=groups, wide_gradients=widens)
+        observe = exchange_metrics(run, mesh) if config.model.experts else None
+        model = build(config.model, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)

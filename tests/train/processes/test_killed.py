@@ -2,6 +2,8 @@
 
 The chosen places are short: encoding, compiling, the write of a compiled program, the removal of old checkpoints. A random moment hardly
 ever hits them, so the test watches the files of the run, and kills when the place has begun.
+
+A run of two processes has devices of both in its mesh. In a run with experts, the state has more than the optimizer's: each router's bias.
 """
 
 import functools
@@ -40,20 +42,49 @@ RULES = {
     "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
     "default": "replicate",
 }
-MESHES = {1: "mesh={data: 1, fsdp: 2}", 2: "mesh={data: 2, fsdp: 2}"}
-MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "retention": 0.005, "anywhere": 0.0}
+EXPERTS = {
+    "axes": {"batch": ["data", "expert"]},
+    "signals": {"layers/moe": {"params": {"experts/*": ["expert", None, None]}, "experts": {"axis": "expert"}}},
+    "default": "replicate",
+}
+MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "saved": 0.2, "retention": 0.005, "anywhere": 0.0}
 """When a kill comes: after the beginning of this, and up to so many seconds later."""
 KEEP = 2
 TRASH = "trash"
+BIAS = ".variables['layers']['moe']['bias']"
+"""The place of the routers' biases in the state of a run with experts."""
 LATER = ["retention", "anywhere", "anywhere"]
 DEFAULT = [
-    (1, "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
-    (1, "never", ["encode", "anywhere", "anywhere", "anywhere"]),
-    (1, "path", ["encode", "encode", "anywhere", "retention"]),
-    (2, "auto", ["encode", "anywhere", "retention"]),
+    ("1", "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
+    ("1", "never", ["encode", "anywhere", "anywhere", "anywhere"]),
+    ("1", "path", ["encode", "encode", "anywhere", "retention"]),
+    ("2", "auto", ["encode", "anywhere", "retention"]),
+    ("experts", "auto", ["saved"]),
 ]
 SHARES = 9
-"""The slow tests: so many shares of eight kills for each kind of start, with one process and with two."""
+"""The slow tests: so many shares of eight kills for each kind of start, with one process and with two, and with experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What runs differ in. count: the number of processes. options: for the model."""
+
+    count: int
+    mesh: str
+    rules: dict
+    options: tuple[str, ...] = ()
+
+
+LAYOUTS = {
+    "1": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES),
+    "2": Layout(count=2, mesh="mesh={data: 2, fsdp: 2}", rules=RULES),
+    "experts": Layout(
+        count=1,
+        mesh="mesh={data: 1, expert: 2}",
+        rules=EXPERTS,
+        options=("model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}",),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +93,7 @@ class Straight:
 
     folder: Path
     seconds: float
-    states: list
+    states: dict
     losses: dict
 
 
@@ -75,50 +106,56 @@ def runs(nursery, tiny_file, tmp_path_factory):
 class Runs:
     def __init__(self, nursery, tiny_file, folder):
         self._nursery, self._file, self._folder = nursery, tiny_file, folder
-        self._rules, self._texts = folder / "rules.yaml", folder / "texts.jsonl"
-        self._rules.write_text(document.dump(RULES))
+        self._texts = folder / "texts.jsonl"
+        for name, layout in LAYOUTS.items():
+            self._rules(name).write_text(document.dump(layout.rules))
         # Many short documents, so that encoding takes long enough to be hit.
         self._texts.write_text("".join(json.dumps({"text": str(i * i)}) + "\n" for i in range(30_000)))
         self._straight = {}
 
-    def start(self, folder, count, *more):
-        """Starts the processes of a run. Their logs are beside its folder."""
+    def start(self, folder, name, *more):
+        """Starts the processes of a run with this layout. Their logs are beside its folder."""
         return [
-            self._nursery.start([*self._arguments(folder, count), *more, *joined], folder.with_suffix(f".{i}.log"))
-            for i, joined in enumerate(self._joined(count))
+            self._nursery.start([*self._arguments(folder, name), *more, *joined], folder.with_suffix(f".{i}.log"))
+            for i, joined in enumerate(self._joined(LAYOUTS[name].count))
         ]
 
     def _joined(self, count):
         port = free_port()
         return [flags(port, count, i) if count > 1 else [] for i in range(count)]
 
-    def _arguments(self, folder, count):
-        data = f"data={{source: jsonl, path: {self._texts}, eval_tokens: 0}}"
-        options = [f"run.dir={folder}", f"rules={self._rules}", MESHES[count], "devices.virtual_cpu=2", data]
+    def _rules(self, name):
+        return self._folder / f"rules-{name}.yaml"
+
+    def _arguments(self, folder, name):
+        layout, data = LAYOUTS[name], f"data={{source: jsonl, path: {self._texts}, eval_tokens: 0}}"
+        options = [f"run.dir={folder}", f"rules={self._rules(name)}", layout.mesh, "devices.virtual_cpu=2", data, *layout.options]
         return ["--config", str(self._file), *options, *OVERRIDES]
 
-    def straight(self, count):
-        """The uninterrupted run, once for all tests of this process."""
-        if count not in self._straight:
-            folder, begun = self._folder / f"straight{count}", time.perf_counter()
+    def straight(self, name):
+        """The uninterrupted run with this layout, once for all tests of this process."""
+        if name not in self._straight:
+            folder, begun = self._folder / f"straight{name}", time.perf_counter()
             # Kept, so that other runs can begin from them.
-            children = self.start(folder, count, f"checkpoint.keep={STEPS}")
-            assert ended(children) == [0] * count, folder.with_suffix(".0.log").read_text()
+            children = self.start(folder, name, f"checkpoint.keep={STEPS}")
+            assert ended(children) == [0] * len(children), folder.with_suffix(".0.log").read_text()
             compiling = sum(event["seconds"] for event in rows(folder / "events.jsonl") if event["phase"] in ("init", "compile"))
-            seconds, (states, losses) = time.perf_counter() - begun - compiling, self.outcome(folder)
-            self._straight[count] = Straight(folder=folder, seconds=seconds, states=states, losses=losses)
-        return self._straight[count]
+            seconds, (states, losses) = time.perf_counter() - begun - compiling, self.outcome(folder, name)
+            self._straight[name] = Straight(folder=folder, seconds=seconds, states=states, losses=losses)
+        return self._straight[name]
 
-    @functools.cached_property
-    def _setup(self):
-        return prepare(load(self._file, [f"run.dir={self._folder / 'none'}", *OVERRIDES]))
+    @functools.cache  # noqa: B019 - one object for a module
+    def _setup(self, options):
+        return prepare(load(self._file, [f"run.dir={self._folder / 'none'}", *options, *OVERRIDES]))
 
-    def outcome(self, folder):
-        """The parameters and the optimizer state at the end, and the loss of every step."""
+    def outcome(self, folder, name):
+        """The state at the end, with its place in it, and the loss of every step."""
         found, reports = find_checkpoint(folder)
         assert reports == [] and found.manifest.step == STEPS
-        state = jax.device_get(restore(found, self._setup.shapes, self._setup.shardings))
-        return jax.tree.leaves(state), {row["step"]: row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row}
+        setup = self._setup(LAYOUTS[name].options)
+        state = jax.device_get(restore(found, setup.shapes, setup.shardings))
+        losses = {row["step"]: row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row}
+        return {jax.tree_util.keystr(place): leaf for place, leaf in jax.tree_util.tree_leaves_with_path(state)}, losses
 
 
 def ended(children):
@@ -134,6 +171,7 @@ def begins(moment, folder, cache, seconds):
         "encode": lambda: set((folder / "data").glob("*.tmp")) - left,
         "compile": lambda: any(row["phase"] in ("init", "restore") and row["time"] > now for row in rows(folder / "events.jsonl")),
         "cache": lambda: len(list(cache.iterdir())) > cached,
+        "saved": lambda: (folder / FOLDER).exists() and Steps(folder / FOLDER).listed(),
         "retention": lambda: (folder / FOLDER / TRASH).exists() or len(Steps(folder / FOLDER).listed()) > KEEP,
         "anywhere": lambda: time.monotonic() > until,
     }[moment]
@@ -176,17 +214,17 @@ def prepared(folder, straight, resume):
 
 
 def shares():
-    """The slow tests: count, resume, moments."""
+    """The slow tests: name, resume, moments."""
     chance = random.Random(0)
-    for count, resume in itertools.product((1, 2), ("auto", "never", "path")):
+    for name, resume in itertools.product(LAYOUTS, ("auto", "never", "path")):
         for share in range(SHARES if resume == "auto" else SHARES // 2):
             moments = ["encode", chance.choice(["compile", "cache"]), *chance.choices(LATER, k=6)]
-            yield pytest.param(count, resume, moments, marks=pytest.mark.slow, id=f"{count}-{resume}-{share}")
+            yield pytest.param(name, resume, moments, marks=pytest.mark.slow, id=f"{name}-{resume}-{share}")
 
 
-@pytest.mark.parametrize(("count", "resume", "moments"), [*(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in DEFAULT), *shares()])
-def test_a_killed_run_ends_where_the_unbroken_one_ends(count, resume, moments, runs, tmp_path):
-    straight, chance, left = runs.straight(count), random.Random(str(moments)), list(moments)
+@pytest.mark.parametrize(("name", "resume", "moments"), [*(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in DEFAULT), *shares()])
+def test_a_killed_run_ends_where_the_unbroken_one_ends(name, resume, moments, runs, tmp_path):
+    straight, chance, left = runs.straight(name), random.Random(str(moments)), list(moments)
     cache = tmp_path / "compiled"
     cache.mkdir()
     # Compiling once more takes seconds. Only a kill that waits for it needs an empty cache.
@@ -199,15 +237,17 @@ def test_a_killed_run_ends_where_the_unbroken_one_ends(count, resume, moments, r
             # A run that ends before the moment comes has had its chance of it.
             moment = left.pop(0)
             has_begun = begins(moment, folder, cache, chance.uniform(0.1, straight.seconds))
-            children = runs.start(folder, count, *options, *more)
+            children = runs.start(folder, name, *options, *more)
             killed = kill(children, moment, has_begun, chance)
             check_end(folder, ended(children), killed=killed)
         if killed:
-            check_end(folder, ended(runs.start(folder, count, *options, *more)), killed=False)
-        states, losses = runs.outcome(folder)
+            check_end(folder, ended(runs.start(folder, name, *options, *more)), killed=False)
+        states, losses = runs.outcome(folder, name)
         assert losses == {step: loss for step, loss in straight.losses.items() if step >= first}
-        for found, expected in zip(states, straight.states, strict=True):
-            np.testing.assert_array_equal(found, expected)
+        assert states.keys() == straight.states.keys()
+        assert name != "experts" or np.any(states[BIAS])
+        for place, expected in straight.states.items():
+            np.testing.assert_array_equal(states[place], expected, err_msg=place)
         assert not [*folder.glob("data/*.tmp"), *folder.glob(f"{FOLDER}/*.saving"), *folder.glob(f"{FOLDER}/{TRASH}")]
         if not left:
             break

@@ -1,5 +1,7 @@
 """The load of experts over time, from a run's experts.jsonl: which experts are used most and least, and a heat map as text.
 
+`jgt report` and `jgt plot --experts` print it; the picture is in `train/curves/plot.py`.
+
 A model may have thousands of experts and a terminal has some dozens of rows. So the heat map is of one layer, that with the least equal
 loads at the end of the run, and of its most and least used experts. Time runs to the right; a column is the mean over some records.
 
@@ -14,11 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..records.rows import LOADS, read_metrics
+from .rows import LOADS, read_metrics
 
 MAX_ROWS = 16
 """The rows of a heat map."""
+MARGIN = 12
+"""The columns beside a heat map."""
+_NAMED = 3
+"""So many of the most and of the least used experts are named."""
 _SHADES, _ASCII = " ░▒▓█", " .:*#"
+_LARGEST = 1e9
+"""More mean loads than an expert can have."""
 _STEPS = (0.25, 0.75, 1.25, 2.0)
 """Where a shade ends and the next one begins."""
 
@@ -38,7 +46,8 @@ class Loads:
 
     def of_layer(self, layer: int, columns: int) -> list[list[float]]:
         """The loads of a layer by expert and column, each the mean over as many records as fall into it."""
-        num = min(columns, len(self.steps))
+        # A terminal may be narrower than the margin.
+        num = max(1, min(columns, len(self.steps)))
         ends = [round(i * len(self.steps) / num) for i in range(num + 1)]
         parts = [[record[layer] for record in self.loads[begin:end]] for begin, end in itertools.pairwise(ends)]
         return [[sum(row[expert] for row in part) / len(part) for part in parts] for expert in range(len(self.loads[-1][layer]))]
@@ -51,6 +60,22 @@ class Loads:
         """The load of the fullest expert, mean over layers."""
         layers = self.loads[record]
         return sum(map(max, layers)) / len(layers)
+
+    def by_use(self, layer: int) -> list[int]:
+        """The experts of a layer, those with the largest loads in the last record first."""
+        last = self.loads[-1][layer]
+        return sorted(range(len(last)), key=lambda expert: -last[expert])
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry `experts` in a report's JSON."""
+        order = self.by_use(self.worst_layer)
+        return {
+            "steps": [self.steps[0], self.steps[-1]],
+            "load_max": [self.fullest(0), self.fullest(-1)],
+            "worst_layer": self.worst_layer,
+            "most_used": order[:_NAMED],
+            "least_used": order[::-1][:_NAMED],
+        }
 
 
 def read_loads(run: Path) -> Loads | None:
@@ -68,23 +93,24 @@ def describe_loads(loads: Loads, columns: int, *, is_ascii: bool = False) -> Ite
     """The lines that a terminal shows. columns: of the heat map."""
     layer = loads.worst_layer
     last = loads.loads[-1][layer]
-    order = sorted(range(len(last)), key=lambda expert: -last[expert])
+    order = loads.by_use(layer)
     first, end = loads.fullest(0), loads.fullest(-1)
     yield f"Experts: the fullest of a layer had {first:.2f} mean loads at step {loads.steps[0]} and has {end:.2f} at step {loads.steps[-1]}"
-    most, least = (", ".join(f"{e} ({last[e]:.2f})" for e in part) for part in (order[:3], order[: -min(4, len(order) + 1) : -1]))
+    most, least = (", ".join(f"{e} ({last[e]:.2f})" for e in part) for part in (order[:_NAMED], order[::-1][:_NAMED]))
     yield f"Layer {layer} is the least equal: most used {most}; least used {least}"
     shown = order if len(order) <= MAX_ROWS else [*order[: MAX_ROWS // 2], *order[-MAX_ROWS // 2 :]]
     cells, shades = loads.of_layer(layer, columns), _ASCII if is_ascii else _SHADES
     for expert in shown:
-        yield f"{expert:>10} |{''.join(shades[sum(load >= limit for limit in _STEPS)] for load in cells[expert])}"
+        yield f"{expert:>{MARGIN - 2}} |{''.join(shades[sum(load >= limit for limit in _STEPS)] for load in cells[expert])}"
     limits = "  ".join(f"{shade} from {limit:g}" for shade, limit in zip(shades[1:], _STEPS, strict=True))
-    yield f"{'':>12}steps {loads.steps[0]} to {loads.steps[-1]}; mean loads: {limits}"
+    yield f"{'':>{MARGIN}}steps {loads.steps[0]} to {loads.steps[-1]}; mean loads: {limits}"
 
 
 def _loads(value: Any) -> tuple[tuple[float, ...], ...]:
     """The loads of a record, nothing if they are anything else."""
     if not isinstance(value, list) or not all(isinstance(layer, list) and layer for layer in value):
         return ()
-    if not all(isinstance(load, int | float) for layer in value for load in layer):
+    # NaN fails the comparison, too, and an integer of JSON may be too large for a float.
+    if not all(isinstance(load, int | float) and 0 <= load <= _LARGEST for layer in value for load in layer):
         return ()
     return tuple(tuple(map(float, layer)) for layer in value)
