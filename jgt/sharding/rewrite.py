@@ -5,16 +5,13 @@ and through every program inside them (scan, cond, jit, remat, custom derivative
 and puts `with_sharding_constraint` equations behind those that a rule names. A forward spec constrains the value, a
 backward spec its cotangent. Every other equation stays as it is, so the rewritten program computes the same numbers.
 
-Two things come out of the walk besides the program: the answers of the rules, from which `jgt.rules.unreached` finds
-rules that never decide, and problems. They are only collected here. A rule that does not fit leaves its value without a
-constraint, and the caller raises all problems at once.
+`Answers` says which rule a value has and which dims the rule gives it, and collects the problems and what the walk has met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
@@ -25,11 +22,10 @@ from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.regions import RegionPolicy, Site, is_recomputed, overlap
-from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
+from jgt.rules import AnyMatch, Rules, SaveRule
+from jgt.sharding.answers import Answers
 from jgt.sharding.placement import Surroundings
 from jgt.sharding.saves import Policy, SavePolicy, actions_of, save_policy
-
-_R = TypeVar("_R", SpecRule, SaveRule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +85,7 @@ def rewrite_part(program: Program, place: Place, rules: Rules, site: Surrounding
 
 
 class _Rewriter:
-    """One walk through a program. The lists and sets are filled on the way and read only at the end, by `result`."""
+    """One walk through a program. The answers of the rules are collected on the way and read only at the end, by `result`."""
 
     def __init__(self, rules: Rules, site: Surroundings, *, applies: bool, is_part: bool = False):
         self._rules, self._site, self._applies, self._is_part = rules, site, applies, is_part
@@ -97,26 +93,22 @@ class _Rewriter:
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
         """Of arguments that are pinned, and of their cotangents."""
-        self._matches: list[AnyMatch] = []
-        self._problems: list[str] = []
-        self._signals: set[str] = set()
-        self._tensors: dict[str, set[str]] = {}
-        self._out_ranks: dict[str, set[int]] = {}
-        self._experts: dict[str, int] = {}
+        self._answers = Answers(rules, site)
         self._has_overlap = any(rule.overlap is not None for rule in rules.signals)
         # Tensors that a rule makes whole and that a ring of matmuls takes in parts.
         self._split: set[Var] = set()
 
     def result(self, program: Program) -> Rewritten:
         """The rewritten program with everything that was found on the way."""
+        found = self._answers
         return Rewritten(
             program=program,
-            signals=frozenset(self._signals),
-            tensors={name: frozenset(signals) for name, signals in self._tensors.items()},
-            out_ranks={signal: frozenset(ranks) for signal, ranks in self._out_ranks.items()},
-            experts=self._experts,
-            matches=tuple(self._matches),
-            problems=tuple(self._problems),
+            signals=frozenset(found.signals),
+            tensors={name: frozenset(signals) for name, signals in found.tensors.items()},
+            out_ranks={signal: frozenset(ranks) for signal, ranks in found.out_ranks.items()},
+            experts=found.experts,
+            matches=tuple(found.matches),
+            problems=tuple(found.problems),
         )
 
     def sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
@@ -148,11 +140,11 @@ class _Rewriter:
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
-            self._signals.add(place.path)
+            self._answers.signals.add(place.path)
             rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, recompute=recompute)
             new_eqns.append(rewritten)
-            self._add_saves(saves, inner_saves)
-            self._add_saves(saves, self._save_of(equation, place))
+            self._answers.add_saves(saves, inner_saves)
+            self._answers.add_saves(saves, self._answers.save_of(equation, place))
             for var in equation.outvars:
                 extra, new = self._pin(equation, var, place, consumers.get(var, ()))
                 if extra:
@@ -169,9 +161,8 @@ class _Rewriter:
     def _with_experts(self, program: Program, around: Place) -> Program:
         """The program whose experts run on the devices that have them."""
         placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims, tries=not self._is_part)
-        self._matches += [match for match in placed.matches if match.decided]
-        self._experts |= placed.counts
-        self._problems += placed.problems
+        self._answers.add([match for match in placed.matches if match.decided], placed.problems)
+        self._answers.experts |= placed.counts
         return placed.program if self.constrains else program
 
     def _overlapped(self, program: Program, around: Place, recompute: tuple[Policy | None, ...]) -> Program:
@@ -184,8 +175,7 @@ class _Rewriter:
             return any(is_recomputed(policy, dot) for policy in recompute)
 
         found = overlap(program, around, self._rules, Site(mesh=self._site.mesh, free=free, recomputes=recomputes))
-        self._matches += found.matches
-        self._problems += found.problems
+        self._answers.add(found.matches, found.problems)
         if not self.constrains or found.program is program:
             return program
         self._split |= found.split
@@ -202,7 +192,7 @@ class _Rewriter:
             if found and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
                 return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
-            self._add_saves(saves, found)
+            self._answers.add_saves(saves, found)
             return new
 
         params = jx.map_subprograms(equation, change)
@@ -218,36 +208,18 @@ class _Rewriter:
             equation = equation.replace(invars=invars)
         return (equation if params is None else equation.replace(params=params)), saves
 
-    def _save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
-        name = jx.tensor_name(equation)
-        rule = None if name is None else self._noted(match_save(self._rules, name, place.path))
-        if rule is not None and rule.action == "offload" and self._site.is_in_stage(place.path):
-            self._problems.append(
-                f"{rule.where}: save: {name}: offload is not possible inside a pipeline, whose buffers stay on the device. "
-                "Use keep or recompute, or pipeline.remat"
-            )
-        return {} if rule is None or name is None else {name: rule}
-
-    def _add_saves(self, saves: dict[str, SaveRule], more: Mapping[str, SaveRule]) -> None:
-        for name, rule in more.items():
-            other = saves.setdefault(name, rule)
-            if other.action != rule.action:
-                self._problems.append(
-                    f"{rule.where}: save: {name}: {rule.action} here, but {other.action} at {other.where}, in one region that is "
-                    "recomputed. A region knows values by name only: give the two tensors different names"
-                )
-
     def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
         """The constraints that follow an equation for one of its results, and the variable to read in its stead."""
         rank = len(jx.shape_of(var)) - place.num_vmaps
         # A scalar has nothing to shard, and a result that is dropped has no variable that a constraint could read.
         if jx.is_dropped(var) or rank <= 0:
             return [], var
-        forward, backward, what = self._rules_of(equation, var, place, consumers, rank)
+        forward, backward, what = self._answers.of_value(equation, var, place, consumers, rank)
         # The shard_map may be inside the function, where the equation knows it, or around the call.
         manual = jx.manual_mesh(equation) or self._site.around
-        ahead = self._checked(forward, var, place, manual, what)
-        behind = self._checked(backward, var, place, manual, f"{what} (backward)")
+        dims = self._answers.dims_of(forward, var, place, manual, what)
+        dims_back = self._answers.dims_of(backward, var, place, manual, f"{what} (backward)")
+        ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
         if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
@@ -257,58 +229,6 @@ class _Rewriter:
         if last is None or not self.constrains:
             return [], var
         return constraint_equations(var, ahead, last, equation)
-
-    def _rules_of(
-        self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
-    ) -> tuple[SpecRule | None, SpecRule | None, str]:
-        """The rules of a value and of its cotangent, and what messages call it. A name decides before the signals that the value leaves."""
-        name = jx.tensor_name(equation)
-        if name is not None:
-            self._tensors.setdefault(name, set()).add(place.path)
-            forward = self._noted(match_tensor(self._rules, name, place.path, rank))
-            backward = self._noted(match_tensor(self._rules, name, place.path, rank, backward=True))
-            if forward or backward:
-                return forward, backward, f"tensor {name} at {place.path or 'the top'}"
-        if not jx.is_inexact(var):
-            return None, None, ""
-        forward, backward, left = None, None, ""
-        # A value may leave several regions at once; the outermost one that has a rule decides, the others are noted as reached.
-        for signal in reversed(prefixes(place.path)):
-            region = tuple(signal.split("/")) if signal else ()
-            if signal and any(not consumer.inside(region) for consumer in consumers):
-                self._out_ranks.setdefault(signal, set()).add(rank)
-                outer = self._noted(match_out(self._rules, signal, rank))
-                outer_backward = self._noted(match_out(self._rules, signal, rank, backward=True))
-                if forward is None and backward is None and (outer or outer_backward):
-                    forward, backward, left = outer, outer_backward, signal
-        return forward, backward, f"value that leaves {left}"
-
-    def _checked(self, rule: SpecRule | None, var: Var, place: Place, manual: AbstractMesh | None, what: str) -> NamedSharding | None:
-        """The sharding that a rule gives a value; None if the rule does not fit, or if no axis is left to shard by."""
-        if rule is None:
-            return None
-        shape = jx.shape_of(var)
-        dims = expand(rule.spec, len(shape), range(place.num_vmaps))
-        # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
-        wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
-        free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
-        found = [
-            *self._misfit_problems(rule, free, shape, dict((manual or self._site.mesh).shape), what),
-            *self._site.stage_problems(rule, free, [place.path], what),
-        ]
-        self._problems += found
-        if found or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
-            return None
-        return self.sharding(coarse_dims(free, shape, dict((manual or self._site.mesh).shape)), manual, place.num_vmaps)
-
-    def _misfit_problems(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], sizes: Mapping[str, int], what: str) -> Iterator[str]:
-        even = tuple(() if size in self._site.uneven else axes for axes, size in zip(dims, shape, strict=True))
-        return misfit_problems(rule, even, shape, sizes, what)
-
-    def _noted(self, match: Match[_R]) -> _R | None:
-        if match.decided:
-            self._matches.append(cast(AnyMatch, match))
-        return match.rule
 
 
 def _is_narrowing(equation: Equation) -> bool:

@@ -1,0 +1,192 @@
+"""The specs of a call's arguments: what the rules say about its parameters, the state of their optimizer, and its inputs.
+
+A parameter gets the spec that the rules of its signals have for its path. Its gradient and its optimizer state may be split more finely. An
+input gets the spec of the rule that names it. The dims that come out are pinned in the program, and a `Placement` makes shardings of
+them.
+
+The spec of a parameter has one entry for each dim that the model uses, which may be fewer than the parameter has: a
+kernel [layers, embed, ffn] that a scan over layers reads as [embed, ffn] is matched by [null, tensor], and its first
+dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around the use, in the traced program.
+
+An argument whose rule is wrong is not pinned. Problems are only collected here, so that the caller can raise all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import jax
+
+from jgt.document import InputError
+from jgt.program.dims import Dims, even_dims
+from jgt.program.jaxpr import Program
+from jgt.program.uses import Use, parameter_uses
+from jgt.rules import (
+    Match,
+    Rules,
+    SpecRule,
+    expand,
+    fits_rank,
+    match_experts,
+    match_optimizer,
+    match_param,
+    misfit_problems,
+    misfits,
+)
+from jgt.sharding.inputs import Input
+from jgt.sharding.paths import Named, path_text
+from jgt.sharding.placement import ParameterPlace, Surroundings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentSpecs:
+    """What the rules say about the parameters or the inputs of a call, and what is wrong with them.
+
+    places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
+    for arguments without problems.
+    """
+
+    places: tuple[ParameterPlace, ...] = ()
+    dims: tuple[Dims, ...] = ()
+    pins: Mapping[int, tuple[Dims, Dims]]
+    matches: tuple[Match[SpecRule], ...]
+    problems: tuple[str, ...]
+
+
+def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> ArgumentSpecs:
+    """The place of each parameter by the rules of the signals that use it, and of its optimizer state."""
+    places: list[ParameterPlace] = []
+    pins: dict[int, tuple[Dims, Dims]] = {}
+    matches: list[Match[SpecRule]] = []
+    problems: list[str] = []
+    for index, ((path, x), use) in enumerate(zip(params, parameter_uses(program, len(params)), strict=True)):
+        name = path_text(path[2:])
+        match = match_param(rules, name, use.signals, len(x.shape) - len(use.sliced))
+        pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(cast(object, size), int) for size in x.shape)
+        own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, replace(site, pads=pads))]
+        dims = ((),) * len(x.shape) if match.rule is None else expand(match.rule.spec, len(x.shape), use.sliced)
+
+        def fits(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
+            return _fits(rule, shape, use, site)
+
+        def fits_padded(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
+            return fits_rank(rule.spec, len(shape) - len(use.sliced))
+
+        state = match_optimizer(rules, name, use.signals, fits)
+        if state.rule is None and pads:
+            state = match_optimizer(rules, name, use.signals, fits_padded)
+        state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
+        if pads and state_dims != dims:
+            state_dims = _of_state(state_dims, x.shape, use, site)
+        place = ParameterPlace(
+            path=name, shape=x.shape, dtype=x.dtype, signals=use.signals, dims=dims, optimizer_dims=state_dims, sliced=use.sliced
+        )
+        places.append(place)
+        matches += [match, state]
+        # The problems of the match itself are collected with those of all matches.
+        problems += own[len(match.problems) :]
+        if not own:
+            # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
+            # reduce-scatter.
+            pins[index] = (dims, state_dims)
+    return ArgumentSpecs(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
+
+
+def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> ArgumentSpecs:
+    """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
+    pins: dict[int, tuple[Dims, Dims]] = {}
+    matches: list[Match[SpecRule]] = []
+    all_dims: list[Dims] = []
+    problems: dict[str, None] = {}
+    reported: set[tuple[SpecRule, tuple[int, ...]]] = set()
+    for index, one in enumerate(inputs, start=first):
+        match, dims = one.match(rules)
+        matches.append(match)
+        all_dims.append(dims)
+        if match.rule is None:
+            # What nobody names is left to the partitioner, except state: it is the same on all devices, in every step.
+            if one.is_state and not one.is_key:
+                whole: Dims = ((),) * len(one.x.shape)
+                pins[index] = (whole, whole)
+            continue
+        dims = site.free_dims(dims)
+        found = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
+        # Inputs often come in dozens of one shape: the first one is enough.
+        if (match.rule, one.x.shape) not in reported:
+            problems |= dict.fromkeys(found)
+        reported.add((match.rule, one.x.shape))
+        if not found:
+            pins[index] = (dims, dims)
+    return ArgumentSpecs(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
+
+
+def uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
+    """The sizes of the dims of parameters and of their optimizer states that their axes do not divide."""
+    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
+    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
+
+
+def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:
+    """Raises InputError if one array is passed as two parameters that the rules lay out differently."""
+    first: dict[int, ParameterPlace] = {}
+    problems: list[str] = []
+    for (_, x), place in zip(params, places, strict=False):
+        # Two parameters may share a ShapeDtypeStruct without being one array.
+        other = place if isinstance(x, jax.ShapeDtypeStruct) else first.setdefault(id(x), place)
+        if other.dims != place.dims:
+            problems.append(
+                f"{rules.where}: {place.path}: this array is {other.path} too, and the rules lay the two out differently: {place.spec} and "
+                f"{other.spec}. Pass it once (nnx.split), or give both the same spec under params: at the top of the file"
+            )
+    if problems:
+        raise InputError(problems)
+
+
+def experts_problems(places: Sequence[ParameterPlace], experts: Mapping[str, int], rules: Rules) -> Iterator[str]:
+    """The problem of weights of experts that the axis of the experts splits along another dim. experts: their number, by signal."""
+    for place in places:
+        inner = [(size, axes) for dim, (size, axes) in enumerate(zip(place.shape, place.dims, strict=True)) if dim not in place.sliced]
+        for signal in place.signals:
+            rule = match_experts(rules, signal).rule
+            # By its shape: a router [d, experts] is not one of the weights.
+            if rule is None or len(inner) < 2 or inner[0][0] != experts.get(signal):
+                continue
+            if any(rule.axis in axes for _, axes in inner[1:]):
+                shape = [size for size, _ in inner]
+                yield (
+                    f"{rule.where}: experts: {rule.axis} holds the experts, so it can split dim 0 of {place.path} {shape} only. "
+                    f"Write {rule.axis} first in its spec, and take it out of the other dims"
+                )
+
+
+def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:
+    """The dims of an optimizer state, on other dims than the rule says if those divide and these do not."""
+    even = even_dims(dims, shape, site.sizes, use.sliced)
+    # A gradient is reduce-scattered over a dim that divides, but all-reduced where XLA has to pad it.
+    return even if {a for axes in even for a in axes} == {a for axes in dims for a in axes} else dims
+
+
+def _parameter_problems(
+    match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: Surroundings
+) -> Iterable[str]:
+    if match.rule is not None:
+        dims = expand(match.rule.spec, len(shape), use.sliced)
+        if not site.pads:
+            yield from misfit_problems(match.rule, site.free_dims(dims), shape, site.sizes, f"parameter {name}")
+        yield from site.stage_problems(match.rule, dims, use.signals, f"parameter {name}")
+    elif not match.problems and rules.default is None:
+        used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"
+        yield (
+            f"{rules.where}: {name}: no rule matches this parameter of shape {list(shape)}, {used}. "
+            "Add a pattern under params: of that signal, or `default: replicate`"
+        )
+
+
+def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, site: Surroundings) -> bool:
+    """Whether a spec has the right number of dims and its axes divide them."""
+    if not fits_rank(rule.spec, len(shape) - len(use.sliced)):
+        return False
+    dims = site.free_dims(expand(rule.spec, len(shape), use.sliced))
+    return not any(misfits(dims, shape, site.sizes))
