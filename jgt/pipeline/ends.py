@@ -19,7 +19,7 @@ from typing import Literal
 import jax
 
 from jgt.pipeline.arrays import Arrays, Floats, Integers, call, folded, raw, raw_shape, row, vjp, whole_like, wide_zeros, zeros
-from jgt.pipeline.layout import Layout
+from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Place, Program, Var
@@ -71,13 +71,13 @@ class Ends:
     common_floats, where a function has it: the values to use for the common values with gradients, to differentiate by them.
     """
 
-    def __init__(self, split: Split, layout: Layout, rewrite: Rewrite, batch: Batch, common: Arrays):
+    def __init__(self, split: Split, moves: Moves, rewrite: Rewrite, batch: Batch, common: Arrays):
         self.split, self.rewrite, self.batch, self.common = split, rewrite, batch, common
         # Equations keep the signals in their name stacks, so the part itself lies at the top of the program.
         embed = split.embed.changed(lambda p: rewrite(p, Place()))
         variables = zip(jx.body(embed.program).invars, embed.inputs, strict=False)
-        tables = {var: dims for var, like in variables if (dims := layout.dims_inside(like)) is not None}
-        self._embed = embed.changed(lambda p: with_whole_positions(p, tables, layout.sharding))
+        tables = {var: dims for var, like in variables if (dims := moves.layout.dims_inside(like)) is not None}
+        self._embed = embed.changed(lambda p: with_whole_positions(p, tables, moves.sharding))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))
         self._floats = Floats.among(common)
         self._total_floats = Floats.among([jx.struct_of(t.var) for t in split.totals])

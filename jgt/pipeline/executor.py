@@ -33,6 +33,7 @@ from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
 from jgt.pipeline.layout import Layout, axes_inside
 from jgt.pipeline.loop import Loop
+from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import arrays_of
 from jgt.program import jaxpr as jx
@@ -82,6 +83,10 @@ class Executor:
         )
 
     @property
+    def _moves(self) -> Moves:
+        return Moves(layout=self._layout)
+
+    @property
     def _sums(self) -> dict[Var, Any]:
         """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
         split = self.split
@@ -106,29 +111,29 @@ class Executor:
         shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
         in both lists has two gradients, to be added. seeds: one for each total; those of totals that are not floats are ignored.
         """
-        split, layout = self.split, self._layout
+        split, layout, moves = self.split, self._layout, self._moves
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
-        stored = [layout.narrowed(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
-        weights = stored if layout.by_layer else [layout.gathered(v, x) for v, x in zip(split.weights, stored, strict=True)]
-        common = [layout.gathered(v, values[v]) for v in split.common]
+        stored = [moves.narrowed(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
+        weights = stored if layout.by_layer else [moves.gathered(v, x) for v, x in zip(split.weights, stored, strict=True)]
+        common = [moves.gathered(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
         rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
         weight_specs = [layout.spec(v) if layout.by_layer else layout.whole_spec(v) for v in split.weights]
         float_weights, float_common = self._float_variables(seeds)
         of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
         out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])
-        run = layout.manual(self._run_on_shard, layout.outer_axes, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
+        run = moves.manual(self._run_on_shard, layout.outer_axes, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
         totals, of_weights, of_common = run(weights, common, inputs, statistics, seeds)
-        gradients = [(v, g if layout.by_layer else layout.reduced(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
-        return totals, gradients + [(v, layout.reduced(v, g)) for v, g in zip(float_common, of_common, strict=True)]
+        gradients = [(v, g if layout.by_layer else moves.reduced(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
+        return totals, gradients + [(v, moves.reduced(v, g)) for v, g in zip(float_common, of_common, strict=True)]
 
     def _run_on_shard(
         self, weights: Arrays, common: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The totals of the batch, and the data shard's gradients of weights and of common values."""
-        split, layout = self.split, self._layout
+        split, layout, moves = self.split, self._layout, self._moves
         # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
         table = self.table.forward_only() if seeds is None else self.table
         chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
@@ -136,7 +141,7 @@ class Executor:
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
         num_parts = num_microbatches * layout.num_shards
         batch = Batch(
-            shard=layout.shard_index(),
+            shard=moves.shard_index(),
             num_shards=layout.num_shards,
             kinds=self.inputs,
             # [rows of the shard, ...] → [microbatches, rows of one, ...]: a microbatch is neighbouring rows, which
@@ -144,30 +149,30 @@ class Executor:
             values=[x.reshape(num_microbatches, -1, *x.shape[1:]) if k == "rows" else x for k, x in zip(self.inputs, inputs, strict=True)],
             statistics=statistics,
         )
-        ends = Ends(split, layout, self.rewrite, batch, [layout.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
-        staged = [layout.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
+        ends = Ends(split, moves, self.rewrite, batch, [moves.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
+        staged = [moves.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
         part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
-        carry = Loop(ends, layout, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
+        carry = Loop(ends, moves, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         staged_sums = zip(float_weights, sums.weights, strict=True)
-        of_weights = [layout.pinned(v, self._restored(chunks, v, layout.on_stages(v, g))) for v, g in staged_sums]
+        of_weights = [moves.pinned(v, self._restored(chunks, v, moves.on_stages(v, g))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
-        summed = layout.rest_summed if layout.by_layer else layout.parts
+        summed = moves.rest_summed if layout.by_layer else moves.parts
         return (
-            ends.finished([layout.summed(t) for t in carry.totals], num_parts),
+            ends.finished([moves.summed(t) for t in carry.totals], num_parts),
             [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
-            [layout.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
+            [moves.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
         )
 
     def _arranged(self, chunks: Chunks, var: Var, weight: jax.Array) -> jax.Array:
         """A weight as it is stored → [stages, layers of a stage, ...]."""
-        return chunks.staged(weight) if self.is_stored else self._layout.as_stored(var, chunks.arrange(weight))
+        return chunks.staged(weight) if self.is_stored else self._moves.as_stored(var, chunks.arrange(weight))
 
     def _restored(self, chunks: Chunks, var: Var, gradient: jax.Array) -> jax.Array:
         """The inverse, for its gradient."""
-        return chunks.rows(gradient) if self.is_stored else chunks.restore(self._layout.as_stored(var, gradient))
+        return chunks.rows(gradient) if self.is_stored else chunks.restore(self._moves.as_stored(var, gradient))
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
         """The weights and the common values by which a run with these seeds differentiates."""
@@ -178,6 +183,6 @@ class Executor:
         # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
         in_layers = dict(zip(float_variables(self.split.in_layers), sums.common, strict=True))
         return [
-            self._layout.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
+            self._moves.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
             for v, g in zip(float_variables(self.split.common), of_ends, strict=True)
         ]

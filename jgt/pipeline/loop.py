@@ -29,7 +29,7 @@ from jgt.pipeline.carry import Carry, Everywhere, OnStage, StageBuffers
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.ends import Ends
 from jgt.pipeline.layer import Body, Layer, LayerInputs
-from jgt.pipeline.layout import Layout, StageResults
+from jgt.pipeline.moves import Moves, StageResults
 from jgt.pipeline.stage import Changes, Stage, keep_cotangents
 from jgt.pipeline.ticks import EndItem, EndName, ItemName, Segment, Ticks, Work
 from jgt.pipeline.wire import Wire
@@ -49,8 +49,8 @@ class Loop:
     totals of one microbatch, for those that are floats; None without gradients.
     """
 
-    def __init__(self, ends: Ends, layout: Layout, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
-        self._ends, self._layout, self._ticks, self._chunks = ends, layout, ticks, chunks
+    def __init__(self, ends: Ends, moves: Moves, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
+        self._ends, self._moves, self._ticks, self._chunks = ends, moves, ticks, chunks
         self._split, self._seeds, self._weights = ends.split, seeds, weights
         # [stages, layers of a stage], with -1 for padding.
         self._ids = jnp.asarray(chunks.ids)
@@ -168,7 +168,7 @@ class Loop:
 
     def _pinned_common(self, gradients: Arrays) -> Arrays:
         variables = float_variables(self._split.common)
-        return [self._layout.pinned(v, g) for v, g in zip(variables, gradients, strict=True)]
+        return [self._moves.pinned(v, g) for v, g in zip(variables, gradients, strict=True)]
 
     # -- the items of the stages ------------------------------------------------------------------------------------------
 
@@ -198,20 +198,20 @@ class Loop:
         own = OnStage(buffers=buffers, ids=self._ids, item=item, weights=self._weights)
         in_layers = [common[v] for v in self._split.in_layers]
         everywhere = Everywhere(batch=self._ends.batch, common=in_layers, ends=ends, is_read=is_read)
-        return self._layout.on_every_stage(fn, own, everywhere, has_stages)
+        return self._moves.on_every_stage(fn, own, everywhere, has_stages)
 
     # -- before the first tick ----------------------------------------------------------------------------------------------
 
     def _make_stage(self, remat: str) -> Stage:
         """The programs of a layer, traced inside the shard_map in which they run: constraints depend on the mesh around them."""
-        split, layout, rewrite = self._split, self._layout, self._ends.rewrite
+        split, moves, rewrite = self._split, self._moves, self._ends.rewrite
 
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[Stage]:
             local = split.local.changed(lambda p: rewrite(p, split.place))
             body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
-            dims = body.travel_dims(self._ends.travel_shapes, layout.axes_inside)
+            dims = body.travel_dims(self._ends.travel_shapes, moves.layout.axes_inside)
             shapes = LayerInputs(
-                weights=jax.eval_shape(lambda: [layout.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
+                weights=jax.eval_shape(lambda: [moves.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
                 common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere.common],
                 local=[jx.struct_of(a) for a in local.outputs],
                 index=jax.ShapeDtypeStruct((), jnp.int32),
@@ -219,13 +219,13 @@ class Loop:
             )
             stage = Stage(
                 split=split,
-                layout=layout,
+                moves=moves,
                 chunks=self._chunks,
                 ticks=self._ticks,
                 layer=Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart),
                 local=local,
-                wire=Wire(layout=layout, dims=tuple(dims)),
-                wire_back=Wire(layout=layout, dims=tuple(self._ends.travel_floats.select(dims))),
+                wire=Wire(moves=moves, dims=tuple(dims)),
+                wire_back=Wire(moves=moves, dims=tuple(self._ends.travel_floats.select(dims))),
                 keep_input=remat == "stage",
                 trains=self._seeds is not None,
             )
@@ -235,7 +235,7 @@ class Loop:
 
     def _first_carry(self) -> Carry:
         """Zeros for everything that ticks carry."""
-        ends, layout = self._ends, self._layout
+        ends, moves = self._ends, self._moves
 
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[StageBuffers]:
             return (self._stage.empty_buffers(ends.travel_shapes, own.weights, everywhere.common),)
@@ -248,7 +248,7 @@ class Loop:
         common = self._pinned_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
         floats = float_variables(self._split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
-        weights = [layout.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
+        weights = [moves.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
         return Carry(common=common, staged=replace(staged, sums=replace(staged.sums, weights=weights)), totals=totals)
 
 

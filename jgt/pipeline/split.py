@@ -26,11 +26,11 @@ from typing import Any
 
 from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import Pipeline
-from jgt.pipeline.peel import peeled
 from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
+from jgt.program.peel import peeled
 from jgt.program.reads import narrow_reads
 
 _ELEMENTWISE = ("convert_element_type", "copy", "name")

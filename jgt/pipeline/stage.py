@@ -24,7 +24,7 @@ from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, 
 from jgt.pipeline.carry import Everywhere, GradientSums, OnStage, StageBuffers
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.layer import Gradients, Layer, LayerInputs
-from jgt.pipeline.layout import Layout
+from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import BackwardItem, ForwardItem, SendingItem, StageItem, Ticks, WeightItem
 from jgt.pipeline.wire import Pairs, Wire
@@ -51,7 +51,7 @@ class Stage:
     """
 
     split: Split
-    layout: Layout
+    moves: Moves
     chunks: Chunks
     ticks: Ticks
     layer: Layer
@@ -193,7 +193,7 @@ class Stage:
             at = item.chunk * self.chunks.layers_per_chunk + i
             # One layer at a time: a slice of the whole chunk would copy all of its weights in every tick.
             sliced = [_at(w, at) for w in own.weights]
-            weights = [self.layout.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
+            weights = [self.moves.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
             return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
 
         return inputs_of
@@ -218,7 +218,7 @@ class Stage:
         for index, gradient in gradients.weights.items():
             total = weights[index]
             # Garbage may be infinite: it is dropped, not multiplied away.
-            part = jnp.where(is_real, self.layout.scattered_layer(variables[index], gradient.astype(total.dtype)), 0)
+            part = jnp.where(is_real, self.moves.scattered_layer(variables[index], gradient.astype(total.dtype)), 0)
             weights[index] = _put(total, _at(total, at) + part, at)
         for index, gradient in gradients.common.items():
             common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, Flags
-from jgt.pipeline.layout import Axes, Layout
+from jgt.pipeline.layout import Axes
+from jgt.pipeline.moves import Moves
 from jgt.program.dims import Dims
 
 Pairs = tuple[tuple[int, int], ...]
@@ -37,12 +38,12 @@ Pairs = tuple[tuple[int, int], ...]
 class Wire:
     """The links between stages, for a list of values. dims: the axes that split each value within a stage, by the rules."""
 
-    layout: Layout
+    moves: Moves
     dims: tuple[Dims, ...]
 
     def sent(self, values: Arrays, pairs: Pairs) -> Arrays:
         """The values of the stage that sends to this one. Stages that nothing is sent to receive zeros."""
-        return self._by_parts(lambda x: cast(jax.Array, jax.lax.ppermute(x, self.layout.axis, pairs)), values)
+        return self._by_parts(lambda x: cast(jax.Array, jax.lax.ppermute(x, self.moves.layout.axis, pairs)), values)
 
     def shown(self, flag: Flags, values: Arrays) -> Arrays:
         """The values of the one stage whose flag is set, on every stage."""
@@ -52,20 +53,20 @@ class Wire:
 
     def pinned(self, values: Arrays) -> Arrays:
         """Values that are about to enter a stage, or have left one, laid out as stages have them."""
-        return [self.layout.constrained(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
+        return [self.moves.constrained(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
 
     def _sum(self, x: jax.Array) -> jax.Array:
         numbers = x.astype(jnp.int32) if x.dtype == bool else x
-        return cast(jax.Array, jax.lax.psum(numbers, self.layout.axis)).astype(x.dtype)
+        return cast(jax.Array, jax.lax.psum(numbers, self.moves.layout.axis)).astype(x.dtype)
 
     def _by_parts(self, fn: Callable[[jax.Array], jax.Array], values: Arrays) -> Arrays:
         return [self._by_part(fn, x, dims) for x, dims in zip(values, self.dims, strict=True)]
 
     def _by_part(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Dims) -> jax.Array:
-        axes = self.layout.axes_inside
+        axes = self.moves.layout.axes_inside
         if not axes:
             return fn(x)
-        parts = split_further(x.shape, dims, axes, dict(self.layout.mesh.shape))
+        parts = split_further(x.shape, dims, axes, dict(self.moves.layout.mesh.shape))
 
         def put_together(part: jax.Array) -> jax.Array:
             part = fn(part)
@@ -75,8 +76,8 @@ class Wire:
             return part
 
         # Pinned on both sides, or the partitioner would lay out the layers before and after like the parts.
-        whole = self.layout.constrained(x, _spec(dims))
-        return self.layout.constrained(self.layout.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
+        whole = self.moves.constrained(x, _spec(dims))
+        return self.moves.constrained(self.moves.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
 
 
 def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str, int]) -> Dims:

@@ -153,20 +153,7 @@ def compile_function(
         [None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found]
         for found in (ins, call.out_shardings)
     )
-    program = replace_mesh(call.program, mesh)
-
-    def run(*arrays: jax.Array) -> object:
-        return jx.evaluate(program, arrays)
-
-    # A name that no other function has: a program from a cache would be compiled without any of XLA's warnings.
-    run.__name__ = f"plan_{uuid.uuid4().hex}"
-    # An argument without a sharding is whole on every device. The layout of a result without one is left to XLA.
-    jitted = jax.jit(
-        run,
-        in_shardings=tuple(NamedSharding(mesh, jax.P()) if s is None else s for s in ins),
-        out_shardings=outs,
-        donate_argnums=tuple(i for i, d in enumerate(call.donated) if d),
-    )
+    jitted = _under_jit(replace_mesh(call.program, mesh), mesh, ins, outs, call.donated)
     # As an option of one compilation, a boolean is not text.
     options = {name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **({} if target is None else _WITHOUT_GPU)}.items()}
     with _uncached(), captured_stderr() as lines:
@@ -192,6 +179,25 @@ def compile_function(
         memory=stats,
         lines=tuple(lines),
         seconds=time.perf_counter() - started,
+    )
+
+
+def _under_jit(
+    program: Program, mesh: Mesh, ins: Sequence[NamedSharding | None], outs: Sequence[NamedSharding | None], donated: Sequence[bool]
+) -> Any:
+    """A program under jax.jit with these shardings of its arguments and results. donated: whether each argument is."""
+
+    def run(*arrays: jax.Array) -> object:
+        return jx.evaluate(program, arrays)
+
+    # A name that no other function has: a program from a cache would be compiled without any of XLA's warnings.
+    run.__name__ = f"plan_{uuid.uuid4().hex}"
+    # An argument without a sharding is whole on every device. The layout of a result without one is left to XLA.
+    return jax.jit(
+        run,
+        in_shardings=tuple(NamedSharding(mesh, jax.P()) if s is None else s for s in ins),
+        out_shardings=outs,
+        donate_argnums=tuple(i for i, d in enumerate(donated) if d),
     )
 
 

@@ -9,7 +9,7 @@ is simply left without a constraint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,17 +22,11 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
-from jgt.rules import (
-    Rules,
-    Seen,
-    misfits,
-    unreached,
-)
-from jgt.sharding.answers import Rewritten
+from jgt.rules import Rules, Seen, unreached
+from jgt.sharding.argument_specs import ArgumentSpecs, check_aliases, experts_problems, input_specs, parameter_specs, uneven_sizes
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placed import PlacedArguments, check_aliases, experts_problems, place_inputs, place_parameters
-from jgt.sharding.placement import ParameterPlace, Placement, Surroundings
-from jgt.sharding.rewrite import rewrite
+from jgt.sharding.placement import Placement, Surroundings
+from jgt.sharding.rewrite import Rewritten, rewrite
 from jgt.sharding.staging import Run, StagedCall, StoredCall, stage
 from jgt.sharding.storage import Form, Storage, form_of, form_of_stack
 
@@ -74,43 +68,37 @@ def plan_call(
     tree, numbers = arguments.parameter_tree()
     traced = arguments.trace()
     program = traced.program
-    site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     num_params = len(arguments.parameters)
-    params = place_parameters(arguments.parameters, program, rules, replace(site, pads=pad))
-    site = replace(site, uneven=_uneven_sizes(params.places, site) if pad else frozenset())
-    inputs = place_inputs(arguments.inputs, num_params, rules, site)
+    site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
-    whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=pipeline is None)
-    found = _problems(rules, mesh, params, inputs, whole, partial=partial)
+    applied = _apply_rules(arguments, program, rules, site, pad=pad, applies=pipeline is None)
+    found = applied.problems(rules, partial=partial)
 
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return jx.evaluate(whole.program, arrays)
+        return jx.evaluate(applied.whole.program, arrays)
 
-    staged = StagedCall(parameters=params.places, run=evaluate)
+    staged = StagedCall(parameters=applied.params.places, run=evaluate)
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
-        staged = stage(arguments, traced, pipeline, rules, site, params.places)
+        staged = stage(arguments, traced, pipeline, rules, applied.site, applied.params.places)
         found += staged.problems
     if found:
         raise InputError(found)
     # Last, because it raises an error of its own instead of adding to `found`.
     check_aliases(arguments.parameters, staged.parameters, rules)
+    others = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
     placement = Placement(
         rules=rules,
         mesh=mesh,
         parameters=staged.parameters,
         tree=tree,
-        others={
-            leaf: None if number is None else inputs.dims[number - num_params]
-            for leaf, number in enumerate(numbers)
-            if number is None or number >= num_params
-        },
+        others={leaf: None if number is None else applied.inputs.dims[number - num_params] for leaf, number in others.items()},
         signature=arguments.signature,
-        tensors=tuple(whole.tensors),
+        tensors=tuple(applied.whole.tensors),
     )
 
     def pinned(run: Run) -> Run:
-        return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in inputs.pins.items()}, site)
+        return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in applied.inputs.pins.items()}, applied.site)
 
     forms = _forms(placement, program, pipeline, staged.stored)
     return PlannedCall(
@@ -124,24 +112,43 @@ def plan_call(
     )
 
 
-def _problems(
-    rules: Rules, mesh: Mesh | AbstractMesh, params: PlacedArguments, inputs: PlacedArguments, whole: Rewritten, *, partial: bool
-) -> list[str]:
-    """Everything that is wrong with the rules for this program. Without `partial`, that includes rules that match nothing."""
-    matches = (*params.matches, *inputs.matches, *whole.matches)
-    found = [
-        *rules.axis_problems(mesh.axis_names),
-        *(problem for match in matches for problem in match.problems),
-        *params.problems,
-        *inputs.problems,
-        *whole.problems,
-        *experts_problems(params.places, whole.experts, rules),
-    ]
-    if not partial:
-        used = {place.path: place.signals for place in params.places}
+@dataclass(frozen=True, kw_only=True)
+class _Applied:
+    """The rules applied to one call: the specs of its arguments, and its program with constraints.
+
+    site: the surroundings of the call, with the sizes of dims of parameters that are split unevenly.
+    """
+
+    site: Surroundings
+    params: ArgumentSpecs
+    inputs: ArgumentSpecs
+    whole: Rewritten
+
+    def problems(self, rules: Rules, *, partial: bool) -> list[str]:
+        """Everything that is wrong with the rules in this call; with `partial`, rules may match nothing."""
+        matches = (*self.params.matches, *self.inputs.matches, *self.whole.matches)
+        found = [
+            *rules.axis_problems(self.site.mesh.axis_names),
+            *(problem for match in matches for problem in match.problems),
+            *self.params.problems,
+            *self.inputs.problems,
+            *self.whole.problems,
+            *experts_problems(self.params.places, self.whole.experts, rules),
+        ]
+        if partial:
+            return found
+        used, whole = {place.path: place.signals for place in self.params.places}, self.whole
         seen = Seen(signals=whole.signals, params=used, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
-        found += unreached(rules, seen)
-    return found
+        return [*found, *unreached(rules, seen)]
+
+
+def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Surroundings, *, pad: bool, applies: bool) -> _Applied:
+    """Applies the rules to the arguments, and then, with these pinned, to the program. Without `applies` the program is only checked."""
+    params = parameter_specs(arguments.parameters, program, rules, replace(site, pads=pad))
+    site = replace(site, uneven=uneven_sizes(params.places, site) if pad else frozenset())
+    inputs = input_specs(arguments.inputs, len(arguments.parameters), rules, site)
+    whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=applies)
+    return _Applied(site=site, params=params, inputs=inputs, whole=whole)
 
 
 def _forms(placement: Placement, program: Program, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:
@@ -155,11 +162,6 @@ def _forms(placement: Placement, program: Program, pipeline: Pipeline | None, st
         elif form := form_of(place, sizes, read, finely=pipeline is None):
             forms[place.path] = form
     return forms
-
-
-def _uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
-    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
-    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
 
 
 def _with_state_pinned(run: Run, traced: Traced, pins: Mapping[int, Dims], site: Surroundings) -> Run:

@@ -5,28 +5,44 @@ and through every program inside them (scan, cond, jit, remat, custom derivative
 and puts `with_sharding_constraint` equations behind those that a rule names. A forward spec constrains the value, a
 backward spec its cotangent. Every other equation stays as it is, so the rewritten program computes the same numbers.
 
-Two things come out of the walk besides the program: the answers of the rules, from which `jgt.rules.unreached` finds
-rules that never decide, and problems. `Answers` collects both.
+`Answers` says which rule a value has and which dims the rule gives it, and collects the problems and what the walk has met.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.experts import call_of, place_experts
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
-from jgt.program.dims import Dims, coarse_dims
+from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.regions import RegionPolicy, Site, is_recomputed, overlap
-from jgt.rules import Rules, SaveRule
-from jgt.sharding.answers import Answers, Rewritten
+from jgt.rules import AnyMatch, Rules, SaveRule
+from jgt.sharding.answers import Answers
 from jgt.sharding.placement import Surroundings
 from jgt.sharding.saves import Policy, SavePolicy, actions_of, save_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """A program with every rule applied, and what the rules met in it. A value whose rule does not fit is left without a constraint.
+
+    signals, tensors and out_ranks: see `jgt.rules.Seen`. experts: the number of experts that are called, by signal. matches: the answers
+    that got a rule or a problem.
+    """
+
+    program: Program
+    signals: frozenset[str]
+    tensors: Mapping[str, frozenset[str]]
+    out_ranks: Mapping[str, frozenset[int]]
+    experts: Mapping[str, int]
+    matches: tuple[AnyMatch, ...]
+    problems: tuple[str, ...]
 
 
 def rewrite(
@@ -44,7 +60,7 @@ def rewrite(
         var = jx.body(program).invars[index]
         shape = jx.shape_of(var)
         free = (coarse_dims(site.free_dims(dims), shape, site.sizes) for dims in (forward, backward))
-        ahead, behind = (rewriter.answers.sharding(dims, site.around) for dims in free)
+        ahead, behind = (rewriter.sharding(dims, site.around) for dims in free)
         new, pinned[var] = constraint_equations(var, ahead, behind, None)
         eqns += new
         rewriter.layouts[var] = ahead, behind
@@ -52,7 +68,7 @@ def rewrite(
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
         new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
-    return rewriter.answers.result(new_program)
+    return rewriter.result(new_program)
 
 
 def rewrite_part(program: Program, place: Place, rules: Rules, site: Surroundings, arguments: Mapping[int, Dims] | None = None) -> Program:
@@ -62,25 +78,42 @@ def rewrite_part(program: Program, place: Place, rules: Rules, site: Surrounding
     """
     rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True, is_part=True)
     for index, dims in (arguments or {}).items():
-        sharding = rewriter.answers.sharding(dims)
+        sharding = rewriter.sharding(dims)
         rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
     new, saves = rewriter.program(program, place)
     return wrap_in_checkpoint(new, save_policy(saves), in_scan=True) if saves else new
 
 
 class _Rewriter:
-    """One walk through a program, with the rules' answers about it."""
+    """One walk through a program. The answers of the rules are collected on the way and read only at the end, by `result`."""
 
     def __init__(self, rules: Rules, site: Surroundings, *, applies: bool, is_part: bool = False):
         self._rules, self._site, self._applies, self._is_part = rules, site, applies, is_part
-        self.answers = Answers(rules, site)
         # On one device there is nothing to lay out.
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
         """Of arguments that are pinned, and of their cotangents."""
+        self._answers = Answers(rules, site)
         self._has_overlap = any(rule.overlap is not None for rule in rules.signals)
         # Tensors that a rule makes whole and that a ring of matmuls takes in parts.
         self._split: set[Var] = set()
+
+    def result(self, program: Program) -> Rewritten:
+        """The rewritten program with everything that was found on the way."""
+        found = self._answers
+        return Rewritten(
+            program=program,
+            signals=frozenset(found.signals),
+            tensors={name: frozenset(signals) for name, signals in found.tensors.items()},
+            out_ranks={signal: frozenset(ranks) for signal, ranks in found.out_ranks.items()},
+            experts=found.experts,
+            matches=tuple(found.matches),
+            problems=tuple(found.problems),
+        )
+
+    def sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
+        """The sharding of these dims, on the mesh of a shard_map around if there is one."""
+        return NamedSharding(self._site.mesh if manual is None else manual, partition_spec(dims, free=free))
 
     def program(
         self,
@@ -107,11 +140,11 @@ class _Rewriter:
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
-            self.answers.signals.add(place.path)
+            self._answers.signals.add(place.path)
             rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, recompute=recompute)
             new_eqns.append(rewritten)
-            self.answers.add_saves(saves, inner_saves)
-            self.answers.add_saves(saves, self.answers.save_of(equation, place))
+            self._answers.add_saves(saves, inner_saves)
+            self._answers.add_saves(saves, self._answers.save_of(equation, place))
             for var in equation.outvars:
                 extra, new = self._pin(equation, var, place, consumers.get(var, ()))
                 if extra:
@@ -128,8 +161,8 @@ class _Rewriter:
     def _with_experts(self, program: Program, around: Place) -> Program:
         """The program whose experts run on the devices that have them."""
         placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims, tries=not self._is_part)
-        self.answers.experts |= placed.counts
-        self.answers.add([match for match in placed.matches if match.decided], placed.problems)
+        self._answers.add([match for match in placed.matches if match.decided], placed.problems)
+        self._answers.experts |= placed.counts
         return placed.program if self.constrains else program
 
     def _overlapped(self, program: Program, around: Place, recompute: tuple[Policy | None, ...]) -> Program:
@@ -142,7 +175,7 @@ class _Rewriter:
             return any(is_recomputed(policy, dot) for policy in recompute)
 
         found = overlap(program, around, self._rules, Site(mesh=self._site.mesh, free=free, recomputes=recomputes))
-        self.answers.add(found.matches, found.problems)
+        self._answers.add(found.matches, found.problems)
         if not self.constrains or found.program is program:
             return program
         self._split |= found.split
@@ -159,7 +192,7 @@ class _Rewriter:
             if found and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
                 return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
-            self.answers.add_saves(saves, found)
+            self._answers.add_saves(saves, found)
             return new
 
         params = jx.map_subprograms(equation, change)
@@ -181,11 +214,12 @@ class _Rewriter:
         # A scalar has nothing to shard, and a result that is dropped has no variable that a constraint could read.
         if jx.is_dropped(var) or rank <= 0:
             return [], var
-        forward, backward, what = self.answers.rules_of(equation, var, place, consumers, rank)
+        forward, backward, what = self._answers.of_value(equation, var, place, consumers, rank)
         # The shard_map may be inside the function, where the equation knows it, or around the call.
         manual = jx.manual_mesh(equation) or self._site.around
-        ahead = self.answers.checked(forward, var, place, manual, what)
-        behind = self.answers.checked(backward, var, place, manual, f"{what} (backward)")
+        dims = self._answers.dims_of(forward, var, place, manual, what)
+        dims_back = self._answers.dims_of(backward, var, place, manual, f"{what} (backward)")
+        ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
         if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:

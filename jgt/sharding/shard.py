@@ -20,11 +20,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
+from jgt.sharding.argument_specs import check_aliases
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall, plan_call
 from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
 from jgt.sharding.inputs import Signature, StateArguments
-from jgt.sharding.placed import check_aliases
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 

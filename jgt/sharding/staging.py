@@ -115,26 +115,37 @@ def stage(
         rewrite=lambda program, place: rewrite_part(program, place, rules, site),
         rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
     )
-
-    def running(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]]) -> Run:
-        def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-            # Not strict: the inputs follow the parameters in `arrays`.
-            params = [_pinned(x, ahead, behind, mesh) for x, (ahead, behind) in zip(arrays, places, strict=False)]
-            inputs = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[num_params:], found.dims, strict=True)]
-            return pipelined(params, inputs)
-
-        return run
-
     pipelined, places = Pipelined(executor), [(p.dims, p.optimizer_dims) for p in parameters]
+    stored = _stored_call(pipelined, parameters, places, found.dims)
+    return StagedCall(parameters=parameters, run=_run_of(pipelined, places, found.dims), stored=stored)
+
+
+def _stored_call(
+    pipelined: Pipelined, parameters: Sequence[ParameterPlace], places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]
+) -> StoredCall | None:
+    """The same call with its stacks stored on their stages; None if they cannot be, or need not be."""
+    executor = pipelined.executor
+    parts, table, axis = executor.split, executor.table, executor.pipeline.axis
     chunks = Chunks(num_layers=parts.num_layers, num_stages=table.num_stages, stages=table.stages)
     stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
-    stored: StoredCall | None = None
-    if not chunks.are_neighbours and not any(parameters[index].dims[0] for index in stacks) and pipelined.can_be_stored():
-        axis = pipeline.axis
-        on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
-        there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
-        stored = StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=running(there, on_stages))
-    return StagedCall(parameters=parameters, run=running(pipelined, places), stored=stored)
+    if chunks.are_neighbours or any(parameters[index].dims[0] for index in stacks) or not pipelined.can_be_stored():
+        return None
+    on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
+    there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
+    return StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=_run_of(there, on_stages, inputs))
+
+
+def _run_of(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]) -> Run:
+    """How to run a pipelined call. places: the dims of each parameter and of its gradient. inputs: the dims of each other array."""
+    mesh = pipelined.executor.mesh
+
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        # Not strict: the inputs follow the parameters in `arrays`.
+        params = [_pinned(x, ahead, behind, mesh) for x, (ahead, behind) in zip(arrays, places, strict=False)]
+        others = [_pinned(x, dims, dims, mesh) for x, dims in zip(arrays[len(places) :], inputs, strict=True)]
+        return pipelined(params, others)
+
+    return run
 
 
 def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -> StagedCall:

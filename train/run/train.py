@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import jax
@@ -70,7 +70,7 @@ def train(
     cannot continue.
     """
     resume, entered = resume or Resume(), time.time()
-    folder, process, count = run.config.run.path, this_process(), number_of_processes()
+    folder, process = run.config.run.path, this_process()
     screen, done = Screen(enabled=process == 0), False
     # Only the first process has one: it alone names and removes files that belong to all.
     lock: Lock | None = None
@@ -94,41 +94,48 @@ def train(
         records = Records(folder, process=process, loggers=loggers)
         closing.callback(records.close)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
-        begun = begun or entered
-        who = {"processes": count, "process": process, "devices": jax.device_count(), "host": socket.gethostname(), "pid": os.getpid()}
-        records.event("start", begun, entered - begun, **who, jax=jax.__version__)
-        records.event("open", entered, time.time() - entered)
+        _record_start(records, begun or entered, entered)
         _introduce(screen, setup, data)
         faults = Faults(run.config.debug.faults, folder, process, partial(_note_fault, records))
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         is_ours = (lambda: True) if lock is None else lock.is_held
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
-        try:
+        with _closed_afterwards(checkpoints, records):
             loop = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock)
             position = loop.run(resume)
             done = position.step >= loop.num_steps
-        except Exception as error:
-            # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
-            checkpoints.close(seconds=None if count == 1 else _LAST_SAVE_SECONDS)
-            # The directory may belong to another run by now.
-            if not isinstance(error, InUseError):
-                records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
-            _explain(error, checkpoints)
-            raise
-        except KeyboardInterrupt:
-            # The next run of this process may have the same directory.
-            checkpoints.close(seconds=_LAST_SAVE_SECONDS)
-            raise
-        checkpoints.close()
     if on_end is not None:
         on_end(setup, position)
-    code = Exit.DONE if done else stopped_code
-    if not (lost := lost_records(screen, records)):
-        return code
-    say(describe_lost(lost))
-    # A code that was asked for has its own reader.
-    return Exit.LOST if code == Exit.DONE else code
+    return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
+
+
+def _record_start(records: Records, begun: float, entered: float) -> None:
+    """Records which process has started, when it began, and when it entered `train`, both in seconds since 1970."""
+    processes = {"processes": number_of_processes(), "process": this_process(), "devices": jax.device_count()}
+    who = {**processes, "host": socket.gethostname(), "pid": os.getpid()}
+    records.event("start", begun, entered - begun, **who, jax=jax.__version__)
+    records.event("open", entered, time.time() - entered)
+
+
+@contextlib.contextmanager
+def _closed_afterwards(checkpoints: Checkpoints, records: Records) -> Iterator[None]:
+    """Afterwards, no save is under way. If the block fails, the reason is recorded, and a line on stderr says what is saved."""
+    try:
+        yield
+    except Exception as error:
+        # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
+        checkpoints.close(seconds=None if number_of_processes() == 1 else _LAST_SAVE_SECONDS)
+        # The directory may belong to another run by now.
+        if not isinstance(error, InUseError):
+            records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+        _explain(error, checkpoints)
+        raise
+    except KeyboardInterrupt:
+        # The next run of this process may have the same directory.
+        checkpoints.close(seconds=_LAST_SAVE_SECONDS)
+        raise
+    checkpoints.close()
 
 
 def _explain(error: Exception, checkpoints: Checkpoints) -> None:
@@ -139,6 +146,15 @@ def _explain(error: Exception, checkpoints: Checkpoints) -> None:
     # Where the disk cannot be read, there is nothing to describe.
     if not isinstance(error, InUseError | DiskError):
         say(f"the run failed; {checkpoints.describe()}")
+
+
+def _exit_code(code: int, lost: Mapping[str, int]) -> int:
+    """The exit code of a run that would end with this one. Says which records were lost."""
+    if not lost:
+        return code
+    say(describe_lost(lost))
+    # A code that was asked for has its own reader.
+    return Exit.LOST if code == Exit.DONE else code
 
 
 def _introduce(screen: Screen, setup: Setup, data: Data) -> None:

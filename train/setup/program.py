@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -73,20 +74,8 @@ def prepare(
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
     part = rows_of(element, config.train.batch // config.train.accumulate)
-    attention: AttentionChoice | None = None
-    grouped = ""
-    remat = remat or config.train.remat
-    if isinstance(config.model, OwnModel):
-        model = own_model(config.model, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
-    else:
-        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
-        attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
-        remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
-        widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-        matmul, label = choose_grouped(config.model.dtype, device)
-        grouped = label if config.model.experts else ""
-        observe = exchange_metrics(run, mesh) if config.model.experts else None
-        model = build(config.model, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
+    built = _built(run, mesh, like, part, remat or config.train.remat)
+    model = built.model
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
     objective = _objective(run, model, chunks, rules, mesh)
@@ -104,9 +93,9 @@ def prepare(
         run=run,
         mesh=mesh,
         model=model,
-        attention=attention,
-        grouped=grouped,
-        remat=remat,
+        attention=built.attention,
+        grouped=built.grouped,
+        remat=built.remat,
         loss_chunks=chunks,
         make_optimizer=make_optimizer,
         objective=objective if storage is None else objective.on_stored(storage),
@@ -116,6 +105,31 @@ def prepare(
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         element=element,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A run's model, and what was chosen for it; see `Setup`."""
+
+    model: Model
+    remat: Remat
+    attention: AttentionChoice | None = None
+    grouped: str = ""
+
+
+def _built(run: Run, mesh: Mesh | AbstractMesh, like: Any, part: Mapping[str, jax.ShapeDtypeStruct], remat: Remat) -> _Built:
+    """The model, with the kernels that the devices of the mesh have. part: the arrays of one part of a batch."""
+    config = run.config.model
+    if isinstance(config, OwnModel):
+        return _Built(model=own_model(config, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run))), remat=remat)
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
+    attention = _attention(run, config, device, sharing=devices_sharing(run, mesh))
+    remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
+    widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
+    matmul, label = choose_grouped(config.dtype, device)
+    observe = exchange_metrics(run, mesh) if config.experts else None
+    model = build(config, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
+    return _Built(model=model, remat=remat, attention=attention, grouped=label if config.experts else "")
 
 
 def _has_wide_gradients(run: Run) -> bool:

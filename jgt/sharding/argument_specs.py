@@ -1,8 +1,14 @@
-"""Arguments of a sharded function, placed by the rules: parameters with their optimizer state, and inputs.
+"""The specs of a call's arguments: what the rules say about its parameters, the state of their optimizer, and its inputs.
+
+A parameter gets the spec that the rules of its signals have for its path. Its gradient and its optimizer state may be split more finely. An
+input gets the spec of the rule that names it. The dims that come out are pinned in the program, and a `Placement` makes shardings of
+them.
 
 The spec of a parameter has one entry for each dim that the model uses, which may be fewer than the parameter has: a
 kernel [layers, embed, ffn] that a scan over layers reads as [embed, ffn] is matched by [null, tensor], and its first
 dim stays unsharded. `jgt.program.uses` finds these dims, and the signals around the use, in the traced program.
+
+An argument whose rule is wrong is not pinned. Problems are only collected here, so that the caller can raise all of them at once.
 """
 
 from __future__ import annotations
@@ -35,8 +41,8 @@ from jgt.sharding.placement import ParameterPlace, Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedArguments:
-    """Arguments placed by the rules, with the answers of the rules and what is wrong with them.
+class ArgumentSpecs:
+    """What the rules say about the parameters or the inputs of a call, and what is wrong with them.
 
     places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
     for arguments without problems.
@@ -49,7 +55,7 @@ class PlacedArguments:
     problems: tuple[str, ...]
 
 
-def place_parameters(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> PlacedArguments:
+def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> ArgumentSpecs:
     """The place of each parameter by the rules of the signals that use it, and of its optimizer state."""
     places: list[ParameterPlace] = []
     pins: dict[int, tuple[Dims, Dims]] = {}
@@ -85,10 +91,10 @@ def place_parameters(params: Sequence[Named], program: Program, rules: Rules, si
             # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
             # reduce-scatter.
             pins[index] = (dims, state_dims)
-    return PlacedArguments(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
+    return ArgumentSpecs(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
-def place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> PlacedArguments:
+def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> ArgumentSpecs:
     """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
     pins: dict[int, tuple[Dims, Dims]] = {}
     matches: list[Match[SpecRule]] = []
@@ -113,7 +119,13 @@ def place_inputs(inputs: Sequence[Input], first: int, rules: Rules, site: Surrou
         reported.add((match.rule, one.x.shape))
         if not found:
             pins[index] = (dims, dims)
-    return PlacedArguments(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
+    return ArgumentSpecs(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
+
+
+def uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
+    """The sizes of the dims of parameters and of their optimizer states that their axes do not divide."""
+    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
+    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
 
 
 def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:
