@@ -83,7 +83,7 @@ def prepare(
         attention = _attention(run, config.model, device, sharing=devices_sharing(run, mesh))
         remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
         widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-        matmul, label = choose_grouped(config.model.dtype, device)
+        matmul, label = choose_grouped(config.model.dtype, device, fp8=config.model.fp8)
         grouped = label if config.model.experts else ""
         observe = exchange_metrics(run, mesh) if config.model.experts else None
         model = build(config.model, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
