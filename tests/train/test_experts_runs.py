@@ -110,6 +110,22 @@ def test_a_step_says_how_its_rows_were_exchanged(over, name, equal, skewed, tiny
         assert {key: float(value) for key, value in metrics.items() if key.startswith("exchange_")} == {name: expected}
 
 
+@pytest.mark.parametrize("exchange", ["all-to-all", pytest.param("gather", marks=pytest.mark.slow)])
+def test_experts_in_eight_bits_have_the_loss_of_one_device(exchange, tiny, rules_dir, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    shipped = (rules_dir / "experts.yaml").read_text().replace("extends: ", f"extends: {rules_dir}/")
+    rules.write_text(shipped.replace("all-to-all", exchange))
+    found = []
+    for options in (["model.fp8=false"], ["model.fp8=true"], ["model.fp8=true", f"rules={rules}", "mesh={data: 4, fsdp: 1, expert: 2}"]):
+        setup = prepare(tiny(BIAS, *options))
+        state = setup.init()
+        total, weight = setup.compile_eval_step(16)(state.params, state.variables, batch_of(setup))["loss"]
+        found.append(float(total) / float(weight))
+    plain, alone, exchanged = found
+    assert exchanged == pytest.approx(alone, rel=1e-5)
+    assert 0 < abs(alone - plain) < 0.02 * plain
+
+
 SIZES = (1, 2, 4, 8)
 PAIRS = [(4, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(SIZES, 2) if pair != (4, 2))]
 

@@ -1,5 +1,6 @@
 """Matmuls of groups of rows, compared with every group's matrix on every row in f64: values and gradients."""
 
+import re
 import types
 
 import jax
@@ -13,7 +14,11 @@ import jgt
 from jgt.planner.chip import parse_target
 from jgt.planner.described import devices_of
 from jgt.planner.plan import plan
-from train.models.grouped import block_rows, by_mosaic, choose_grouped, grouped
+from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.models.experts.config import ExpertsConfig
+from train.models.grouped import block_rows, by_mosaic, choose_grouped, grouped, grouped_in_eight_bits
+from train.xla import PRESETS
 
 HAS_HOPPER = any(d.platform == "gpu" and getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
 
@@ -122,6 +127,72 @@ def test_a_plan_counts_the_blocks_to_expect_and_of_them_the_rows_that_are_there(
     assert found.model_flops_per_device == 2 * 4096 * 16 * 32
     assert found.flops_per_device == 2 * (4096 + 8 * 64 // 2) * 16 * 32
     assert not found.findings
+
+
+# -- eight bits --------------------------------------------------------------------------------------------------------
+
+EIGHT = dict(zip((jnp.float8_e4m3fn, jnp.float8_e5m2), (2**-4, 2**-3), strict=True))
+"""The largest relative error of a rounding."""
+
+
+def rounded(x, dtype, over):
+    """x in eight bits, by numpy, with a scale for these dims."""
+    scale = np.abs(x).max(axis=over, keepdims=True) / float(jnp.finfo(dtype).max)
+    return np.asarray(x / scale, dtype).astype(np.float64) * scale
+
+
+def test_matmuls_in_eight_bits_are_those_of_rounded_sides():
+    sizes = (50, 0, 20, 30)
+    rows, weights, cotangent = arrays(128, sizes, 16, 32)
+    found = run(grouped_in_eight_bits, rows, sizes, weights, cotangent)
+    x, w, c = (np.asarray(side, np.float64) for side in (rows, weights, cotangent))
+    x[sum(sizes) :], c[sum(sizes) :] = 1, 1
+    e4m3, e5m2 = EIGHT
+    sides = rounded(x, e4m3, 1), sizes, rounded(w, e4m3, (1, 2)), rounded(c, e5m2, 1)
+    results, by_rows, _ = reference(*sides)
+    assert_close(found[:2], (results, by_rows), 1e-5)
+    # Each of a sum's terms has both errors.
+    exact = reference(x, sizes, w, c)[2]
+    size = reference(np.abs(x), sizes, w, np.abs(c))[2]
+    assert np.all(np.abs(found[2] - exact) <= 1.1 * sum(EIGHT.values()) * size + 1e-6)
+    assert np.any(np.abs(found[2] - exact) > 1e-3)
+
+
+def test_a_row_in_eight_bits_does_not_depend_on_the_rows_beside_it():
+    rows, weights, _ = arrays(64, (40, 20), 16, 32)
+    one = grouped_in_eight_bits(rows, jnp.array([40, 20]), weights)
+    other = grouped_in_eight_bits(rows.at[1:40].multiply(1e3), jnp.array([40, 20]), weights)
+    np.testing.assert_array_equal(one[0], other[0])
+    np.testing.assert_array_equal(one[40:60], other[40:60])
+
+
+def test_a_model_with_experts_in_eight_bits_is_near_the_model():
+    tokens, config = jnp.arange(16).reshape(2, 8), ModelConfig(layers=2, embed=32, heads=2, vocab=20, seq=8, experts=ExpertsConfig(ffn=16))
+    plain, eight = (build(config, matmul=matmul) for matmul in (grouped, grouped_in_eight_bits))
+    params, variables = plain.init(jax.random.key(0))
+    a, b = plain.apply(params, variables, tokens), eight.apply(params, variables, tokens)
+    assert 0 < np.linalg.norm(a - b) < 0.2 * np.linalg.norm(a)
+
+
+@needs_plugin
+def test_matmuls_in_eight_bits_are_f8_on_a_gpu():
+    mesh = jgt.make_mesh({"one": 1}, devices=devices_of(parse_target("h100:1x1")))
+    matmul, label = choose_grouped("bf16", mesh.devices.flat[0], fp8=True)
+    assert matmul is grouped_in_eight_bits and "eight bits" in label
+    where = jax.NamedSharding(mesh, P())
+    n, k, m = 4096, 1024, 2048
+    shapes = [((n, k), jnp.bfloat16), ((4,), jnp.int32), ((4, k, m), jnp.bfloat16), ((n, m), jnp.bfloat16)]
+
+    def step(rows, sizes, weights, cotangent):
+        results, pull = jax.vjp(lambda rows, weights: matmul(rows, sizes, weights), rows, weights)
+        return results, *pull(cotangent)
+
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
+    # As in a run with `model.fp8`.
+    assert PRESETS["gpu-fp8"]["xla_gpu_enable_triton_gemm"] == "false"
+    text = jax.jit(step).lower(*arguments).compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    targets = re.findall(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', text)
+    assert targets == ["__cublas$lt$matmul$f8"] * 3
 
 
 # -- Mosaic's kernels --------------------------------------------------------------------------------------------------

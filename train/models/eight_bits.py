@@ -30,7 +30,7 @@ from jgt import signal
 traceback_util.register_exclusion(__file__)
 
 Scaled = tuple[jax.Array, jax.Array]
-"""An array in eight bits, and the f32 scalar to multiply it by."""
+"""An array in eight bits, and the f32 scalar or array to multiply it by."""
 
 _Dims = Sequence[int]
 
@@ -62,36 +62,38 @@ def _matmul(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> ja
 
 
 def _forward(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
-    a, b = _scaled(x, jnp.float8_e4m3fn, name), _scaled(kernel, jnp.float8_e4m3fn)
+    a, b = scaled(x, jnp.float8_e4m3fn, name), scaled(kernel, jnp.float8_e4m3fn)
     # The backward pass needs the kernel's type. Residuals are arrays, so an empty one carries it.
-    return _scaled_dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
+    return scaled_dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
 
 
 def _backward(
     wide: bool, name: str | None, residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     a, b, like_kernel = residuals
-    c = _scaled(cotangent, jnp.float8_e5m2)
+    c = scaled(cotangent, jnp.float8_e5m2)
     rows = range(a[0].ndim - 1)
     columns = range(len(rows), cotangent.ndim)
-    by_x = _scaled_dot(c, b, columns, range(1, b[0].ndim), cotangent.dtype)
-    by_kernel = _scaled_dot(a, c, rows, rows, jnp.float32 if wide else like_kernel.dtype)
+    by_x = scaled_dot(c, b, columns, range(1, b[0].ndim), cotangent.dtype)
+    by_kernel = scaled_dot(a, c, rows, rows, jnp.float32 if wide else like_kernel.dtype)
     return by_x, by_kernel.astype(like_kernel.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _scaled(x: jax.Array, dtype: Any, name: str | None = None) -> Scaled:
+def scaled(x: jax.Array, dtype: Any, name: str | None = None, *, over: _Dims | None = None) -> Scaled:
+    """x in eight bits of this type. over: the dims that share a scale, which has size 1 there; None: one scalar for all."""
     largest = float(jnp.finfo(dtype).max)
+    most = jnp.max(jnp.abs(x), axis=None if over is None else tuple(over), keepdims=over is not None)
     # The lower limit keeps an array of zeros from being divided by zero.
-    scale = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), 1e-30) / largest
+    scale = jnp.maximum(most.astype(jnp.float32), 1e-30) / largest
     # Clipped, because rounding in the division may pass the largest value, which e4m3 would make NaN.
     values = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype)
     return values if name is None else signal.tensor(values, name), scale
 
 
-def _scaled_dot(a: Scaled, b: Scaled, of_a: _Dims, of_b: _Dims, dtype: Any) -> jax.Array:
+def scaled_dot(a: Scaled, b: Scaled, of_a: _Dims, of_b: _Dims, dtype: Any) -> jax.Array:
     """The product, contracted over these dims of both sides."""
     # XLA recognises this form: eight bits, converted, times a scalar, into a dot.
     left, right = (values.astype(dtype) * scale.astype(dtype) for values, scale in (a, b))

@@ -10,6 +10,10 @@ the work. So there are two other programs here, and `choose_grouped` takes the f
 - `grouped`: a loop over blocks of b rows, one ordinary matmul each. A block begins at the first row of its group, or behind the group's
   block before it. Only the last block of a group reaches into other groups, whose rows are masked there.
 
+`grouped_in_eight_bits` is the same loop with the types of `eight_bits.py`. Each row has a scale of its own, because its result must not
+depend on other rows, and each group's matrix has one. The gradient of weights is a sum over rows, so their scales cannot be taken out of
+it: there each block has one.
+
 Rows behind the last group belong to none. Their results are not to be read: they are 0, or of Mosaic's kernels what was in memory. Whatever
 is in these rows, and in their cotangents, does not reach the gradients of weights. Invariant: each row's result, and its gradient, depends
 on that row and its group's matrix only.
@@ -28,6 +32,8 @@ import jax
 import jax.numpy as jnp
 from flax import traceback_util
 from jax.sharding import AxisType
+
+from . import eight_bits
 
 # A plan names the source line of each matmul. Without this it would be a line of this file for all of them, not the model's.
 traceback_util.register_exclusion(__file__)
@@ -76,30 +82,51 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
+    def dot(x: jax.Array, group: jax.Array, contracted: int) -> jax.Array:
+        # With its dim of groups: a rule's spec for the weights has that dim.
+        matrix = jax.lax.dynamic_slice_in_dim(weights, group, 1).astype(x.dtype)
+        return jax.lax.dot_general(x[None], matrix, (((2,), (contracted,)), ((0,), (0,))))[0]
+
+    return _each_block(dot, rows, sizes, weights, rows.dtype, is_transposed=is_transposed)
+
+
+def _each_block(
+    dot: Callable[[jax.Array, jax.Array, int], jax.Array],
+    rows: jax.Array,
+    sizes: jax.Array,
+    weights: jax.Array,
+    dtype: Any,
+    *,
+    is_transposed: bool,
+) -> jax.Array:
+    """Results of this type for all rows. dot(rows of a block, their group, the dim of its matrix to contract)."""
     b = block_rows(rows.shape[0], sizes.shape[0])
     contracted, width = (2, weights.shape[1]) if is_transposed else (1, weights.shape[2])
 
     def step(block: _Block, results: jax.Array) -> jax.Array:
-        x = jax.lax.dynamic_slice_in_dim(rows, block.at, b)
-        # With its dim of groups: a rule's spec for the weights has that dim.
-        matrix = jax.lax.dynamic_slice_in_dim(weights, block.group, 1).astype(x.dtype)
-        y = jax.lax.dot_general(x[None], matrix, (((2,), (contracted,)), ((0,), (0,))))[0]
+        y = dot(jax.lax.dynamic_slice_in_dim(rows, block.at, b), block.group, contracted)
         # Rows of other groups are left to other blocks.
         y = jnp.where(block.mask, y, jax.lax.dynamic_slice_in_dim(results, block.at, b))
         return jax.lax.dynamic_update_slice_in_dim(results, y, block.at, 0)
 
-    return _over_blocks(step, jnp.zeros((rows.shape[0], width), rows.dtype), sizes, rows.shape[0], b)
+    return _over_blocks(step, jnp.zeros((rows.shape[0], width), dtype), sizes, rows.shape[0], b)
 
 
 def _outer_by_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """For each group, its rows transposed by their cotangents: [n, k], [n, m] → [e, k, m], f32."""
+    def dot(x: jax.Array, c: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, c, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    return _sum_of_blocks(dot, rows, cotangent, sizes)
+
+
+def _sum_of_blocks(dot: Callable[[jax.Array, jax.Array], jax.Array], rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    """For each group, its rows transposed by their cotangents, as `dot` does for a block: [n, k], [n, m] → [e, k, m], f32."""
     b = block_rows(rows.shape[0], sizes.shape[0])
 
     def step(block: _Block, sums: jax.Array) -> jax.Array:
         # Both sides, because 0 times what is behind the last group may be NaN.
         x, c = (jnp.where(block.mask, jax.lax.dynamic_slice_in_dim(side, block.at, b), 0) for side in (rows, cotangent))
-        made = jax.lax.dot_general(x, c, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        total = jax.lax.dynamic_index_in_dim(sums, block.group) + made[None]
+        total = jax.lax.dynamic_index_in_dim(sums, block.group) + dot(x, c)[None]
         return jax.lax.dynamic_update_index_in_dim(sums, total, block.group, 0)
 
     return _over_blocks(step, jnp.zeros((sizes.shape[0], rows.shape[1], cotangent.shape[1]), jnp.float32), sizes, rows.shape[0], b)
@@ -136,6 +163,35 @@ def _over_blocks(step: Callable[[_Block, jax.Array], jax.Array], start: jax.Arra
 
 grouped = _differentiable(_by_blocks, _outer_by_blocks)
 """Each row of a group by the group's matrix, on any device: [n, k], [e], [e, k, m] → [n, m] in the type of rows."""
+
+
+# -- blocks in eight bits ----------------------------------------------------------------------------------------------
+
+
+def _eight_by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, *, is_transposed: bool) -> jax.Array:
+    # Transposed, the rows are cotangents.
+    x, of_rows = eight_bits.scaled(rows, jnp.float8_e5m2 if is_transposed else jnp.float8_e4m3fn, over=(1,))
+    w, of_groups = eight_bits.scaled(weights, jnp.float8_e4m3fn, over=(1, 2))
+
+    def dot(x: jax.Array, group: jax.Array, contracted: int) -> jax.Array:
+        # XLA takes a scale for a part of its own matmul only if it is a scalar.
+        matrix, scale = jax.lax.dynamic_slice_in_dim(w, group, 1), of_groups[group].reshape(())
+        return eight_bits.scaled_dot((x[None], jnp.float32(1)), (matrix, scale), (0, 2), (0, contracted), rows.dtype)
+
+    y = _each_block(dot, x, sizes, weights, rows.dtype, is_transposed=is_transposed)
+    return (y * of_rows).astype(rows.dtype)
+
+
+def _eight_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    def dot(x: jax.Array, c: jax.Array) -> jax.Array:
+        sides = eight_bits.scaled(x, jnp.float8_e4m3fn), eight_bits.scaled(c, jnp.float8_e5m2)
+        return eight_bits.scaled_dot(*sides, (0,), (0,), jnp.float32)
+
+    return _sum_of_blocks(dot, rows, cotangent, sizes)
+
+
+grouped_in_eight_bits = _differentiable(_eight_by_blocks, _eight_outer)
+"""`grouped` with rows and weights in e4m3, cotangents in e5m2, and sums in f32."""
 
 
 # -- Mosaic's kernels --------------------------------------------------------------------------------------------------
@@ -193,8 +249,13 @@ def _outer_kernel() -> Callable[..., jax.Array]:
 _MULTIPROCESSORS = 132
 
 
-def choose_grouped(dtype: str, device: Any) -> tuple[GroupedMatmul, str]:
-    """The grouped matmul for a model with this `model.dtype`, and its name as in the log. device: as for `choose_attention`."""
+def choose_grouped(dtype: str, device: Any, *, fp8: bool = False) -> tuple[GroupedMatmul, str]:
+    """The grouped matmul for a model with these `model.dtype` and `model.fp8`, and its name as in the log.
+
+    device: as for `choose_attention`.
+    """
+    if fp8:
+        return grouped_in_eight_bits, "blocks of rows in eight bits"
     obstacle = _mosaic_obstacle(dtype, device)
     return (grouped, f"blocks of rows ({obstacle})") if obstacle else (by_mosaic, "Mosaic's kernels")
 

@@ -126,7 +126,7 @@ def _built(run: Run, mesh: Mesh | AbstractMesh, like: Any, part: Mapping[str, ja
     attention = _attention(run, config, device, sharing=devices_sharing(run, mesh))
     remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
     widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-    matmul, label = choose_grouped(config.dtype, device)
+    matmul, label = choose_grouped(config.dtype, device, fp8=config.fp8)
     observe = exchange_metrics(run, mesh) if config.experts else None
     model = build(config, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
     return _Built(model=model, remat=remat, attention=attention, grouped=label if config.experts else "")
