@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from jgt.document import InputError, bind, nearest, read
-from jgt.hardware.rates import Amount, Attention, Matmul, Rates, Share, clock_at
+from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
@@ -62,13 +62,13 @@ class Chip:
         """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
         return self.tflops[self._type(dtype)] * 1e12
 
-    def matmul_seconds(self, work: Matmul) -> float:
+    def matmul_seconds(self, work: MatmulWork) -> float:
         """The time of a matmul whose operands are near."""
         name = self._type(work.dtype)
         rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
         return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
 
-    def attention_seconds(self, work: Attention) -> float:
+    def attention_seconds(self, work: AttentionWork) -> float:
         """The time of a kernel of fused attention."""
         return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
 
