@@ -42,8 +42,8 @@ class Chip:
 
     tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
     the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
-    error: the error to expect of a step's time, by kind of layout (`ErrorKind`), relative to it. xla: the description that XLA compiles
-    for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
+    error: the error to expect of a step's time, relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the
+    description that XLA compiles for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
     """
 
     name: str
@@ -119,10 +119,15 @@ def load_chip(name: str) -> Chip:
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
-    # The longest name first, should one be the beginning of another.
+    # The longest name first, should one be a part of another: GB200 and B200.
     names = sorted(chip_names(), key=len, reverse=True)
-    found = next((name for name in names if name.upper() in device_kind.upper()), None)
+    same = next((name for name in names if load_chip(name).name == device_kind), None)
+    found = same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
     return None if found is None else load_chip(found)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
 def parse_target(text: str) -> Target:

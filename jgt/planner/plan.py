@@ -32,7 +32,7 @@ from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
 from jgt.planner.timeline import PARTS, Timeline
-from jgt.program.scopes import possible_rounds
+from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
@@ -139,8 +139,8 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         flops_per_device=sum(row.executed for row in traced) / num_devices,
         model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
         step_time_ms=None if network is None else walk.seconds * 1e3,
-        step_time_error=None,
-        step_time_caveat="",
+        step_time_error=_error(target, module, memory),
+        step_time_caveat=_caveat(memory),
         parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
         collectives=sent,
         rematerializations=remats,
@@ -150,8 +150,26 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
         exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
+        assumptions=(*([caveat] if (caveat := _caveat(memory)) else []), *_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
+    )
+
+
+def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
+    """The error to expect of the step's time, by kind of layout; None if it is unknown, or if the time means nothing."""
+    if target is None or memory.fits is False:
+        return None
+    is_staged = any(PIPELINE in i.op_name for i in module.instructions())
+    return target.chip.error.get("pipeline" if is_staged else "several_hosts" if target.num_hosts > 1 else "one_host")
+
+
+def _caveat(memory: Memory) -> str:
+    """Why the step's time means nothing; empty if it means something."""
+    if memory.fits is not False:
+        return ""
+    return (
+        "the step does not fit, so its time means nothing: XLA scheduled it to save memory, with no collective beside a kernel. "
+        "Change the layout until it fits, then compare times"
     )
 
 
@@ -207,5 +225,3 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "
         "prediction, not a measurement"
     )
-    if any(a.is_on_host for a in compiled.arguments) or compiled.memory.host_temp_size_in_bytes:
-        yield "transfers between the host's memory and the device's are counted in bytes, but take no time here"
