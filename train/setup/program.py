@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError, nearest
+from jgt.pipeline.config import Pipeline
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
 from jgt.sharding.shard import Sharded
@@ -72,19 +73,21 @@ def prepare(
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
-    # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
-    part = rows_of(element, config.train.batch // config.train.accumulate)
+    # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
+    # whole batch, and runs the parts itself.
+    pipeline = None if run.pipeline is None else run.pipeline.in_parts(config.train.accumulate)
+    part = rows_of(element, config.train.batch // (config.train.accumulate if pipeline is None else 1))
     built = _built(run, mesh, like, part, remat or config.train.remat)
     model = built.model
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
-    objective = _objective(run, model, chunks, rules, mesh)
+    objective = _objective(run, pipeline, model, chunks, rules, mesh)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
     params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     problems = tuple(batch_problems(run, mesh.shape))
-    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
+    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
     storage = _storage(run, objective, (params, variables, part))
     make_optimizer = _optimizer(run, model, placement, storage)
@@ -161,8 +164,11 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
-def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
-    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it."""
+def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
+    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
+
+    pipeline: of the step. An evaluation has the run's own, since its batches have no parts.
+    """
     own = _own_loss(run)
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
@@ -175,10 +181,12 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
             plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables", pad=pads)
+        return jgt.shard(plain, rules, mesh, pipeline=pipeline if is_training else run.pipeline, state="variables", pad=pads)
 
     loss = sharded(True)
-    is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
+    is_same = (
+        pipeline == run.pipeline and not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
+    )
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
+from jgt.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 
@@ -23,9 +24,11 @@ from ..models.model import Model
 from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
+from ..step.parts import Apart, Parts
 from ..step.schedule import Settings, settings_of_step
 from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
+from .layout import apart_axes
 
 _COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
@@ -187,8 +190,7 @@ class Setup:
         step = make_train_step(
             self.objective,
             self.make_optimizer,
-            accumulate=config.accumulate,
-            pin_gradients=pin,
+            parts=Parts(count=1 if self.run.pipeline is not None else config.accumulate, pin=pin, apart=self._apart),
             clips=optimizer.clip is not None,
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
@@ -203,6 +205,24 @@ class Setup:
             out_shardings=(shardings, whole),
             # The new state takes the memory of the old one.
             donate_argnums=0,
+        )
+
+    @property
+    def _apart(self) -> Apart | None:
+        """How gradients stay apart while the parts of a batch are added up; None: they do not."""
+        axes = apart_axes(self.run, self.mesh)
+        if not axes:
+            return None
+        optimizer, batch = self.run.config.optimizer, self.run.batch_dims[0]
+        # As without parts: backward leaves the gradient of a parameter in the type in which the model reads it.
+        dtypes = [
+            p.dtype if p.read is None or not p.read.once or optimizer.gradients == "f32" else p.read.dtype
+            for p in self.placement.parameters
+        ]
+        return Apart(
+            replicas=Replicas(mesh=self.mesh, axes=axes, batch=batch),
+            shardings=self.placement.used,
+            dtypes=jax.tree.unflatten(self.placement.tree, dtypes),
         )
 
     def lower_train_step(self) -> jax.stages.Lowered:
