@@ -1,11 +1,11 @@
 """Replicas as a dim of arrays: [replicas, ...], split over the axes of the mesh between them.
 
-A rule says that the batch is split over `pod` and `fsdp`, and XLA then adds up gradients over both wherever a gradient is made. A slow axis
-needs something else: each pod computes with its own rows, and what crosses pods is decided by the program and not by the partitioner. So a
-pod becomes an index. `map` is jax.vmap over that index with `spmd_axis_name`, by which JAX splits the new dim of every value over the axis,
-and `jgt.shard` leaves the axis out of its own constraints. The partitioner then has nothing to send between pods, and inside a pod it has
-the program that it had before. A shard_map that is manual over the axis alone would be silent too, but XLA partitions the gradients of
-tables in another way there, which sends up to a third more inside of a pod.
+A rule says that the batch is split over `pod` and `fsdp`, and XLA then adds up gradients over both wherever a gradient is made. A slow
+axis needs something else: each pod computes with its own rows, and what crosses pods is decided by the program and not by the
+partitioner. So a pod becomes an index. `map` is jax.vmap over that index with `spmd_axis_name`, by which JAX splits the new dim of every
+value over the axis, and `jgt.shard` leaves the axis out of its own constraints. The partitioner then has nothing to send between pods,
+and inside a pod it has the program that it had before. A shard_map that is manual over the axis alone would be silent too, but XLA
+partitions the gradients of tables in another way there, which sends up to a third more inside of a pod.
 
 Whatever is mapped must be a function of its rows alone: a mean over the batch would become one over the rows of a replica.
 """
@@ -41,9 +41,9 @@ class Replicas:
         """The number of replicas, R."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
-    def map(self, fn: Callable[..., _R], in_axes: Any = 0) -> Callable[..., _R]:
-        """fn for each replica: arguments and results are [R, ...]. in_axes: as of jax.vmap; None for an argument that all share."""
-        return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=self.axes)
+    def map(self, fn: Callable[..., _R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., _R]:
+        """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: as of jax.vmap; None for what all replicas share."""
+        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, spmd_axis_name=self.axes)
 
     def rows(self, batch: Any) -> Any:
         """The rows of each replica, [b, ...] → [R, b / R, ...]. None of them moves to another device."""

@@ -54,7 +54,8 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
     if run.pipeline is not None:
         return ()
-    apart = apart_axes(run, mesh)
+    sync = run.config.sync
+    apart = {*apart_axes(run, mesh), *(() if sync is None else (sync.axis,))}
     sizes = tuple(size for axis in run.batch_dims[0] if axis not in apart and (size := mesh.shape.get(axis, 1)) > 1)
     # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
@@ -64,17 +65,21 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
 def apart_axes(run: Run, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes of the batch along which devices add up the gradients of all parts of a batch before they send any (`Apart`).
 
+    These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
     No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.
     They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself.
     """
     config = run.config
     model, is_sum = config.model, config.train.loss is None
-    if config.train.accumulate == 1 or run.pipeline is not None or not is_sum:
+    if run.pipeline is not None or not is_sum or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
         return ()
-    if isinstance(model, OwnModel) or model.experts is not None or model.fp8:
-        return ()
-    split = run.rules.axes_of_parameters()
-    return tuple(axis for axis in run.batch_dims[0] if mesh.shape.get(axis, 1) > 1 and axis not in split)
+    sync, split = config.sync, run.rules.axes_of_parameters()
+    free = [axis for axis in run.batch_dims[0] if mesh.shape.get(axis, 1) > 1 and axis not in split]
+    if sync is not None and sync.every > 1:
+        free = [axis for axis in free if axis != sync.axis]
+    if config.train.accumulate == 1:
+        free = [axis for axis in free if sync is not None and axis == sync.axis]
+    return tuple(free)
 
 
 def exchange_metrics(run: Run, mesh: Mesh | AbstractMesh) -> Observe | None:

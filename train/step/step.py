@@ -30,7 +30,8 @@ class State(NamedTuple):
 
     losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise (). variables:
     everything else that the model keeps from step to step, such as running statistics and random keys. average: with `train.ema`, the
-    moving average of the parameters in f32; otherwise ().
+    moving average of the parameters in f32; otherwise (). anchor, momentum: with `sync.every`, the parameters of the last exchange and
+    the momentum of the outer step. residual: with `sync.feedback`, what rounding took away from the gradients of each replica, [R, ...].
     """
 
     step: Any
@@ -39,6 +40,9 @@ class State(NamedTuple):
     losses: Any = ()
     variables: Any = ()
     average: Any = ()
+    anchor: Any = ()
+    momentum: Any = ()
+    residual: Any = ()
 
 
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -69,7 +73,7 @@ def make_train_step(
         if objective.is_token_loss:
             # At least 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        (total, part), gradients = parts.differentiate(objective, state.params, state.variables, batch)
+        (total, part), gradients, residual = parts.differentiate(objective, state.params, state.variables, batch, state.residual)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
@@ -92,8 +96,9 @@ def make_train_step(
             settled, told = objective.settle(part.variables)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
             average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
+            residual = jax.tree.map(lambda new, old: jnp.where(applied, new, old), residual, state.residual)
             metrics = told | {name: joined(*pair, parts.count) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, losses, variables, average)
+        after = State(state.step + 1, params, opt_state, losses, variables, average, residual=residual)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
