@@ -26,13 +26,13 @@ from jax.sharding import NamedSharding
 from jgt.program.dims import sharding_dims
 from jgt.replicas.replicas import Replicas
 
-Wire = Literal["f32", "bf16", "int8"]
+WireType = Literal["f32", "bf16", "int8"]
 BLOCK = 256
 _TOP = 127.0
 _Arrays = list[jax.Array]
 
 
-def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: Wire, lost: Any = None) -> tuple[Any, Any]:
+def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType, lost: Any = None) -> tuple[Any, Any]:
     """The sum over replicas of each array of a tree, [R, ...] → [...] in f32, and with int8 what roundings took away, [R, ...].
 
     shardings: of the results, which split all dims evenly. lost: what was lost before, to be added; None: nothing is kept.

@@ -42,6 +42,9 @@ def axis_problems(run: Run) -> Iterator[str]:
         yield _axis(run, f"the mesh has no axis {sync.axis!r}. {nearest(sync.axis, run.mesh)}")
         return
     yield from replica_problems(run, run.mesh)
+    if run.config.rules is not None and run.rules == Rules():
+        # The rules could not be read, which is a problem of its own.
+        return
     batch = run.batch_dims[0]
     if sync.axis not in batch:
         yield _axis(

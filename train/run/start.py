@@ -35,8 +35,8 @@ from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
 from ..step.step import State
-from ..sync.resume import check_phase, lifted_shapes, merged, saved_replicas
 from .identity import Resume, check_model, check_origin
+from .replicas import check_phase, lifted_shapes, merged, saved_replicas
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -140,7 +140,7 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
         shapes, shardings = setup.saved_shapes, setup.saved_shardings
     else:
         one, of_one = setup.saved_of_one
-        shapes, shardings = lifted_shapes(one, of_one, before) if before else (one, of_one)
+        shapes, shardings = lifted_shapes(one, of_one, before, momentum=setup.shapes.momentum != ()) if before else (one, of_one)
     absent = _absent(saved, shapes)
     found = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
     state = setup.from_saved(found if before == now else setup.with_replicas(merged if before else _unchanged, found))

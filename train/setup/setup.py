@@ -129,7 +129,7 @@ class Setup:
         """The inverse of `to_save`. The state may lack its losses, average, momentum or residual."""
         if not self._reshapes:
             return state
-        absent = {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
+        absent = _without_arrays(state)
         return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
@@ -215,8 +215,7 @@ class Setup:
             one = merge(state)
             return one if self.phases is None else self.phases.begun(one)
 
-        made = jax.eval_shape(convert, saved)
-        absent = {name: () for name in State._fields if not jax.tree.leaves(getattr(made, name))}
+        absent = _without_arrays(jax.eval_shape(convert, saved))
         return jax.jit(convert, out_shardings=self.saved_shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(saved)
 
     def with_zeros(self, state: State, names: Sequence[str]) -> State:
@@ -335,6 +334,11 @@ class Setup:
             out_shardings=whole,
         )
         return jitted.lower(params, shapes.variables, rows_of(self.element, batch)).compile()
+
+
+def _without_arrays(state: State) -> dict[str, Any]:
+    """The parts that a state may lack, and does, for the shardings of such a state."""
+    return {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
 
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:

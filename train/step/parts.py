@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgt.replicas import Replicas, Wire, exchange
+from jgt.replicas import Replicas, WireType, exchange
 
 from .objective import Arrays, Objective, Part
 
@@ -34,7 +34,7 @@ class Wired:
 
     replicas: Replicas
     shardings: Any
-    wire: Wire
+    wire: WireType
     feedback: bool = False
 
 

@@ -36,8 +36,8 @@ class Phases:
     config: SyncConfig
 
     def begun(self, state: State) -> State:
-        """A state with phases at an exchange, from one without: all replicas are equal."""
-        momentum = () if self.config.outer is None else jax.tree.map(jnp.zeros_like, state.params)
+        """A state with phases at an exchange, from one without: all replicas are equal. The momentum is zero if the state has none."""
+        momentum = () if self.config.outer is None else state.momentum or jax.tree.map(jnp.zeros_like, state.params)
         return self.spread(state)._replace(anchor=state.params, momentum=momentum)
 
     def spread(self, state: State) -> State:

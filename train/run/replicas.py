@@ -33,14 +33,15 @@ def check_phase(run: Run, saved: SavedStep, replicas: int) -> None:
         return
     here = f"{replicas} replicas" if replicas else "no replicas"
     where = f"{run.where('sync.axis')}: sync.axis" if replicas else f"{run.where('sync')}: sync"
-    what = f"{saved.folder} is in the middle of a phase, {since} steps after an exchange, with {before} replicas, but this run has {here}"
-    raise InputError([f"{where}: {what}. Resume with {before} up to an exchange (or to the end of the run), and change it then"])
+    inside = f"is in the middle of a phase, {since} step{'s' * (since > 1)} after an exchange"
+    remedy = f"Resume with {before} up to an exchange, or to the end of the run, and change it then"
+    raise InputError([f"{where}: {saved.folder} {inside}, with {before} replicas, but this run has {here}. {remedy}"])
 
 
-def lifted_shapes(one: State, shardings: State, replicas: int) -> tuple[State, State]:
+def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool) -> tuple[State, State]:
     """The shapes and shardings to read a checkpoint of so many replicas, from those of one replica's state.
 
-    A device reads its part of all replicas.
+    momentum: whether the outer step's is read. A device reads its part of all replicas.
     """
 
     def shape(x: Any) -> Any:
@@ -51,7 +52,7 @@ def lifted_shapes(one: State, shardings: State, replicas: int) -> tuple[State, S
 
     def lifted(state: State, fn: Any) -> State:
         parts = {name: jax.tree.map(fn, getattr(state, name)) for name in ("opt_state", "losses")}
-        return state._replace(**parts, params=(), anchor=state.params)
+        return state._replace(**parts, params=(), anchor=state.params, momentum=state.params if momentum else ())
 
     return lifted(one, shape), lifted(shardings, sharding)
 
