@@ -17,7 +17,7 @@ split over the same axes share blocks, or devices that hold the same array would
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,11 @@ def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType, lost
 
     shardings: of the results, which split all dims evenly. lost: what was lost before, to be added; None: nothing is kept.
     """
+    leaves, structure = cast("tuple[_Arrays, Any]", jax.tree.flatten(tree))
     if wire != "int8":
         dtype = jnp.dtype(jnp.bfloat16 if wire == "bf16" else jnp.float32)
-        sums = jax.tree.map(lambda x: replicas.added(x, dtype).astype(jnp.float32), tree)
+        sums = jax.tree.unflatten(structure, [replicas.added(x, dtype).astype(jnp.float32) for x in leaves])
         return jax.lax.with_sharding_constraint(sums, shardings), lost
-    leaves, structure = jax.tree.flatten(tree)
     places: list[NamedSharding] = jax.tree.leaves(shardings)
     found = leaves if lost is None else [x + e for x, e in zip(leaves, jax.tree.leaves(lost), strict=True)]
     groups = blocked(found, places)
@@ -84,10 +84,11 @@ def _summed(arrays: _Arrays, replicas: Replicas) -> tuple[_Arrays, _Arrays]:
     # [replicas, blocks, BLOCK]: part r goes to replica r.
     parts = jnp.pad(flat, (0, -flat.size % (replicas.count * BLOCK))).reshape(replicas.count, -1, BLOCK)
     numbers, scales = _rounded(parts)
-    own = jax.lax.all_to_all(numbers, replicas.axes, 0, 0), jax.lax.all_to_all(scales, replicas.axes, 0, 0)
+    own = [cast(jax.Array, jax.lax.all_to_all(x, replicas.axes, 0, 0)) for x in (numbers, scales)]
     total = jnp.sum(_restored(*own), axis=0)  # [blocks, BLOCK]
     of_total = _rounded(total)
-    whole = _restored(*(jax.lax.all_gather(x, replicas.axes) for x in of_total))
+    gathered = [cast(jax.Array, jax.lax.all_gather(x, replicas.axes)) for x in of_total]
+    whole = _restored(*gathered)
     index = jax.lax.axis_index(replicas.axes)
     lost = (parts - _restored(numbers, scales)).at[index].add(total - _restored(*of_total))
     return _like(whole, arrays), _like(lost, arrays)

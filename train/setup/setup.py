@@ -26,7 +26,7 @@ from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
 from ..step.parts import Apart, Parts, Wired
 from ..step.schedule import Settings, settings_of_step
-from ..step.step import State, first_average, make_eval_step, make_train_step, no_losses
+from ..step.step import State, make_eval_step, make_train_step, no_losses
 from ..step.update import update_all, update_in_turn
 from ..sync.phases import Phases
 from .layout import apart_axes
@@ -195,15 +195,14 @@ class Setup:
 
     def with_params(self, state: State, params: Any) -> State:
         """A state before the first step, with other parameters, as the state has them."""
-        if self.phases is None:
+        phases = self.phases
+        if phases is None:
             return self.with_average(state._replace(params=params))
-        spread = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x[None], (self.phases.replicas.count, *x.shape)))
-        return state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params)
 
-    def with_average(self, state: State) -> State:
-        """The state with an average of the parameters that starts here, if the run has one."""
-        first = functools.partial(first_average, ema=self.run.config.train.ema)
-        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
+        def spread(params: Any) -> Any:
+            return phases.spread(State(0, params, ())).params
+
+        return state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params)
 
     def with_replicas(self, merge: Callable[[State], State], saved: State) -> State:
         """The state of a checkpoint as this run has it in its own, from that of a run with another number of replicas.
