@@ -143,7 +143,7 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
 def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[Run]) -> int:
     """Prints what `every` and `wire` would cost. runs: one for each of `sync.policies`."""
     from .make import make_exchange, make_plan
-    from .sync import print_policies, rows_of
+    from .sync import policy_rows, print_policies
 
     assert runs[0].config.sync is not None
     axis, found = runs[0].config.sync.axis, list[tuple["Plan", "Plan | None"]]()
@@ -153,7 +153,7 @@ def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs
         is_known = exchange is not None and any(one is not None for _, one in found)
         step = found[-1][0] if is_known else make_plan(run, target, arguments.devices)
         found.append((step, None if exchange is None else exchange.plan))
-    rows = rows_of(axis, found)
+    rows = policy_rows(axis, found)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:
