@@ -22,7 +22,6 @@ from jgt.hardware.chip import Chip
 RUN = 0.12
 """The relative error that a run is expected to have with the right constants."""
 _STEP = 0.05
-_ROUNDS = 2
 _MOST = 20
 
 Constants = Mapping[str, float]
@@ -76,13 +75,14 @@ class Fit:
         self._prior = np.log([prior.value for prior in PRIORS.values()])
         self._width = np.array([prior.width for prior in PRIORS.values()])
         # The constants enter the logarithm of a step almost linearly, so one Jacobian serves the fits of all subsets.
-        self._at = self._prior
-        for _ in range(_ROUNDS):
-            self._errors = self._errors_at(self._at)
-            steps = np.eye(len(self._prior)) * _STEP
-            self._jacobian = np.stack([(self._errors_at(self._at + step) - self._errors) / _STEP for step in steps], axis=1)
-            previous, self._at = self._at, self._solve(self._names)
-        self._at = previous
+        self._look(self._prior)
+        self._look(self._solve(self._names))
+
+    def _look(self, logs: NDArray[np.float64]) -> None:
+        """Measures errors and their Jacobian at these constants."""
+        self._at, self._errors = logs, self._errors_at(logs)
+        steps = np.eye(len(logs)) * _STEP
+        self._jacobian = np.stack([(self._errors_at(logs + step) - self._errors) / _STEP for step in steps], axis=1)
 
     def of(self, runs: Sequence[str]) -> dict[str, float]:
         """The constants that fit these runs best."""
@@ -101,5 +101,5 @@ class Fit:
             weights = (1 + (residuals / RUN) ** 2) ** -0.25
             rows = np.concatenate([jacobian * weights[:, None] / RUN, np.diag(1 / self._width)])
             left = np.concatenate([residuals * weights / RUN, (logs - self._prior) / self._width])
-            logs = logs - np.linalg.lstsq(rows, left)[0]
+            logs = logs - np.linalg.lstsq(rows, left)[0].astype(np.float64)
         return logs
