@@ -26,6 +26,8 @@ from ..config import Run, load
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
 
+    from .sync import Exchange
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
@@ -34,13 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
 
-        from .make import make_plan
+        from .make import make_exchange, make_plan
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
+        if arguments.sync:
+            return _compare_policies(arguments, target, runs)
         plans = [make_plan(run, target, arguments.devices) for run in runs]
+        exchange = make_exchange(runs[0], target, arguments.devices) if len(runs) == 1 else None
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -50,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(plans) == 2:
         return _compare(arguments, plans)
     plan = plans[0]
-    _show(arguments, plan)
+    _show(arguments, plan, exchange)
     if arguments.html is not None:
         from jgt.planner.page import write_page
 
@@ -90,9 +95,26 @@ def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
     for config, more in _runs(arguments):
         with collect(problems):
             runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
+    if arguments.sync and arguments.diff is not None:
+        problems.append("--sync is for a single run and cannot be combined with --diff")
+    elif arguments.sync and runs:
+        with collect(problems):
+            runs = _with_policies(arguments, runs[0], devices)
     if problems:
         raise InputError(problems)
     return target, runs
+
+
+def _with_policies(arguments: argparse.Namespace, run: Run, devices: Sequence[str]) -> list[Run]:
+    """The run with each of the policies that --sync compares. Raises InputError for a run without `sync:`."""
+    from .sync import policies
+
+    sync = run.config.sync
+    if sync is None:
+        example = f"sync={{axis: {next(iter(run.mesh))}}}"
+        raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
+    code = read_code(arguments.code)
+    return [load(arguments.config, [*arguments.overrides, policy, *devices], code=code) for policy in policies(sync.axis)]
 
 
 def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
@@ -105,13 +127,38 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     return [(arguments.config, [f"rules={locate(path, SHIPPED_RULES).resolve()}"]) for path in arguments.diff]
 
 
-def _show(arguments: argparse.Namespace, plan: Plan) -> None:
+def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) -> None:
     if arguments.json:
-        print(json.dumps(plan.to_json(), indent=1))
+        print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
         return
     from jgt.planner.table import print_plan
 
     print_plan(plan)
+    if exchange is not None:
+        from .sync import print_exchange
+
+        print_exchange(plan, exchange)
+
+
+def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[Run]) -> int:
+    """Prints what `every` and `wire` would cost. runs: one for each of `sync.policies`."""
+    from .make import make_exchange, make_plan
+    from .sync import print_policies, rows_of
+
+    assert runs[0].config.sync is not None
+    axis, found = runs[0].config.sync.axis, list[tuple["Plan", "Plan | None"]]()
+    for run in runs:
+        exchange = make_exchange(run, target, arguments.devices)
+        # A replica's step is the same program whatever it exchanges.
+        is_known = exchange is not None and any(one is not None for _, one in found)
+        step = found[-1][0] if is_known else make_plan(run, target, arguments.devices)
+        found.append((step, None if exchange is None else exchange.plan))
+    rows = rows_of(axis, found)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_policies(axis, rows)
+    return 0
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
@@ -140,6 +187,7 @@ def parser() -> RunParser:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
+    parser.add_argument("--sync", action="store_true", help="compare what sync.every and sync.wire would cost, as a table")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or, with --config, two rules files for that run")
     return parser
 

@@ -19,6 +19,7 @@ from ..models.remat import Remat
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
+from .sync import Exchange, formula_bytes
 
 
 def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
@@ -45,6 +46,17 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     else:
         fits(setup)
     return plans[-1]
+
+
+def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> Exchange | None:
+    """Plans the exchange of a run with `sync.every` above 1; None for others. Raises InputError as `make_plan` does."""
+    sync = run.config.sync
+    if sync is None or sync.every == 1:
+        return None
+    setup = _maker(run, target, num_devices)(None)
+    flags, _ = planned_flags(run.config, has_gpu=target is not None)
+    found = plan(setup.exchange(), setup.shapes, target=target, rules=run.rules, flags=flags)
+    return Exchange(plan=found, every=sync.every, formula_bytes=formula_bytes(setup, sync.wire))
 
 
 def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
