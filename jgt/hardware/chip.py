@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jgt.document import InputError, bind, nearest, read
+from jgt.document import InputError, bind, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
@@ -136,7 +136,10 @@ def parse_target(text: str) -> Target:
     name = match[1].lower() if match else text
     if name not in chip_names():
         raise InputError(
-            [f"target {text}: {name!r} is not a chip that jgt knows. {nearest(name, chip_names())} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
+            [
+                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, chip_names())} The chips are "
+                f"{', '.join(chip_names())}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
+            ]
         )
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
