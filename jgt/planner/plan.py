@@ -20,9 +20,9 @@ import jax
 
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
+from jgt.hardware.chip import Target, parse_target
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.text import Module
-from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
@@ -30,7 +30,7 @@ from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
-from jgt.planner.timeline import Network, Timeline
+from jgt.planner.timeline import PARTS, Network, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
@@ -41,9 +41,10 @@ class Plan:
     """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
 
     versions: of jax and jaxlib. flops_per_device: matmul FLOPs of the traced program, with recompute and pipeline bubbles;
-    model_flops_per_device: without both. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh
-    axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
-    seconds: the time that planning took.
+    model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is unknown. step_time_caveat: why the time
+    means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`); they add up to it. expected: the
+    bytes that the formulas predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of
+    waiting for them. assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
     """
 
     target: str
@@ -54,6 +55,9 @@ class Plan:
     flops_per_device: float
     model_flops_per_device: float
     step_time_ms: float | None
+    step_time_error: float | None
+    step_time_caveat: str
+    parts_ms: Mapping[str, float]
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]
     findings: tuple[Finding, ...]
@@ -134,6 +138,9 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         flops_per_device=sum(row.executed for row in traced) / num_devices,
         model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
         step_time_ms=None if network is None else walk.seconds * 1e3,
+        step_time_error=None,
+        step_time_caveat="",
+        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
         collectives=sent,
         rematerializations=remats,
         findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jgt.console import axes_text
+from jgt.hardware.chip import Target
 from jgt.hlo.collectives import is_collective, pieces, wire_bytes
 from jgt.hlo.graph import fraction_taken
 from jgt.hlo.groups import Groups, participants_of
@@ -25,7 +26,12 @@ from jgt.hlo.kernels import is_kernel, kernel_cost
 from jgt.hlo.origin import Origin, origin_at
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
-from jgt.planner.chip import Target
+from jgt.program.scopes import useful_share
+
+PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
+"""What a step's seconds are spent on. matmul, attention, memory: kernels, by what limits them. launch: the start of kernels. recompute:
+kernels that repeat a part of the forward pass. bubble: work of a pipeline's idle ticks, whose results are dropped. exposed: waiting for
+collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +87,14 @@ class Walk:
     """One run of a computation: its seconds, and its costs by signal and phase.
 
     links: seconds of all collectives by mesh axes, hidden or not. exposed: seconds of waiting, by the axes of the collective waited for.
+    parts: the seconds by what they are spent on, see `PARTS`; they add up to `seconds`.
     """
 
     seconds: float = 0.0
     costs: dict[Origin, Cost] = field(default_factory=lambda: collections.defaultdict(Cost))
     links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
     exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
+    parts: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
 
     @property
     def num_flops(self) -> float:
@@ -101,6 +109,8 @@ class Walk:
         for sums, more in ((self.links, other.links), (self.exposed, other.exposed)):
             for axes, seconds in more.items():
                 sums[axes] += seconds * times
+        for part, seconds in other.parts.items():
+            self.parts[part] += seconds * times
 
 
 @dataclass
@@ -199,12 +209,21 @@ class Timeline:
         cost.hbm_bytes += one.num_bytes
         if self._network is None:
             return
-        chip = self._network.target.chip
+        chip, origin = self._network.target.chip, origin_at(self._module, spot)
         matmul = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
         memory = one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)
-        seconds = max(matmul, memory) + chip.latency_us.launch * 1e-6
+        launch = chip.latency_us.launch * 1e-6
+        seconds = max(matmul, memory) + launch
         walk.seconds += seconds
         cost.compute += seconds
+        busy = "memory" if memory > matmul else "attention" if instruction.op == "custom-call" and "cudnn" in instruction.text else "matmul"
+        idle = 1 - float(useful_share(instruction.op_name))
+        walk.parts["bubble"] += seconds * idle
+        if origin.phase == "recompute":
+            walk.parts["recompute"] += seconds * (1 - idle)
+        else:
+            walk.parts[busy] += (seconds - launch) * (1 - idle)
+            walk.parts["launch"] += launch * (1 - idle)
         cost.roofline["matmul"] += matmul
         cost.roofline["memory"] += memory
 
@@ -215,4 +234,5 @@ class Timeline:
         run.walk.seconds += waited
         if waited:
             run.walk.exposed[axes] += waited
+            run.walk.parts["exposed"] += waited
         run.walk.costs[origin_at(self._module, start)].exposed += waited

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.chip import chip_names, load_chip, parse_target
+from jgt.hardware.chip import chip_names, load_chip, parse_target
 from train.config import load
 from train.plan.make import make_plan
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from jgt.hardware.chip import Efficiency, Latency, Target, load_chip
 from jgt.hlo.text import Module
-from jgt.planner.chip import Efficiency, Latency, Target, load_chip
 from jgt.planner.timeline import Network, Timeline
 
 MESH = {"data": 2, "tensor": 4}
