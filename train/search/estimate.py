@@ -1,0 +1,225 @@
+"""What a layout should take, before it is planned: a short closed form whose constants come from the plans that a search has made.
+
+The form knows no model. From the first plan it takes what every training step has: parameters, FLOPs, and the arrays that a layer leaves for
+the backward pass. From a layout it takes how these divide over the mesh:
+
+    compute     the step's FLOPs over the devices, with what is computed again, over the share of time that is not bubble
+    gathers     parameters that are sharded over an axis of the batch, gathered for each part of the batch; what compute cannot hide
+    sums        gradients, over the other axes of the batch
+    tensor      the rows of a device, gathered and scattered around each matmul
+    update      parameters and optimizer state, read and written once
+
+It is wrong by tens of percent, in the same way for similar layouts. So the logarithm of its error is a linear function of what the layouts
+have in common (an axis of the mesh, what is recomputed, the number of rows at once), and each plan improves that function: a ridge
+regression (Hoerl and Kennard, Technometrics 12, 1970). Memory has a form and a regression of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jgt.schedule.find import find_table
+from jgt.schedule.simulate import Simulation, simulate
+
+from .plans import Answer
+from .space import STAGE, Candidate
+
+Seconds = Callable[[dict[str, int], Sequence[str], float], float]
+"""(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
+
+AGAIN = {"none": 0.05, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
+"""What is computed again, in shares of forward and backward pass together. Attention's kernels always recompute a little."""
+KEPT = {"block": 1.0, "layer": 1.0, "stage": 0.5, "matmuls": 8.0, "attention": 14.0, "none": 16.0}
+"""Arrays of a layer's size that a layer keeps, in the arrays that `block` keeps. A first guess; plans correct it."""
+_RIDGE = 0.3
+_BYTES = 2
+"""Of a weight where it is multiplied."""
+_HIDDEN = 0.8
+"""The share of compute that can hide collectives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a model's step has on any mesh. flops: of the model. parameters: their number. state_bytes: of parameters and optimizer state.
+
+    layer_bytes: what `block` keeps of one row of the batch. batch: rows. peak: FLOP/s of a device in matmuls. hbm: bytes/s. memory: the
+    bytes that a program may use.
+    """
+
+    flops: float
+    parameters: float
+    state_bytes: float
+    layer_bytes: float
+    batch: int
+    peak: float
+    hbm: float
+    memory: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of a step, and bytes of a device; parts of the seconds by name."""
+
+    seconds: float
+    peak_bytes: float
+    parts: dict[str, float]
+    bubble: float
+
+
+@dataclass
+class Estimator:
+    """Estimates layouts, and learns from plans."""
+
+    step: Step
+    collective: Seconds
+    _times: list[tuple[Candidate, float]] = field(default_factory=list[tuple[Candidate, float]])
+    _sizes: list[tuple[Candidate, float]] = field(default_factory=list[tuple[Candidate, float]])
+    _names: list[str] = field(default_factory=list[str])
+    _weights: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """The estimate of a layout, corrected by all plans so far."""
+        form = self._form(candidate)
+        time, size = (math.exp(self._correction(candidate, weights)) for weights in self._weights)
+        kept = form.peak_bytes - self._state_bytes(candidate)
+        return Estimate(
+            seconds=form.seconds * time,
+            peak_bytes=self._state_bytes(candidate) + kept * size,
+            parts={name: seconds * time for name, seconds in form.parts.items()},
+            bubble=form.bubble,
+        )
+
+    def learn(self, candidate: Candidate, plan: Answer) -> None:
+        """Takes a plan of this layout into account."""
+        form, state = self._form(candidate), self._state_bytes(candidate)
+        # A program that does not fit is scheduled for memory, so that its time says little.
+        if plan.fits and plan.seconds:
+            self._times.append((candidate, math.log(plan.seconds / form.seconds)))
+        self._sizes.append((candidate, math.log(max(plan.peak_bytes - state, 1e6) / (form.peak_bytes - state))))
+        self._names = sorted({name for c, _ in (*self._times, *self._sizes) for name in _features(c)})
+        self._weights = (self._fit(self._times), self._fit(self._sizes))
+
+    # -- the form ---------------------------------------------------------------------------------------------------------
+
+    def _form(self, candidate: Candidate) -> Estimate:
+        step, sizes = self.step, candidate.sizes
+        devices, split = math.prod(sizes.values()), self._split(candidate)
+        simulation = None if candidate.stages is None else _simulated(*_table_of(candidate))
+        bubble = 0.0 if simulation is None else _bubble(candidate, simulation)
+        again = max(AGAIN.get(candidate.remat or "none", 0.0), AGAIN[candidate.stages.remat] if candidate.stages else 0.0)
+        compute = step.flops * (1 + again) / devices / step.peak / (1 - bubble)
+        weights = step.parameters * _BYTES / self._model_split(candidate)
+        passes = candidate.parts if candidate.stages is None or candidate.stages.gather == "layer" else 1
+        gathers = self._gathers(candidate, weights, passes, compute)
+        sums = self._sums(candidate, weights)
+        tensor = self._tensor(candidate, again)
+        update = 2 * step.state_bytes / split / step.hbm
+        parts = {"compute": compute * (1 - bubble), "bubble": compute * bubble, "gathers": gathers, "sums": sums, "tensor": tensor}
+        parts["update"] = update
+        peak = step.state_bytes / split + 4 * step.parameters / split + self._kept(candidate, simulation)
+        return Estimate(seconds=sum(parts.values()), peak_bytes=peak, parts=parts, bubble=bubble)
+
+    def _gathers(self, candidate: Candidate, weights: float, passes: int, compute: float) -> float:
+        axes = [axis for axis in candidate.batch_axes if axis == "fsdp" and candidate.sizes[axis] > 1]
+        if not axes:
+            return 0.0
+        n = candidate.sizes["fsdp"]
+        # Once forward, once backward, and the gradients scattered.
+        seconds = self.collective(candidate.sizes, axes, 3 * passes * weights * (n - 1) / n)
+        return max(seconds - _HIDDEN * compute, 0.02 * seconds)
+
+    def _sums(self, candidate: Candidate, weights: float) -> float:
+        axes = [axis for axis in candidate.batch_axes if axis != "fsdp" and candidate.sizes[axis] > 1]
+        if not axes:
+            return 0.0
+        n, shards = math.prod(candidate.sizes[axis] for axis in axes), candidate.sizes.get("fsdp", 1)
+        return 0.7 * self.collective(candidate.sizes, axes, 2 * weights / shards * (n - 1) / n)
+
+    def _tensor(self, candidate: Candidate, again: float) -> float:
+        n = candidate.sizes.get("tensor", 1)
+        if n == 1:
+            return 0.0
+        rows = self.step.batch / math.prod(candidate.sizes[axis] for axis in candidate.batch_axes)
+        # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward.
+        sent = (8 + 4 * (again > 0.2)) * self.step.layer_bytes * rows / candidate.sizes.get(STAGE, 1) * (n - 1) / n
+        return self.collective(candidate.sizes, ["tensor"], sent)
+
+    def _kept(self, candidate: Candidate, simulation: Simulation | None) -> float:
+        """What the forward pass keeps, and as much again as one layer works with."""
+        own = KEPT.get(candidate.remat or "block", 8.0)
+        stages = candidate.stages
+        if stages is not None and stages.remat != "none":
+            own = KEPT[stages.remat]
+        alive = 1.0 if simulation is None else simulation.peak
+        tensor = candidate.sizes.get("tensor", 1)
+        # What all of a layer keeps is split over tensor; a block's input is, if the sequence is.
+        split = tensor if own > 2 or "sequence" in (candidate.rules or "") or "overlap" in (candidate.rules or "") else 1
+        layers = self.step.layer_bytes * candidate.rows * alive / candidate.sizes.get(STAGE, 1)
+        return layers * (own / split + 0.5 / tensor) + 3e8
+
+    def _split(self, candidate: Candidate) -> int:
+        """The devices that share a parameter's state."""
+        axes = candidate.sizes
+        zero1 = axes.get("data", 1) if candidate.rules == "jgt:zero1" else 1
+        return self._model_split(candidate) * axes.get("fsdp", 1) * zero1
+
+    def _model_split(self, candidate: Candidate) -> int:
+        return math.prod(size for axis, size in candidate.mesh if axis not in candidate.batch_axes or axis == "expert")
+
+    def _state_bytes(self, candidate: Candidate) -> float:
+        return self.step.state_bytes / self._split(candidate)
+
+    # -- what plans add ---------------------------------------------------------------------------------------------------
+
+    def _fit(self, found: Sequence[tuple[Candidate, float]]) -> np.ndarray | None:
+        if not found:
+            return None
+        rows = np.array([[1.0, *(_features(c).get(name, 0.0) for name in self._names)] for c, _ in found])
+        values = np.array([value for _, value in found])
+        # The constant is not held back; a feature of few plans is.
+        ridge = _RIDGE * np.eye(rows.shape[1])
+        ridge[0, 0] = 1e-3
+        return np.linalg.solve(rows.T @ rows + ridge, rows.T @ values)
+
+    def _correction(self, candidate: Candidate, weights: np.ndarray | None) -> float:
+        if weights is None:
+            return 0.0
+        features = _features(candidate)
+        return float(weights @ np.array([1.0, *(features.get(name, 0.0) for name in self._names)]))
+
+
+def _features(candidate: Candidate) -> dict[str, float]:
+    """What a layout has in common with others, by name."""
+    found = {f"remat {candidate.remat}": 1.0, f"rules {candidate.rules}": 1.0, "rows": math.log2(candidate.rows)}
+    found |= {f"axis {axis}": math.log2(size) for axis, size in candidate.mesh if size > 1 and axis not in ("data", "replica")}
+    if candidate.stages is None:
+        found["parts"] = math.log2(candidate.accumulate)
+    else:
+        s = candidate.stages
+        found |= {f"schedule {s.schedule}": 1.0, f"stages remat {s.remat}": 1.0, f"gather {s.gather}": 1.0}
+        found["virtual"] = math.log2(s.virtual or 1)
+    return found
+
+
+def _table_of(candidate: Candidate) -> tuple[str, int, int, int | None]:
+    assert candidate.stages is not None
+    s = candidate.stages
+    # A table of thousands of microbatches takes long to simulate, and its idle time is the same.
+    return s.schedule, candidate.sizes[STAGE], min(s.microbatches, 4 * candidate.sizes[STAGE]), s.virtual
+
+
+def _bubble(candidate: Candidate, simulation: Simulation) -> float:
+    assert candidate.stages is not None
+    simulated = _table_of(candidate)[2]
+    idle = simulation.bubble / (1 - simulation.bubble) * simulated
+    return idle / (idle + candidate.stages.microbatches)
+
+
+@functools.cache
+def _simulated(schedule: str, num_stages: int, microbatches: int, virtual: int | None) -> Simulation:
+    return simulate(find_table(schedule, num_stages, microbatches, virtual, "search"))

@@ -1,0 +1,256 @@
+"""The search: estimate all layouts, plan the most promising, learn from the plan, and begin again.
+
+The first plans are of different kinds of layouts, so that each kind has been compiled once before the estimates decide. Then whatever should
+be fastest is planned next, until nothing is left that should be faster than what was found, or until the time is over. So the answer is
+always a plan of the real program, and estimates only say in which order to look.
+
+Invariant: a search that is interrupted has the best layout of all plans that were ready.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jgt.document import InputError
+from jgt.hardware.chip import Target
+from jgt.planner.timeline import Network
+
+from .estimate import Estimate, Estimator, Step
+from .plans import Answer, Plans, Question
+from .space import STAGE, Candidate
+
+_MARGIN = 1.25
+"""A layout is planned if its estimated peak is at most this many times the memory: estimates are wrong, too."""
+_GAIN = 1.02
+"""A search ends where no estimate is shorter than the best plan by less than this."""
+_FIRST = 6
+"""Layouts that are tried for the first plan, which needs to compile and not to fit."""
+_POLL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """A layout that was planned. estimate: what was expected before its plan; None for the first."""
+
+    candidate: Candidate
+    plan: Answer
+    estimate: Estimate | None
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search over the layouts of one run on one target.
+
+    question: the run, without overrides of its layout. say: prints a line of progress. top: the number of plans that fit which the answer
+    should have at least.
+    """
+
+    question: Question
+    target: Target
+    space: Sequence[Candidate]
+    plans: Plans
+    seconds: float
+    top: int
+    say: Callable[[str], None]
+    tries: list[Try] = field(default_factory=list[Try])
+    started: float = field(default_factory=time.monotonic)
+    _estimator: Estimator | None = None
+    _asked: set[Candidate] = field(default_factory=set[Candidate])
+    _is_over: bool = False
+
+    def run(self) -> None:
+        """Searches until it is done, the time is over, or Ctrl-C. Raises InputError if not a single layout can be compiled."""
+        try:
+            self._first()
+            self._rest()
+        except KeyboardInterrupt:
+            self.say("Interrupted: this is the best so far")
+        finally:
+            self.plans.close()
+
+    @property
+    def best(self) -> Try | None:
+        """The fastest plan that fits."""
+        return next(iter(self.ranked()), None)
+
+    def ranked(self) -> list[Try]:
+        """The plans that fit, the fastest first."""
+        return sorted((t for t in self.tries if t.plan.is_usable), key=lambda t: t.plan.seconds)
+
+    @property
+    def estimator(self) -> Estimator | None:
+        """What estimates layouts; None before the first plan."""
+        return self._estimator
+
+    def pruned(self) -> dict[str, int]:
+        """How many layouts were not planned, by reason."""
+        found: collections.Counter[str] = collections.Counter()
+        best = self.best
+        for candidate in self.space:
+            if candidate in self._asked or self._estimator is None:
+                continue
+            estimate = self._estimator.estimate(candidate)
+            if not self._may_fit(estimate):
+                found["too large for the memory, by estimate"] += 1
+            elif best is not None and estimate.seconds * _GAIN >= best.plan.seconds:
+                found["slower than the best, by estimate"] += 1
+            else:
+                found["not reached"] += 1
+        return dict(found)
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    def _first(self) -> None:
+        """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
+        problems: list[str] = []
+        for candidate in sorted(self.space, key=_simplicity)[:_FIRST]:
+            plan = self._ask(candidate).result()
+            if not plan.problems:
+                self._estimator = Estimator(step=self._step(candidate, plan), collective=self._collective())
+                self._take(candidate, plan, None)
+                return
+            problems += plan.problems
+        raise InputError(list(dict.fromkeys(problems)))
+
+    def _rest(self) -> None:
+        pending: dict[concurrent.futures.Future[Answer], tuple[Candidate, Estimate]] = {}
+        while True:
+            while not self._is_late and len(pending) < self.plans.workers and (found := self._next([c for c, _ in pending.values()])):
+                pending[self._ask(found[0])] = found
+            if not pending:
+                return
+            done, _ = concurrent.futures.wait(pending, timeout=_POLL, return_when=concurrent.futures.FIRST_COMPLETED)
+            if self._is_late and not done:
+                self.say(f"{self.seconds:g} s are over: {len(pending)} plans were not ready")
+                return
+            for future in done:
+                self._take(*pending[future][:1], _result(future), pending.pop(future)[1])
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.started > self.seconds
+
+    def _next(self, pending: Sequence[Candidate]) -> tuple[Candidate, Estimate] | None:
+        """The layout to plan next; None if no other is worth it."""
+        assert self._estimator is not None
+        open_ones = [(c, self._estimator.estimate(c)) for c in self.space if c not in self._asked]
+        open_ones = [(c, e) for c, e in open_ones if self._may_fit(e)]
+        if not open_ones:
+            return None
+        best = self.best
+        known = {_kind(t.candidate) for t in self.tries} | {_kind(c) for c in pending}
+        shortest = min(e.seconds for _, e in open_ones)
+        limit = min(shortest, best.plan.seconds) if best is not None else shortest
+        # A kind that nobody has compiled may be better than its estimate, but not by any factor.
+        new = [(c, e) for c, e in open_ones if _kind(c) not in known and e.seconds < 1.5 * limit]
+        found = min(new or open_ones, key=lambda pair: pair[1].seconds)
+        is_enough = len(self.ranked()) >= self.top
+        if not new and is_enough and best is not None and found[1].seconds * _GAIN >= best.plan.seconds:
+            return None
+        return found
+
+    def _ask(self, candidate: Candidate) -> concurrent.futures.Future[Answer]:
+        self._asked.add(candidate)
+        return self.plans.ask(
+            Question(
+                config=self.question.config,
+                overrides=(*self.question.overrides, *candidate.overrides),
+                code=self.question.code,
+                target=self.question.target,
+                devices=self.question.devices,
+            )
+        )
+
+    def _take(self, candidate: Candidate, plan: Answer, estimate: Estimate | None) -> None:
+        assert self._estimator is not None
+        self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
+        if not plan.problems:
+            self._estimator.learn(candidate, plan)
+        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {describe(candidate)}")
+
+    def _may_fit(self, estimate: Estimate) -> bool:
+        assert self._estimator is not None
+        memory = self._estimator.step.memory
+        return memory is None or estimate.peak_bytes <= _MARGIN * memory
+
+    def _step(self, candidate: Candidate, plan: Answer) -> Step:
+        """What the first plan says about the model's step on any mesh."""
+        sizes, chip = candidate.sizes, self.target.chip
+        devices = math.prod(sizes.values())
+        split = math.prod(size for axis, size in candidate.mesh if axis not in ("data", "replica"))
+        # Parameters are f32, as the trainer stores them.
+        parameters = plan.parameter_bytes * split / 4
+        return Step(
+            flops=plan.model_flops * devices,
+            parameters=parameters,
+            state_bytes=plan.args_bytes * split,
+            layer_bytes=plan.activations / candidate.rows * sizes.get(STAGE, 1),
+            batch=math.prod(sizes[axis] for axis in candidate.batch_axes) * candidate.rows * candidate.parts,
+            peak=chip.peak_flops("bf16") * 0.6,
+            hbm=chip.hbm_gbs * 1e9,
+            memory=0.95 * chip.hbm_gb * 1e9,
+        )
+
+    def _collective(self) -> Callable[[dict[str, int], Sequence[str], float], float]:
+        """Seconds of a collective over axes of a mesh, whose devices are on hosts in order."""
+        per_host, known = self.target.per_host, dict[tuple[object, ...], tuple[int, ...]]()
+        network = Network(target=self.target, hosts=[device // per_host for device in range(self.target.num_devices)])
+
+        def seconds(mesh: dict[str, int], axes: Sequence[str], sent: float) -> float:
+            key = (tuple(mesh.items()), tuple(axes))
+            if key not in known:
+                known[key] = _first_group(mesh, axes)
+            return network.seconds([known[key]], round(sent))
+
+        return seconds
+
+
+def _first_group(mesh: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    """The devices that the first device talks to along some axes."""
+    group, stride = [0], 1
+    for axis, size in reversed(mesh.items()):
+        if axis in axes:
+            group = [device + stride * step for step in range(size) for device in group]
+        stride *= size
+    return tuple(sorted(group))
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts that need little memory and few collectives come first."""
+    sizes = candidate.sizes
+    split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
+    return (candidate.stages is not None, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts of one kind have programs of one form."""
+    sizes = candidate.sizes
+    return (candidate.rules, candidate.stages is not None, sizes.get("tensor", 1) > 1, candidate.remat)
+
+
+def _result(future: concurrent.futures.Future[Answer]) -> Answer:
+    try:
+        return future.result()
+    except concurrent.futures.process.BrokenProcessPool:
+        return Answer(problems=("the process that planned this layout died; it may have run out of memory",))
+
+
+def _outcome(plan: Answer) -> str:
+    if plan.problems:
+        return "refused"
+    size = f"{plan.peak_bytes / 2**30:.0f} GiB"
+    return f"{plan.seconds:.4g} s, {size}" if plan.fits else f"{size} do not fit"
+
+
+def describe(candidate: Candidate) -> str:
+    """A layout in one line."""
+    rules = "" if candidate.rules is None else f"{candidate.rules.removeprefix('jgt:')}: "
+    stages = "" if candidate.stages is None else f", {candidate.stages.text}"
+    parts = f" x {candidate.accumulate}" if candidate.accumulate > 1 else ""
+    remat = "" if candidate.remat in (None, "none") and candidate.stages else f", remat {candidate.remat or 'as set'}"
+    return f"{rules}{candidate.mesh_text}{stages}, rows {candidate.rows}{parts}{remat}"
