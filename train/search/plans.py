@@ -115,7 +115,9 @@ class Plans:
             return None
         with contextlib.suppress(InputError):
             run = load(question.config, question.overrides, code=read_code(question.code))
-            key = json.dumps([run.resolved(), run.code.checksum, question.target, question.devices, _versions()], sort_keys=True, default=str)
+            key = json.dumps(
+                [run.resolved(), run.code.checksum, question.target, question.devices, _versions()], sort_keys=True, default=str
+            )
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         return None
 

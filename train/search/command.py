@@ -1,0 +1,140 @@
+"""`jgt plan --search`: the command around a search."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from jgt.document import InputError, collect
+from jgt.hardware.chip import Target, parse_target
+
+from ..code.files import read_code
+from .answer import draw, print_answer, run_document, to_json, write_run
+from .plans import Plans, Question, plans_folder
+from .search import Search
+from .space import Open, candidates
+
+SECONDS, TOP = 300, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a search."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the run's file leaves them open",
+    )
+    group.add_argument("--time", type=_seconds, default=SECONDS, metavar="S", help=f"seconds that a search may take ({SECONDS})")
+    group.add_argument("--top", type=_count, default=TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({TOP})")
+    group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
+    group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
+    group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
+
+
+def search(arguments: argparse.Namespace) -> int:
+    """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong."""
+    try:
+        target, found = _search(arguments)
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    config, tokens = arguments.config, _tokens(arguments)
+    found.run()
+    best = found.best
+    if best is None:
+        print(_nothing_fits(found), file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(to_json(found, tokens), indent=1))
+    else:
+        print_answer(found, Path(config).stem, batch_tokens=tokens)
+    try:
+        if arguments.write is not None:
+            path = Path(arguments.write)
+            write_run(path, run_document(config, arguments.overrides, best, path.parent), best, target.text)
+            print(f"Wrote {path}", file=sys.stderr)
+        if arguments.picture is not None:
+            draw(found, Path(arguments.picture))
+            print(f"Wrote {arguments.picture}", file=sys.stderr)
+    except OSError as error:
+        print(f"jgt plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _search(arguments: argparse.Namespace) -> tuple[Target, Search]:
+    """The target, and a search that has not begun. Raises InputError with all problems."""
+    problems: list[str] = []
+    if arguments.config is None:
+        problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
+    others = [name for name in ("html", "lock", "check", "diff", "devices") if getattr(arguments, name, None) is not None]
+    problems += [f"command line: --{name} cannot be combined with --search" for name in others]
+    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
+    target, opened = None, None
+    with collect(problems):
+        if arguments.target is None:
+            raise InputError(
+                ["command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare"]
+            )
+        target = parse_target(arguments.target)
+    if arguments.config is not None:
+        with collect(problems):
+            opened = Open.read(arguments.config, arguments.overrides, read_code(arguments.code))
+    if problems or target is None or opened is None:
+        raise InputError(problems)
+    space = candidates(opened, target.num_devices)
+    question = Question(
+        config=arguments.config,
+        overrides=(*arguments.overrides, f"devices.virtual_cpu={target.num_devices}"),
+        code=tuple(arguments.code),
+        target=target.text,
+        devices=target.num_devices,
+    )
+    return target, Search(
+        question=question,
+        target=target,
+        space=space,
+        plans=Plans(None if arguments.no_cache else plans_folder()),
+        seconds=arguments.time,
+        top=arguments.top,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+def _tokens(arguments: argparse.Namespace) -> int:
+    config = Open.read(arguments.config, arguments.overrides, read_code(arguments.code)).run.config
+    return config.train.batch * (config.model.seq or 1)
+
+
+def _nothing_fits(found: Search) -> str:
+    """The nearest layout, and what it lacks."""
+    planned = [t for t in found.tries if not t.plan.problems]
+    if not planned:
+        return "jgt plan: no layout was planned in the time there was. Give it more with --time"
+    nearest = min(planned, key=lambda t: t.plan.peak_bytes)
+    limit = found.target.chip.hbm_gb * 0.95
+    from .search import describe
+
+    return (
+        f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: "
+        f"{describe(nearest.candidate)}. Use more or larger devices, or a smaller train.batch"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value
