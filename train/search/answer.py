@@ -81,7 +81,8 @@ def _notes(search: Search) -> Iterator[str]:
     if too_large:
         nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
         limit = search.target.chip.hbm_gb * 0.95
-        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {nearest.plan.peak_bytes / 1e9:.0f}: {describe(nearest.candidate)}"
+        size = nearest.plan.peak_bytes / 1e9
+        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {describe(nearest.candidate)}"
     if refused:
         yield f"{len(refused)} were refused, such as {describe(refused[0].candidate)}: {refused[0].plan.problems[0]}"
     errors = accuracy(search.tries)

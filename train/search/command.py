@@ -14,7 +14,7 @@ from jgt.hardware.chip import Target, parse_target
 from ..code.files import read_code
 from .answer import draw, print_answer, run_document, to_json, write_run
 from .plans import Plans, Question, plans_folder
-from .search import Search
+from .search import Search, describe
 from .space import Open, candidates
 
 SECONDS, TOP = 300, 6
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--search",
         action="store_true",
-        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the run's file leaves them open",
+        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the file leaves them open",
     )
     group.add_argument("--time", type=_seconds, default=SECONDS, metavar="S", help=f"seconds that a search may take ({SECONDS})")
     group.add_argument("--top", type=_count, default=TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({TOP})")
@@ -118,12 +118,9 @@ def _nothing_fits(found: Search) -> str:
         return "jgt plan: no layout was planned in the time there was. Give it more with --time"
     nearest = min(planned, key=lambda t: t.plan.peak_bytes)
     limit = found.target.chip.hbm_gb * 0.95
-    from .search import describe
-
-    return (
-        f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: "
-        f"{describe(nearest.candidate)}. Use more or larger devices, or a smaller train.batch"
-    )
+    needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {describe(nearest.candidate)}"
+    remedy = "Use more or larger devices, or a smaller train.batch"
+    return f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. {needs}. {remedy}"
 
 
 def _seconds(text: str) -> float:

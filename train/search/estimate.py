@@ -1,7 +1,7 @@
 """What a layout should take, before it is planned: a short closed form whose constants come from the plans that a search has made.
 
-The form knows no model. From the first plan it takes what every training step has: parameters, FLOPs, and the arrays that a layer leaves for
-the backward pass. From a layout it takes how these divide over the mesh:
+The form knows no model. From the first plan it takes what every training step has: parameters, FLOPs, and the arrays that a layer leaves
+for the backward pass. From a layout it takes how these divide over the mesh:
 
     compute     the step's FLOPs over the devices, with what is computed again, over the share of time that is not bubble
     gathers     parameters that are sharded over an axis of the batch, gathered for each part of the batch; what compute cannot hide
@@ -121,7 +121,7 @@ class Estimator:
         update = 2 * step.state_bytes / split / step.hbm
         parts = {"compute": compute * (1 - bubble), "bubble": compute * bubble, "gathers": gathers, "sums": sums, "tensor": tensor}
         parts["update"] = update
-        peak = step.state_bytes / split + 4 * step.parameters / split + self._kept(candidate, simulation)
+        peak = self._state_bytes(candidate) + self._gradient_bytes(candidate) + self._kept(candidate, simulation)
         return Estimate(seconds=sum(parts.values()), peak_bytes=peak, parts=parts, bubble=bubble)
 
     def _gathers(self, candidate: Candidate, weights: float, passes: int, compute: float) -> float:
@@ -162,17 +162,26 @@ class Estimator:
         layers = self.step.layer_bytes * candidate.rows * alive / candidate.sizes.get(STAGE, 1)
         return layers * (own / split + 0.5 / tensor) + 3e8
 
+    def _gradient_bytes(self, candidate: Candidate) -> float:
+        """Gradients in f32, and the weights that a pipeline holds whole during its ticks, whose gradients are whole, too."""
+        parameters, stages = self.step.parameters, candidate.stages
+        if stages is not None and stages.gather == "step":
+            return (4 + _BYTES) * parameters / self._model_split(candidate)
+        # Sums over the parts of a batch are there beside the gradients of a part.
+        return (4 if candidate.parts == 1 else 8) * parameters / self._split(candidate)
+
     def _split(self, candidate: Candidate) -> int:
-        """The devices that share a parameter's state."""
-        axes = candidate.sizes
-        zero1 = axes.get("data", 1) if candidate.rules == "jgt:zero1" else 1
-        return self._model_split(candidate) * axes.get("fsdp", 1) * zero1
+        """The devices that share a parameter."""
+        return self._model_split(candidate) * candidate.sizes.get("fsdp", 1)
 
     def _model_split(self, candidate: Candidate) -> int:
         return math.prod(size for axis, size in candidate.mesh if axis not in candidate.batch_axes or axis == "expert")
 
     def _state_bytes(self, candidate: Candidate) -> float:
-        return self.step.state_bytes / self._split(candidate)
+        state, own = self.step.state_bytes, 4 * self.step.parameters
+        # With ZeRO-1 each device has all parameters, in f32, and a part of the rest.
+        more = candidate.sizes.get("data", 1) if candidate.rules == "jgt:zero1" else 1
+        return (own + (state - own) / more) / self._split(candidate)
 
     # -- what plans add ---------------------------------------------------------------------------------------------------
 

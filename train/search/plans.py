@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -24,6 +25,7 @@ from typing import Any, cast
 
 import jgt
 from jgt.document import InputError
+from jgt.hardware.chip import parse_target
 
 from ..code.files import read_code
 from ..config import load
@@ -106,7 +108,7 @@ class Plans:
             # A forked process would share XLA's threads with this one, if it had any.
             context = multiprocessing.get_context("spawn")
             self._pool = concurrent.futures.ProcessPoolExecutor(
-                self.workers, mp_context=context, initializer=_ignore_interrupt, max_tasks_per_child=_TASKS
+                self.workers, mp_context=context, initializer=_prepare_worker, max_tasks_per_child=_TASKS
             )
         return self._pool
 
@@ -129,8 +131,6 @@ def plans_folder() -> Path:
 
 def answer(question: Question, path: Path | None = None) -> Answer:
     """Makes a plan in this process, and stores it. What is wrong with the candidate is in the answer's problems."""
-    from jgt.hardware.chip import parse_target
-
     from ..plan.make import make_plan
 
     try:
@@ -195,12 +195,7 @@ def _sources(package: Path) -> Iterator[Path]:
     yield from sorted(file for kind in ("*.py", "*.yaml") for file in package.rglob(kind))
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C is for the searching process, which ends its workers."""
+def _prepare_worker() -> None:
+    """Ctrl-C is for the searching process, which ends its workers. What a mesh warns of is in its plan."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def as_question(config: str, overrides: Sequence[str], code: Sequence[str], target: str | None, devices: int) -> Question:
-    """A question about a run's file. The number of devices replaces the file's."""
-    more = () if target is not None and devices == 0 else (f"devices.virtual_cpu={devices}",)
-    return Question(config=config, overrides=(*overrides, *more), code=tuple(code), target=target, devices=devices)
+    warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """The search: estimate all layouts, plan the most promising, learn from the plan, and begin again.
 
-The first plans are of different kinds of layouts, so that each kind has been compiled once before the estimates decide. Then whatever should
-be fastest is planned next, until nothing is left that should be faster than what was found, or until the time is over. So the answer is
-always a plan of the real program, and estimates only say in which order to look.
+The first plans are of different kinds of layouts, so that each kind has been compiled once before the estimates decide. Then whatever
+should be fastest is planned next, until nothing is left that should be faster than what was found, or until the time is over. So the
+answer is always a plan of the real program, and estimates only say in which order to look.
 
 Invariant: a search that is interrupted has the best layout of all plans that were ready.
 """
@@ -28,6 +28,8 @@ _MARGIN = 1.25
 """A layout is planned if its estimated peak is at most this many times the memory: estimates are wrong, too."""
 _GAIN = 1.02
 """A search ends where no estimate is shorter than the best plan by less than this."""
+_NEW = 1.3
+"""A kind of layout that has no plan yet is planned if its estimate is at most this many times the best."""
 _FIRST = 6
 """Layouts that are tried for the first plan, which needs to compile and not to fit."""
 _POLL = 0.5
@@ -147,7 +149,7 @@ class Search:
         shortest = min(e.seconds for _, e in open_ones)
         limit = min(shortest, best.plan.seconds) if best is not None else shortest
         # A kind that nobody has compiled may be better than its estimate, but not by any factor.
-        new = [(c, e) for c, e in open_ones if _kind(c) not in known and e.seconds < 1.5 * limit]
+        new = [(c, e) for c, e in open_ones if _kind(c) not in known and e.seconds < _NEW * limit]
         found = min(new or open_ones, key=lambda pair: pair[1].seconds)
         is_enough = len(self.ranked()) >= self.top
         if not new and is_enough and best is not None and found[1].seconds * _GAIN >= best.plan.seconds:
@@ -224,13 +226,15 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     """Layouts that need little memory and few collectives come first."""
     sizes = candidate.sizes
     split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
-    return (candidate.stages is not None, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
+    # What is kept inside a loop over parts of the batch is not in a plan's table.
+    is_looped = candidate.accumulate > 1
+    return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     """Layouts of one kind have programs of one form."""
-    sizes = candidate.sizes
-    return (candidate.rules, candidate.stages is not None, sizes.get("tensor", 1) > 1, candidate.remat)
+    sizes, stages = candidate.sizes, candidate.stages
+    return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
 
 
 def _result(future: concurrent.futures.Future[Answer]) -> Answer:
