@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
@@ -12,7 +13,7 @@ from jgt.document import InputError, collect
 from jgt.hardware.chip import Target, parse_target
 
 from ..code.files import read_code
-from .answer import draw, print_answer, run_document, to_json, write_run
+from .answer import print_answer, run_document, to_json, write_run
 from .plans import Plans, Question, plans_folder
 from .search import Search, describe
 from .space import Open, candidates
@@ -58,7 +59,7 @@ def search(arguments: argparse.Namespace) -> int:
             write_run(path, run_document(config, arguments.overrides, best, path.parent), best, target.text)
             print(f"Wrote {path}", file=sys.stderr)
         if arguments.picture is not None:
-            draw(found, Path(arguments.picture))
+            importlib.import_module(".picture", __package__).draw(found, Path(arguments.picture))
             print(f"Wrote {arguments.picture}", file=sys.stderr)
     except OSError as error:
         print(f"jgt plan: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Plans of candidates, made in processes of their own, and remembered.
 
-A plan takes seconds and most of a core. Workers compile side by side, while the searching process imports no JAX and can answer a Ctrl-C. A
-worker that dies takes only its plan with it.
+A plan takes seconds and most of a core. Workers (`worker.py`) compile side by side, while the searching process imports no JAX and can
+answer a Ctrl-C. A worker that dies takes only its plan with it.
 
 A plan is stored by everything that it depends on: the resolved run, the target, the flags, the versions of JAX and the code of jgt.
 """
@@ -13,26 +13,28 @@ import contextlib
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import warnings
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jgt
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
 
 from ..code.files import read_code
 from ..config import load
 
 WORKERS = 2
-_TASKS = 6
+_PLANS = 6
 """Plans that a worker makes before another takes its place: XLA does not give all of its memory back."""
+
+_WORKER = "from jgt.trainer import trainer; trainer('search.worker').serve()"
+_DIED = "the process that planned this layout died; it may have run out of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,11 @@ class Plans:
     def __init__(self, folder: Path | None, workers: int = WORKERS):
         self._folder = folder
         self.workers = max(1, min(workers, os.cpu_count() or 1))
-        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.workers)
+        # A worker belongs to the thread that speaks to it.
+        self._local = threading.local()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._is_closed = False
         self.num_made = 0
         self.num_found = 0
 
@@ -93,33 +99,57 @@ class Plans:
             done.set_result(stored)
             return done
         self.num_made += 1
-        return self._workers().submit(answer, question, path)
+        return self._threads.submit(self._made, question, path)
 
     def close(self) -> None:
         """Ends the workers at once, also in the middle of a plan."""
-        if self._pool is not None:
-            for process in list((getattr(self._pool, "_processes", None) or {}).values()):
-                process.terminate()
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        self._is_closed = True
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.communicate()
 
-    def _workers(self) -> concurrent.futures.ProcessPoolExecutor:
-        if self._pool is None:
-            # A forked process would share XLA's threads with this one, if it had any.
-            context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                self.workers, mp_context=context, initializer=_prepare_worker, max_tasks_per_child=_TASKS
-            )
-        return self._pool
+    def _made(self, question: Question, path: Path | None) -> Answer:
+        process = self._worker()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            print(json.dumps(asdict(question)), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except (OSError, ValueError):
+            line = ""
+        if not line:
+            process.kill()
+            self._local.process = None
+            return Answer(problems=(_DIED,))
+        found = _from_json(json.loads(line))
+        if path is not None and not found.problems:
+            _write(path, found)
+        return found
+
+    def _worker(self) -> subprocess.Popen[str]:
+        """This thread's worker; a new one after some plans, or if it has died."""
+        process = getattr(self._local, "process", None)
+        if process is not None and self._local.plans < _PLANS and process.poll() is None:
+            self._local.plans += 1
+            return process
+        if process is not None:
+            process.kill()
+        command = [sys.executable, "-c", _WORKER]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._processes.append(process)
+        self._local.process, self._local.plans = process, 1
+        if self._is_closed:
+            process.kill()
+        return process
 
     def _path(self, question: Question) -> Path | None:
         if self._folder is None:
             return None
         with contextlib.suppress(InputError):
             run = load(question.config, question.overrides, code=read_code(question.code))
-            key = json.dumps(
-                [run.resolved(), run.code.checksum, question.target, question.devices, _versions()], sort_keys=True, default=str
-            )
+            parts = [run.resolved(), run.code.checksum, question.target, question.devices, _versions()]
+            key = json.dumps(parts, sort_keys=True, default=str)
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         return None
 
@@ -129,56 +159,23 @@ def plans_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt" / "plans"
 
 
-def answer(question: Question, path: Path | None = None) -> Answer:
-    """Makes a plan in this process, and stores it. What is wrong with the candidate is in the answer's problems."""
-    from ..plan.make import make_plan
-
-    try:
-        run = load(question.config, question.overrides, code=read_code(question.code))
-        target = None if question.target is None else parse_target(question.target)
-        plan = make_plan(run, target, question.devices).to_json()
-    except InputError as error:
-        return Answer(problems=tuple(error.problems))
-    except (ValueError, RuntimeError) as error:
-        return Answer(problems=(str(error).splitlines()[0][:300],))
-    found = _of_plan(plan)
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Another search may read the file while it is written.
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(asdict(found)))
-            draft.replace(path)
-    return found
-
-
-def _of_plan(plan: dict[str, Any]) -> Answer:
-    memory, step = plan["memory"], plan["step_time_ms"]
-    sent: dict[str, int] = {}
-    for row in plan["collectives"]:
-        axes = " x ".join(row["axes"])
-        sent[axes] = sent.get(axes, 0) + row["total_bytes"]
-    return Answer(
-        seconds=0.0 if step is None else step / 1e3,
-        peak_bytes=memory["peak_bytes"],
-        args_bytes=memory["args_bytes"],
-        gradient_bytes=memory["gradient_bytes"],
-        activations=sum(memory["activations"].values()),
-        fits=memory["fits"] is not False,
-        flops=plan["flops_per_device"],
-        model_flops=plan["model_flops_per_device"],
-        parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
-        exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
-        sent=sent,
-        warnings=tuple(plan["warnings"]),
-    )
-
-
 def _read(path: Path) -> Answer | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        values = cast("dict[str, Any]", json.loads(path.read_text()))
-        return Answer(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        return _from_json(json.loads(path.read_text()))
     return None
+
+
+def _write(path: Path, found: Answer) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another search may read the file while it is written.
+        draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        draft.write_text(json.dumps(asdict(found)))
+        draft.replace(path)
+
+
+def _from_json(values: Mapping[str, Any]) -> Answer:
+    return Answer(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 @functools.cache
@@ -193,9 +190,3 @@ def _versions() -> list[str]:
 
 def _sources(package: Path) -> Iterator[Path]:
     yield from sorted(file for kind in ("*.py", "*.yaml") for file in package.rglob(kind))
-
-
-def _prepare_worker() -> None:
-    """Ctrl-C is for the searching process, which ends its workers. What a mesh warns of is in its plan."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")

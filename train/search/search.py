@@ -131,7 +131,7 @@ class Search:
                 self.say(f"{self.seconds:g} s are over: {len(pending)} plans were not ready")
                 return
             for future in done:
-                self._take(*pending[future][:1], _result(future), pending.pop(future)[1])
+                self._take(*pending[future][:1], future.result(), pending.pop(future)[1])
 
     @property
     def _is_late(self) -> bool:
@@ -235,13 +235,6 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     """Layouts of one kind have programs of one form."""
     sizes, stages = candidate.sizes, candidate.stages
     return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
-
-
-def _result(future: concurrent.futures.Future[Answer]) -> Answer:
-    try:
-        return future.result()
-    except concurrent.futures.process.BrokenProcessPool:
-        return Answer(problems=("the process that planned this layout died; it may have run out of memory",))
 
 
 def _outcome(plan: Answer) -> str:
