@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,38 +71,51 @@ class Estimate:
     bubble: float
 
 
-@dataclass
 class Estimator:
-    """Estimates layouts, and learns from plans."""
+    """Estimates all layouts of a space, and learns from plans. seconds, peak_bytes: the estimates, in the order of the space."""
 
-    step: Step
-    collective: Seconds
-    _times: list[tuple[Candidate, float]] = field(default_factory=list[tuple[Candidate, float]])
-    _sizes: list[tuple[Candidate, float]] = field(default_factory=list[tuple[Candidate, float]])
-    _names: list[str] = field(default_factory=list[str])
-    _weights: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    def __init__(self, step: Step, collective: Seconds, space: Sequence[Candidate]):
+        self.step, self._collective, self.space = step, collective, space
+        features = [_features(candidate) for candidate in space]
+        names = {name: column for column, name in enumerate(sorted({name for of in features for name in of}), 1)}
+        # [layouts, 1 + features]: the first column is the constant.
+        self._features = np.zeros((len(space), len(names) + 1))
+        self._features[:, 0] = 1
+        for row, of in enumerate(features):
+            for name, value in of.items():
+                self._features[row, names[name]] = value
+        self._forms = [self._form(candidate) for candidate in space]
+        self._seconds = np.array([form.seconds for form in self._forms])
+        self._state = np.array([self._state_bytes(candidate) for candidate in space])
+        self._rest = np.array([form.peak_bytes for form in self._forms]) - self._state
+        self._times: list[tuple[int, float]] = []
+        self._sizes: list[tuple[int, float]] = []
+        self.seconds, self.peak_bytes = self._seconds, self._state + self._rest
 
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """The estimate of a layout, corrected by all plans so far."""
-        form = self._form(candidate)
-        time, size = (math.exp(self._correction(candidate, weights)) for weights in self._weights)
-        kept = form.peak_bytes - self._state_bytes(candidate)
-        return Estimate(
-            seconds=form.seconds * time,
-            peak_bytes=self._state_bytes(candidate) + kept * size,
-            parts={name: seconds * time for name, seconds in form.parts.items()},
-            bubble=form.bubble,
-        )
+    def estimate(self, index: int) -> Estimate:
+        """The estimate of a layout by its index, corrected by all plans so far."""
+        form, seconds = self._forms[index], float(self.seconds[index])
+        parts = {name: part * seconds / form.seconds for name, part in form.parts.items()}
+        return Estimate(seconds=seconds, peak_bytes=float(self.peak_bytes[index]), parts=parts, bubble=form.bubble)
 
-    def learn(self, candidate: Candidate, plan: Answer) -> None:
+    def learn(self, index: int, plan: Answer) -> None:
         """Takes a plan of this layout into account."""
-        form, state = self._form(candidate), self._state_bytes(candidate)
         # A program that does not fit is scheduled for memory, so that its time says little.
         if plan.fits and plan.seconds:
-            self._times.append((candidate, math.log(plan.seconds / form.seconds)))
-        self._sizes.append((candidate, math.log(max(plan.peak_bytes - state, 1e6) / (form.peak_bytes - state))))
-        self._names = sorted({name for c, _ in (*self._times, *self._sizes) for name in _features(c)})
-        self._weights = (self._fit(self._times), self._fit(self._sizes))
+            self._times.append((index, math.log(plan.seconds / self._seconds[index])))
+        self._sizes.append((index, math.log(max(plan.peak_bytes - self._state[index], 1e6) / self._rest[index])))
+        self.seconds = self._seconds * self._correction(self._times)
+        self.peak_bytes = self._state + self._rest * self._correction(self._sizes)
+
+    def _correction(self, found: Sequence[tuple[int, float]]) -> np.ndarray:
+        """The factor for each layout, by a ridge regression of the logarithms that were found."""
+        if not found:
+            return np.ones(len(self.space))
+        rows, values = self._features[[index for index, _ in found]], np.array([value for _, value in found])
+        # The constant is not held back; a feature of few plans is.
+        ridge = _RIDGE * np.eye(rows.shape[1])
+        ridge[0, 0] = 1e-3
+        return np.exp(self._features @ np.linalg.solve(rows.T @ rows + ridge, rows.T @ values))
 
     # -- the form ---------------------------------------------------------------------------------------------------------
 
@@ -130,7 +143,7 @@ class Estimator:
             return 0.0
         n = candidate.sizes["fsdp"]
         # Once forward, once backward, and the gradients scattered.
-        seconds = self.collective(candidate.sizes, axes, 3 * passes * weights * (n - 1) / n)
+        seconds = self._collective(candidate.sizes, axes, 3 * passes * weights * (n - 1) / n)
         return max(seconds - _HIDDEN * compute, 0.02 * seconds)
 
     def _sums(self, candidate: Candidate, weights: float) -> float:
@@ -138,7 +151,7 @@ class Estimator:
         if not axes:
             return 0.0
         n, shards = math.prod(candidate.sizes[axis] for axis in axes), candidate.sizes.get("fsdp", 1)
-        return 0.7 * self.collective(candidate.sizes, axes, 2 * weights / shards * (n - 1) / n)
+        return 0.7 * self._collective(candidate.sizes, axes, 2 * weights / shards * (n - 1) / n)
 
     def _tensor(self, candidate: Candidate, again: float) -> float:
         n = candidate.sizes.get("tensor", 1)
@@ -147,7 +160,7 @@ class Estimator:
         rows = self.step.batch / math.prod(candidate.sizes[axis] for axis in candidate.batch_axes)
         # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward.
         sent = (8 + 4 * (again > 0.2)) * self.step.layer_bytes * rows / candidate.sizes.get(STAGE, 1) * (n - 1) / n
-        return self.collective(candidate.sizes, ["tensor"], sent)
+        return self._collective(candidate.sizes, ["tensor"], sent)
 
     def _kept(self, candidate: Candidate, simulation: Simulation | None) -> float:
         """What the forward pass keeps, and as much again as one layer works with."""
@@ -182,24 +195,6 @@ class Estimator:
         # With ZeRO-1 each device has all parameters, in f32, and a part of the rest.
         more = candidate.sizes.get("data", 1) if candidate.rules == "jgt:zero1" else 1
         return (own + (state - own) / more) / self._split(candidate)
-
-    # -- what plans add ---------------------------------------------------------------------------------------------------
-
-    def _fit(self, found: Sequence[tuple[Candidate, float]]) -> np.ndarray | None:
-        if not found:
-            return None
-        rows = np.array([[1.0, *(_features(c).get(name, 0.0) for name in self._names)] for c, _ in found])
-        values = np.array([value for _, value in found])
-        # The constant is not held back; a feature of few plans is.
-        ridge = _RIDGE * np.eye(rows.shape[1])
-        ridge[0, 0] = 1e-3
-        return np.linalg.solve(rows.T @ rows + ridge, rows.T @ values)
-
-    def _correction(self, candidate: Candidate, weights: np.ndarray | None) -> float:
-        if weights is None:
-            return 0.0
-        features = _features(candidate)
-        return float(weights @ np.array([1.0, *(features.get(name, 0.0) for name in self._names)]))
 
 
 def _features(candidate: Candidate) -> dict[str, float]:

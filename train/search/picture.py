@@ -18,8 +18,7 @@ def draw(search: Search, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if (estimator := search.estimator) is not None:
-        guesses = [estimator.estimate(candidate) for candidate in search.space]
-        axes.scatter([e.seconds for e in guesses], [e.peak_bytes / 1e9 for e in guesses], s=4, c="#bbbbbb", label="estimated")
+        axes.scatter(estimator.seconds, estimator.peak_bytes / 1e9, s=4, c="#bbbbbb", label="estimated")
     ranked = search.ranked()
     axes.scatter([t.plan.seconds for t in ranked], [t.plan.peak_bytes / 1e9 for t in ranked], s=28, c="#1f77b4", label="planned")
     front = frontier([(t.plan.seconds, t.plan.peak_bytes / 1e9) for t in ranked])

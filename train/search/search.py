@@ -9,12 +9,13 @@ Invariant: a search that is interrupted has the best layout of all plans that we
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from jgt.document import InputError
 from jgt.hardware.chip import Target
@@ -64,8 +65,7 @@ class Search:
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
     _estimator: Estimator | None = None
-    _asked: set[Candidate] = field(default_factory=set[Candidate])
-    _is_over: bool = False
+    _asked: set[int] = field(default_factory=set[int])
 
     def run(self) -> None:
         """Searches until it is done, the time is over, or Ctrl-C. Raises InputError if not a single layout can be compiled."""
@@ -93,39 +93,41 @@ class Search:
 
     def pruned(self) -> dict[str, int]:
         """How many layouts were not planned, by reason."""
-        found: collections.Counter[str] = collections.Counter()
-        best = self.best
-        for candidate in self.space:
-            if candidate in self._asked or self._estimator is None:
-                continue
-            estimate = self._estimator.estimate(candidate)
-            if not self._may_fit(estimate):
-                found["too large for the memory, by estimate"] += 1
-            elif best is not None and estimate.seconds * _GAIN >= best.plan.seconds:
-                found["slower than the best, by estimate"] += 1
-            else:
-                found["not reached"] += 1
-        return dict(found)
+        if (estimator := self._estimator) is None:
+            return {}
+        best = math.inf if self.best is None else self.best.plan.seconds
+        is_open = self._open()
+        is_slower = estimator.seconds * _GAIN >= best
+        small = self._may_fit()
+        found = {
+            "too large for the memory, by estimate": is_open & ~small,
+            "slower than the best, by estimate": is_open & small & is_slower,
+            "not reached": is_open & small & ~is_slower,
+        }
+        return {reason: int(count) for reason, these in found.items() if (count := np.count_nonzero(these))}
 
     # -- steps ------------------------------------------------------------------------------------------------------------
 
     def _first(self) -> None:
         """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
         problems: list[str] = []
-        for candidate in sorted(self.space, key=_simplicity)[:_FIRST]:
-            plan = self._ask(candidate).result()
+        for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
+            plan = self._ask(index).result()
             if not plan.problems:
-                self._estimator = Estimator(step=self._step(candidate, plan), collective=self._collective())
-                self._take(candidate, plan, None)
+                self._estimator = Estimator(self._step(self.space[index], plan), self._collective(), self.space)
+                self._take(index, plan, None)
                 return
             problems += plan.problems
         raise InputError(list(dict.fromkeys(problems)))
 
     def _rest(self) -> None:
-        pending: dict[concurrent.futures.Future[Answer], tuple[Candidate, Estimate]] = {}
+        assert self._estimator is not None
+        pending: dict[concurrent.futures.Future[Answer], tuple[int, Estimate]] = {}
         while True:
-            while not self._is_late and len(pending) < self.plans.workers and (found := self._next([c for c, _ in pending.values()])):
-                pending[self._ask(found[0])] = found
+            while not self._is_late and len(pending) < self.plans.workers:
+                if (index := self._next([index for index, _ in pending.values()])) is None:
+                    break
+                pending[self._ask(index)] = index, self._estimator.estimate(index)
             if not pending:
                 return
             done, _ = concurrent.futures.wait(pending, timeout=_POLL, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -133,55 +135,65 @@ class Search:
                 self.say(f"{self.seconds:g} s are over: {len(pending)} plans were not ready")
                 return
             for future in done:
-                self._take(*pending[future][:1], future.result(), pending.pop(future)[1])
+                index, estimate = pending.pop(future)
+                self._take(index, future.result(), estimate)
 
     @property
     def _is_late(self) -> bool:
         return time.monotonic() - self.started > self.seconds
 
-    def _next(self, pending: Sequence[Candidate]) -> tuple[Candidate, Estimate] | None:
-        """The layout to plan next; None if no other is worth it."""
+    def _next(self, pending: Sequence[int]) -> int | None:
+        """The index of the layout to plan next; None if no other is worth it."""
         assert self._estimator is not None
-        open_ones = [(c, self._estimator.estimate(c)) for c in self.space if c not in self._asked]
-        open_ones = [(c, e) for c, e in open_ones if self._may_fit(e)]
-        if not open_ones:
+        seconds, best = self._estimator.seconds, self.best
+        open_ones = np.flatnonzero(self._open() & self._may_fit())
+        if not len(open_ones):
             return None
-        best = self.best
-        known = {_kind(t.candidate) for t in self.tries} | {_kind(c) for c in pending}
-        shortest = min(e.seconds for _, e in open_ones)
-        limit = min(shortest, best.plan.seconds) if best is not None else shortest
+        open_ones = open_ones[np.argsort(seconds[open_ones], kind="stable")]
+        found = int(open_ones[0])
+        limit = seconds[found] if best is None else min(seconds[found], best.plan.seconds)
+        known = {_kind(t.candidate) for t in self.tries} | {_kind(self.space[index]) for index in pending}
         # A kind that nobody has compiled may be better than its estimate, but not by any factor.
-        new = [(c, e) for c, e in open_ones if _kind(c) not in known and e.seconds < _NEW * limit]
-        found = min(new or open_ones, key=lambda pair: pair[1].seconds)
-        if new or best is None or len(self.ranked()) < self.top or found[1].seconds * _GAIN < best.plan.seconds:
+        for index in open_ones[seconds[open_ones] < _NEW * limit]:
+            if _kind(self.space[index]) not in known:
+                return int(index)
+        if best is None or len(self.ranked()) < self.top or seconds[found] * _GAIN < best.plan.seconds:
             return found
         # An estimate that is a little wrong may hide a better layout next to the best one.
-        near = [(c, e) for c, e in open_ones if e.seconds < _NEAR * best.plan.seconds and num_changes(c, best.candidate) == 1]
-        return min(near, key=lambda pair: pair[1].seconds, default=None)
+        near = open_ones[seconds[open_ones] < _NEAR * best.plan.seconds]
+        return next((int(index) for index in near if num_changes(self.space[index], best.candidate) == 1), None)
 
-    def _ask(self, candidate: Candidate) -> concurrent.futures.Future[Answer]:
-        self._asked.add(candidate)
+    def _open(self) -> np.ndarray:
+        """Whether each layout is still to be planned."""
+        found = np.ones(len(self.space), bool)
+        found[list(self._asked)] = False
+        return found
+
+    def _may_fit(self) -> np.ndarray:
+        """Whether the estimate of each layout fits, with a margin."""
+        assert self._estimator is not None
+        memory = self._estimator.step.memory
+        return np.ones(len(self.space), bool) if memory is None else self._estimator.peak_bytes <= _MARGIN * memory
+
+    def _ask(self, index: int) -> concurrent.futures.Future[Answer]:
+        self._asked.add(index)
         return self.plans.ask(
             Question(
                 config=self.question.config,
-                overrides=(*self.question.overrides, *candidate.overrides),
+                overrides=(*self.question.overrides, *self.space[index].overrides),
                 code=self.question.code,
                 target=self.question.target,
                 devices=self.question.devices,
             )
         )
 
-    def _take(self, candidate: Candidate, plan: Answer, estimate: Estimate | None) -> None:
+    def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
         assert self._estimator is not None
+        candidate = self.space[index]
         self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
         if not plan.problems:
-            self._estimator.learn(candidate, plan)
+            self._estimator.learn(index, plan)
         self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {describe(candidate)}")
-
-    def _may_fit(self, estimate: Estimate) -> bool:
-        assert self._estimator is not None
-        memory = self._estimator.step.memory
-        return memory is None or estimate.peak_bytes <= _MARGIN * memory
 
     def _step(self, candidate: Candidate, plan: Answer) -> Step:
         """What the first plan says about the model's step on any mesh."""
