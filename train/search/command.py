@@ -15,8 +15,9 @@ from jgt.hardware.chip import Target, parse_target
 from ..code.files import read_code
 from .answer import print_answer, run_document, to_json, write_run
 from .plans import Plans, Question, plans_folder
-from .search import Search, describe
+from .search import Search, Try, describe
 from .space import Open, candidates
+from .targets import add_target_arguments, is_choice, read_job, search_targets, show_offers
 
 SECONDS, TOP = 300, 6
 
@@ -33,13 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top", type=_count, default=TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({TOP})")
     group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
     group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
+    add_target_arguments(group)
     group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
 
 
 def search(arguments: argparse.Namespace) -> int:
     """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong."""
+    if is_choice(arguments):
+        return _choose(arguments)
     try:
-        target, found = _search(arguments)
+        found = _search(arguments)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -53,10 +57,39 @@ def search(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(found, tokens), indent=1))
     else:
         print_answer(found, Path(config).stem, batch_tokens=tokens)
+    return _write(arguments, found, best)
+
+
+def _choose(arguments: argparse.Namespace) -> int:
+    """Searches on one or several targets, and says what they cost; exit codes as in `search`."""
+
+    def begin(target: Target) -> Search:
+        return _search(argparse.Namespace(**{**vars(arguments), "target": target.text}))
+
+    try:
+        _check(arguments)
+        targets, job = read_job(arguments, _tokens(arguments))
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    found = search_targets(targets, job, begin)
+    first = found[0][1]
+    if len(targets) == 1 and first is not None and first.best is not None and not arguments.json:
+        print_answer(first, Path(arguments.config).stem, batch_tokens=job.batch_tokens)
+    show_offers([offer for offer, _ in found], job, as_json=arguments.json)
+    if first is None or first.best is None:
+        print("jgt plan: no target has a layout that fits. Use more or larger devices, or a smaller train.batch", file=sys.stderr)
+        return 1
+    return _write(arguments, first, first.best)
+
+
+def _write(arguments: argparse.Namespace, found: Search, best: Try) -> int:
+    """Writes the files that the command line asks for; the exit code."""
     try:
         if arguments.write is not None:
             path = Path(arguments.write)
-            write_run(path, run_document(config, arguments.overrides, best, path.parent), best, target.text)
+            document = run_document(arguments.config, arguments.overrides, best, path.parent)
+            write_run(path, document, best, found.target.text)
             print(f"Wrote {path}", file=sys.stderr)
         if arguments.picture is not None:
             importlib.import_module(".picture", __package__).draw(found, Path(arguments.picture))
@@ -67,8 +100,8 @@ def search(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _search(arguments: argparse.Namespace) -> tuple[Target, Search]:
-    """The target, and a search that has not begun. Raises InputError with all problems."""
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises InputError for options that do not fit each other, and for a run's file that cannot be read."""
     problems: list[str] = []
     if arguments.config is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
@@ -76,6 +109,18 @@ def _search(arguments: argparse.Namespace) -> tuple[Target, Search]:
     problems += [f"command line: --{name} cannot be combined with --search" for name in others]
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
+    if arguments.config is not None:
+        with collect(problems):
+            _tokens(arguments)
+    if problems:
+        raise InputError(problems)
+
+
+def _search(arguments: argparse.Namespace) -> Search:
+    """A search that has not begun. Raises InputError with all problems."""
+    problems: list[str] = []
+    with collect(problems):
+        _check(arguments)
     target, opened = None, None
     with collect(problems):
         if arguments.target is None:
@@ -96,7 +141,7 @@ def _search(arguments: argparse.Namespace) -> tuple[Target, Search]:
         target=target.text,
         devices=target.num_devices,
     )
-    return target, Search(
+    return Search(
         question=question,
         target=target,
         space=space,

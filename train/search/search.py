@@ -64,6 +64,7 @@ class Search:
     say: Callable[[str], None]
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
+    is_interrupted: bool = False
     _estimator: Estimator | None = None
     _asked: set[int] = field(default_factory=set[int])
 
@@ -73,6 +74,7 @@ class Search:
             self._first()
             self._rest()
         except KeyboardInterrupt:
+            self.is_interrupted = True
             self.say("Interrupted: this is the best so far")
         finally:
             self.plans.close()
