@@ -12,7 +12,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.hardware.chip import chip_names, load_chip, parse_target
 from train.config import load
-from train.plan.make import make_plan
+from train.setup.planned import make_plan
 
 SIZES = {"data": 2, "tensor": 4}
 RULES = jgt.make_rules(

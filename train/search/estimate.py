@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Simulation, simulate
@@ -29,7 +30,8 @@ from jgt.schedule.simulate import Simulation, simulate
 from .plans import Answer
 from .space import STAGE, Candidate
 
-Seconds = Callable[[dict[str, int], Sequence[str], float], float]
+Numbers = npt.NDArray[np.float64]
+SendTime = Callable[[dict[str, int], Sequence[str], float], float]
 """(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
 
 AGAIN = {"none": 0.05, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
@@ -74,7 +76,7 @@ class Estimate:
 class Estimator:
     """Estimates all layouts of a space, and learns from plans. seconds, peak_bytes: the estimates, in the order of the space."""
 
-    def __init__(self, step: Step, collective: Seconds, space: Sequence[Candidate]):
+    def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
         self.step, self._collective, self.space = step, collective, space
         features = [_features(candidate) for candidate in space]
         names = {name: column for column, name in enumerate(sorted({name for of in features for name in of}), 1)}
@@ -107,7 +109,7 @@ class Estimator:
         self.seconds = self._seconds * self._correction(self._times)
         self.peak_bytes = self._state + self._rest * self._correction(self._sizes)
 
-    def _correction(self, found: Sequence[tuple[int, float]]) -> np.ndarray:
+    def _correction(self, found: Sequence[tuple[int, float]]) -> Numbers:
         """The factor for each layout, by a ridge regression of the logarithms that were found."""
         if not found:
             return np.ones(len(self.space))

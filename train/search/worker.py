@@ -19,8 +19,8 @@ from jgt.hardware.chip import parse_target
 
 from ..code.files import read_code
 from ..config import load
-from ..plan.make import make_plan
-from .plans import Answer, Question
+from ..setup.planned import make_plan
+from .plans import Answer, Question, from_json
 
 
 def serve() -> None:
@@ -31,9 +31,7 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        values = json.loads(line)
-        question = Question(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-        print(json.dumps(asdict(answer(question))), file=replies, flush=True)
+        print(json.dumps(asdict(answer(from_json(Question, json.loads(line))))), file=replies, flush=True)
 
 
 def answer(question: Question) -> Answer:
