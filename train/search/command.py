@@ -100,7 +100,7 @@ def _search(arguments: argparse.Namespace) -> tuple[Target, LayoutSearch]:
         raise InputError(problems)
     space = candidates(opened, target.num_devices)
     question = Question(
-        config=arguments.config,
+        config=str(arguments.config),
         overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
         code=tuple(arguments.code),
         target=target.text,

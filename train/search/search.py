@@ -223,7 +223,7 @@ class LayoutSearch:
             key = (tuple(mesh.items()), tuple(axes))
             if key not in known:
                 known[key] = _first_group(mesh, axes)
-            return network.seconds([known[key]], round(sent))
+            return network.seconds(((*known[key],),), round(sent))
 
         return seconds
 

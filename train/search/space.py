@@ -166,7 +166,7 @@ class Open:
             rules=rules,
             remat=None if remat in (None, "auto") else str(remat),
             accumulate=accumulate,
-            given=tuple(key for key in LAYOUT if given(key) is not None and given(key).plain() != "auto"),
+            given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
         )
 
 
