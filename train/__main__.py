@@ -170,7 +170,8 @@ def _check_surroundings() -> None:
 
 def _num_processes(arguments: argparse.Namespace) -> int:
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    return 1 if cluster is None else cluster.num_processes
+    # A cluster that decides it later has several.
+    return 1 if cluster is None else cluster.num_processes or 2
 
 
 def _load(arguments: argparse.Namespace) -> Run:

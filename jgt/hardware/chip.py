@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from jgt.document import InputError, bind, nearest, read
+from jgt.hardware.rates import Amount, Attention, Matmul, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
@@ -19,46 +21,69 @@ _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """The share of its peak that each part of a chip reaches in large operations: 0.8 is 80 %."""
+class Link:
+    """What connects devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
 
-    matmul: float
-    hbm: float
-    link: float
+    gbs: GB/s in one direction for one device. domain: how many devices it connects: those of one host, all, or a number of them, which may
+    be those of several hosts. share: of gbs, for large messages. start_us, hop_us: microseconds of a collective, and of each of its hops
+    from one member of a ring to the next.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Microseconds: the launch of a kernel, and a collective inside a host (nvlink) or between hosts (nic)."""
-
-    launch: float
-    nvlink: float
-    nic: float
+    gbs: Amount
+    domain: Literal["host", "all"] | int
+    share: Share
+    start_us: Amount
+    hop_us: Amount
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One GPU and its links.
 
-    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). *_gbs: GB/s; of links, in one direction for
-    one GPU. xla: the description that XLA compiles for, a GpuTargetConfigProto in text form.
+    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
+    the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
+    error: the error to expect of a step's time, by kind of layout (`ErrorKind`), relative to it. xla: the description that XLA compiles
+    for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
     """
 
     name: str
-    tflops: dict[str, float]
-    hbm_gb: float
-    hbm_gbs: float
-    nvlink_gbs: float
-    nic_gbs: float
-    efficiency: Efficiency
-    latency_us: Latency
-    xla: str
+    tflops: dict[str, Amount]
+    hbm_gb: Amount
+    hbm_gbs: Amount
+    host_gbs: Amount
+    power_w: Amount
+    rated_w: Amount
+    rates: Rates
+    links: dict[str, Link]
+    error: dict[str, Amount] = field(default_factory=dict[str, float])
+    xla: str = ""
 
     def peak_flops(self, dtype: str) -> float:
         """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
+        return self.tflops[self._type(dtype)] * 1e12
+
+    def matmul_seconds(self, work: Matmul) -> float:
+        """The time of a matmul whose operands are near."""
+        name = self._type(work.dtype)
+        rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
+        return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
+
+    def attention_seconds(self, work: Attention) -> float:
+        """The time of a kernel of fused attention."""
+        return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
+
+    def memory_seconds(self, num_bytes: int) -> float:
+        """The time to read and write this many bytes of the device's memory."""
+        return self.rates.memory.seconds(num_bytes, self.hbm_gbs * 1e9)
+
+    @property
+    def _clock(self) -> float:
+        return clock_at(self.power_w, self.rated_w)
+
+    def _type(self, dtype: str) -> str:
         # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
         name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
-        return self.tflops.get(name, self.tflops["bf16"]) * 1e12
+        return name if name in self.tflops else "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)

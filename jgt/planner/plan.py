@@ -21,6 +21,7 @@ import jax
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
 from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled, compile_function
@@ -30,7 +31,7 @@ from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
-from jgt.planner.timeline import PARTS, Network, Timeline
+from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
@@ -196,10 +197,11 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         )
         return
     chip = compiled.target.chip
+    links = ", ".join(f"{name} at {link.gbs:g} GB/s ({link.share:.0%})" for name, link in chip.links.items())
     yield (
-        f"{chip.name}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (matmuls reach {chip.efficiency.matmul:.0%}), {chip.hbm_gb:g} GB of memory "
-        f"at {chip.hbm_gbs:g} GB/s ({chip.efficiency.hbm:.0%}), NVLink at {chip.nvlink_gbs:g} GB/s and network at {chip.nic_gbs:g} GB/s "
-        f"for each GPU and direction ({chip.efficiency.link:.0%})"
+        f"{chip.name} at {chip.power_w:g} W: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
+        f"{chip.rates.matmul['bf16'].share:.0%}), {chip.hbm_gb:g} GB of memory at {chip.hbm_gbs:g} GB/s ({chip.rates.memory.share:.0%}); "
+        f"for each GPU and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
     )
     yield (
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "

@@ -28,7 +28,7 @@ from jgt.pipeline.layer import Body
 from jgt.pipeline.wire import split_further
 from jgt.program.reads import narrow_reads
 from train.config import load
-from train.plan.make import make_plan
+from train.setup.planned import make_plan
 
 SIZES = {"tensor": 4, "expert": 2}
 WHOLE = ((), (), ())

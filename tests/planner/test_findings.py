@@ -18,7 +18,7 @@ from jgt.hardware.chip import parse_target
 from jgt.planner.plan import plan
 from jgt.signal import context
 from train.config import load
-from train.plan.make import make_plan
+from train.setup.planned import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = CONFIGS.parent / "train" / "models"

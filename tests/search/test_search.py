@@ -9,9 +9,9 @@ import pytest
 from jgt.hardware.chip import parse_target
 from train.code.files import Code
 from train.config import load
-from train.search.answer import accuracy, print_answer, run_document, to_json, why_slower, write_run
+from train.search.answer import accuracy, answer_json, print_answer, run_document, why_slower, write_run
 from train.search.plans import Answer, Plans, Question
-from train.search.search import Search, Try
+from train.search.search import LayoutSearch, Try
 from train.search.space import Open, candidates
 
 MODEL = "model={kind: llama, layers: 16, embed: 256, heads: 8, kv_heads: 8, ffn: 1024, vocab: 1024, seq: 1024}"
@@ -82,7 +82,7 @@ def make_search(run_file):
         SPACE.clear()
         SPACE.update({tuple(one.overrides): one for one in space})
         question = Question(config=run_file, overrides=(), code=(), target=target.text, devices=32)
-        search = Search(question=question, target=target, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
+        search = LayoutSearch(question=question, target=target, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
         return search, said
 
     return make
@@ -134,7 +134,7 @@ def test_the_answer_says_why_and_how_sure(make_search, capsys):
     text = capsys.readouterr().out
     assert "not planned" in text
     assert "The estimates differ from their plans by" in text
-    found = to_json(search, 128 * 1024)
+    found = answer_json(search, 128 * 1024)
     assert found["best"][0]["plan"]["seconds"] == search.best.plan.seconds
     assert accuracy(search.tries)["time"] < 0.25
 

@@ -10,7 +10,7 @@ from plugin import needs_plugin
 
 from jgt.hardware.chip import parse_target
 from train.config import load
-from train.plan.make import make_plan
+from train.setup.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("model.layers=2", "model.embed=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128", "model.seq=128", "model.vocab=512")

@@ -1,1 +1,1 @@
-"""`jgt plan`: what a run will cost, on hardware that need not exist. `__main__.py` is the command, `make.py` plans one run."""
+"""`jgt plan`: what a run will cost, on hardware that need not exist. `__main__.py` is the command."""

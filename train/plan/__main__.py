@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
 
-        from .make import make_plan
+        from ..setup.planned import make_plan
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.

@@ -14,14 +14,14 @@ from jgt.console import make_console, make_table
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
-from .search import Search, Try, describe
+from .search import LayoutSearch, Try, layout_text
 
 _HEADROOM = 1.05
 """What the budget of a written file allows beyond its own plan."""
 _NOTABLE = 0.01
 
 
-def print_answer(search: Search, name: str, *, batch_tokens: int) -> None:
+def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
     """The best layouts and why the others are slower, what was left out, and how good the estimates were."""
     console, ranked = make_console(), search.ranked()
     memory = search.target.chip.hbm_gb
@@ -39,7 +39,7 @@ def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
     plan, estimate = one.plan, one.estimate
     return [
         str(rank),
-        describe(one.candidate),
+        layout_text(one.candidate),
         f"{plan.seconds:.3g}",
         "" if estimate is None else f"{estimate.seconds:.3g}",
         f"{batch_tokens / plan.seconds:,.0f}",
@@ -71,7 +71,7 @@ def why_slower(one: Try, best: Try) -> str:
     return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
 
 
-def _notes(search: Search) -> Iterator[str]:
+def _notes(search: LayoutSearch) -> Iterator[str]:
     refused = [t for t in search.tries if t.plan.problems]
     too_large = [t for t in search.tries if not t.plan.problems and not t.plan.fits]
     pruned = search.pruned()
@@ -82,9 +82,9 @@ def _notes(search: Search) -> Iterator[str]:
         nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
         limit = search.target.chip.hbm_gb * 0.95
         size = nearest.plan.peak_bytes / 1e9
-        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {describe(nearest.candidate)}"
+        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {layout_text(nearest.candidate)}"
     if refused:
-        yield f"{len(refused)} were refused, such as {describe(refused[0].candidate)}: {refused[0].plan.problems[0]}"
+        yield f"{len(refused)} were refused, such as {layout_text(refused[0].candidate)}: {refused[0].plan.problems[0]}"
     errors = accuracy(search.tries)
     if errors:
         yield f"The estimates differ from their plans by {errors['time']:.0%} in time and {errors['memory']:.0%} in memory (medians)"
@@ -101,11 +101,11 @@ def accuracy(tries: Sequence[Try]) -> dict[str, float]:
     }
 
 
-def to_json(search: Search, batch_tokens: int) -> dict[str, Any]:
+def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
     """The answer as plain values. Seconds and bytes are one device's in a step."""
 
     def one(t: Try) -> dict[str, Any]:
-        values = {"layout": describe(t.candidate), **t.candidate.to_document(), "plan": asdict(t.plan)}
+        values = {"layout": layout_text(t.candidate), **t.candidate.to_document(), "plan": asdict(t.plan)}
         estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
         return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
 

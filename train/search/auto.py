@@ -23,9 +23,9 @@ from ..code.files import read_code
 from ..config import Run, load
 from ..run.folder import write_whole
 from .answer import why_slower
+from .estimate import Shape
 from .plans import Plans, Question, plans_folder
-from .search import Search, Try
-from .search import describe as layout_text
+from .search import LayoutSearch, Try, layout_text
 from .space import Open, candidates
 
 LAYOUT_FILE = "layout.json"
@@ -58,10 +58,10 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         say(f"train.auto: {target.text}: {known['layout']}, chosen at an earlier start ({path})")
         chosen = known["overrides"]
     else:
-        search = Search(
+        search = LayoutSearch(
             question=Question(
                 config=arguments.config,
-                overrides=(*arguments.overrides, f"devices.virtual_cpu={target.num_devices}"),
+                overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
                 code=tuple(arguments.code),
                 target=target.text,
                 devices=target.num_devices,
@@ -71,13 +71,14 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
             plans=Plans(plans_folder()),
             seconds=SECONDS,
             top=TOP,
+            model=Shape.of(run.config.model),
             say=say,
         )
         chosen = _chosen(search, path, asked, where, say)
     return load(arguments.config, [*arguments.overrides, *chosen], code=code)
 
 
-def _chosen(search: Search, path: Path, asked: dict[str, Any], where: str, say: Say) -> list[str]:
+def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, say: Say) -> list[str]:
     """Searches, says what is best and why, and keeps it in the run directory. Returns overrides."""
     search.run()
     ranked = search.ranked()

@@ -33,11 +33,12 @@ import numpy as np
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Simulation, simulate
 
-from .parts import Factor, Share, Sum
+from ..models.config import ModelConfig, OwnModel
+from .parts import Factor, Numbers, Share, Sum
 from .plans import Answer
 from .space import STAGE, Candidate
 
-Seconds = Callable[[dict[str, int], Sequence[str], float], float]
+SendTime = Callable[[dict[str, int], Sequence[str], float], float]
 """(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
 
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
@@ -46,8 +47,18 @@ KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 7.0, "attention": 1
 """What a layer keeps beside its input, in arrays of the input's size."""
 HIDDEN = {"gathers": 0.5, "sums": 0.3, "tensor": 0.1, "stage": 0.1}
 """Of the time of links, the share that kernels hide, before a plan says so."""
-_MEMORY = {"constant": 1.0, "weights": 4.0, "gradients": 1.0, "added": 1.0, "whole weights": 1.0, "whole gradients": 1.0}
-_MEMORY |= {"input": 1.0, "input of stages": 1.0, "work": 12.0, "logits": 3.0}
+_MEMORY = {
+    "constant": 1.0,
+    "weights": 4.0,
+    "gradients": 1.0,
+    "added": 1.0,
+    "whole weights": 1.0,
+    "whole gradients": 1.0,
+    "input": 1.0,
+    "input of stages": 1.0,
+    "work": 12.0,
+    "logits": 3.0,
+}
 """How often a device holds arrays of these sizes."""
 _TRAFFIC = {"rows": 20.0, "rows of inputs": 10.0, "whole rows": 5.0, "weights": 2.0, "weights of stages": 2.0, "update": 2.0}
 """How often memory-bound kernels read or write them."""
@@ -60,11 +71,24 @@ _ROOMY = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a run's file says of its model. layers: their number, or a guess. logits_bytes: of one row of the batch, in f32."""
+
+    layers: int = 32
+    logits_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelConfig | OwnModel) -> Shape:
+        """What the section `model:` says."""
+        return cls(layers=getattr(model, "layers", cls.layers), logits_bytes=4.0 * (model.seq or 1) * (model.vocab or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """What a model's step has on any mesh. flops: of the model. parameters: their number. state_bytes: of parameters and optimizer state.
 
     layer_bytes: what `block` keeps of one row of the batch. batch: rows. peak: FLOP/s of a device in matmuls. hbm: bytes/s. memory: the
-    bytes that a program may use. layers: their number, or a guess. logits_bytes: of one row.
+    bytes that a program may use.
     """
 
     flops: float
@@ -75,8 +99,7 @@ class Step:
     peak: float
     hbm: float
     memory: float | None
-    layers: int = 32
-    logits_bytes: float = 0.0
+    model: Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,26 +115,24 @@ class Estimate:
 class Estimator:
     """Estimates all layouts of a space, and learns from plans. seconds, peak_bytes: the estimates, in the order of the space."""
 
-    def __init__(self, step: Step, collective: Seconds, space: Sequence[Candidate]):
+    def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
         self.step, self.space = step, space
         c = self._columns = _Columns(space)
         form = c.form
         kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
-        launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)])
+        launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
         self._state = step.state_bytes / c.split / c.zero1
         self._bubble = np.array([_bubble(one) for one in space])
-        self._schedules = np.column_stack(
-            [[one.stages is not None and one.stages.schedule == name for one in space] for name in _SCHEDULES]
-        )
+        schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
         self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
-        self._launch = Factor(launched, 5e-4 * step.layers * c.parts / c.stages)
+        self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
         self._again = {name: Share(kernels, AGAIN.get(name, 0.1)) for name in c.names}
-        self._idle = Factor(self._schedules, np.ones(len(space)))
+        self._idle = Factor(np.array(schedules), np.ones(len(space)))
         self._traffic = Sum(*_with_prior(self._moved(), _TRAFFIC))
         self._memory = Sum(*_with_prior(self._sizes(), _MEMORY))
         looped = (c.stages == 1) & (c.parts > 1)
-        hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped])
+        hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
         linked = {name: np.column_stack([form, c.remats]) for name in HIDDEN}
         # Whether gradients are added up once a step, or for each part of the batch.
         linked["sums"] = np.column_stack([form, np.where(looped, np.log2(c.parts), 0)])
@@ -119,6 +140,7 @@ class Estimator:
         links = self._link_seconds(collective)
         self._links = {name: Factor(linked[name], links[name]) for name in HIDDEN}
         self._hidden = {name: Share(hidden, share) for name, share in HIDDEN.items()}
+        self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._update()
 
     def estimate(self, index: int) -> Estimate:
@@ -134,6 +156,9 @@ class Estimator:
     def learn(self, index: int, plan: Answer) -> None:
         """Takes a plan of this layout into account."""
         self._memory.learn(index, plan.peak_bytes - float(self._state[index]))
+        # On a machine whose plans have no parts, the whole is all there is.
+        if plan.seconds and not plan.parts:
+            self._totals.append((index, plan.seconds))
         if parts := plan.parts:
             self._learn_kernels(index, parts)
             busy = sum(seconds for name, seconds in parts.items() if name not in ("bubble", "exposed"))
@@ -170,10 +195,12 @@ class Estimator:
         full = self._full(self.peak_bytes)
         for name, links in self._links.items():
             parts[name] = links.values - np.minimum(links.values, busy) * self._hidden[name].values(full)
-        self._parts = parts
-        self.seconds = sum(parts.values(), np.zeros(len(self.space)))
+        total = sum(parts.values(), np.zeros(len(self.space)))
+        # What no part explains.
+        rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))
+        self._parts, self.seconds = {name: values * rest for name, values in parts.items()}, total * rest
 
-    def _full(self, peak_bytes: np.ndarray | float) -> np.ndarray | float:
+    def _full(self, peak_bytes: Numbers | float) -> Numbers | float:
         """How near to the limit of the memory a step is. There XLA gives up overlap to save memory."""
         if self.step.memory is None:
             return 0.0 * peak_bytes
@@ -181,7 +208,7 @@ class Estimator:
 
     # -- the forms --------------------------------------------------------------------------------------------------------
 
-    def _link_seconds(self, collective: Seconds) -> dict[str, np.ndarray]:
+    def _link_seconds(self, collective: SendTime) -> dict[str, Numbers]:
         """Seconds of the collectives of each layout, hidden ones included, by what they are for."""
         c, step = self._columns, self.step
         weights = step.parameters * _BYTES / c.model_split
@@ -191,15 +218,15 @@ class Estimator:
         sent = {"gathers": 3 * passes * weights * (c.fsdp - 1) / c.fsdp, "sums": 2 * weights / c.fsdp * (c.others - 1) / c.others}
         # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward.
         sent["tensor"] = 8 * rows * (c.tensor - 1) / c.tensor
-        sent["stage"] = 2 * c.parts * c.virtual * step.layer_bytes / step.layers * c.rows
-        found: dict[str, np.ndarray] = {}
+        sent["stage"] = 2 * c.parts * c.virtual * step.layer_bytes / step.model.layers * c.rows
+        found: dict[str, Numbers] = {}
         # The time of a collective is a start and a rate, which few meshes share.
         for name in HIDDEN:
             rates = np.array([_start_and_rate(collective, one, name) for one in self.space])
             found[name] = rates[:, 0] + rates[:, 1] * sent[name]
         return found
 
-    def _moved(self) -> dict[str, np.ndarray]:
+    def _moved(self) -> dict[str, Numbers]:
         """Bytes that memory-bound kernels may read or write, a number of times."""
         c, step = self._columns, self.step
         rows = step.layer_bytes * c.rows * c.parts / c.stages
@@ -208,7 +235,7 @@ class Estimator:
         found |= {"whole rows": np.where(c.sequence | (c.tensor == 1), 0, rows), "update": self._state}
         return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
 
-    def _sizes(self) -> dict[str, np.ndarray]:
+    def _sizes(self) -> dict[str, Numbers]:
         """Bytes of the kinds of arrays that a step has beside its state."""
         c, step = self._columns, self.step
         local, whole = step.parameters / c.split, step.parameters / c.model_split
@@ -221,7 +248,7 @@ class Estimator:
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
         return {
             "constant": np.full(len(self.space), 3e8),
-            "weights": whole * c.stages / step.layers * _BYTES,
+            "weights": whole * c.stages / step.model.layers * _BYTES,
             "gradients": np.where(c.whole, 0, local * _WIDE),
             # Sums over the parts of a batch are there beside the gradients of a part.
             "added": np.where(c.whole | (c.parts == 1), 0, local * _WIDE),
@@ -229,8 +256,8 @@ class Estimator:
             "whole gradients": np.where(c.whole, whole * _WIDE, 0),
             "input": np.where(c.stages == 1, inputs, 0),
             "input of stages": np.where(c.stages > 1, inputs, 0),
-            "work": step.layer_bytes / step.layers * c.rows / c.tensor,
-            "logits": np.minimum(step.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
+            "work": step.layer_bytes / step.model.layers * c.rows / c.tensor,
+            "logits": np.minimum(step.model.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
             **{name: sizes for name, sizes in kept.items() if sizes.any()},
         }
 
@@ -243,7 +270,7 @@ class _Columns:
     """
 
     def __init__(self, space: Sequence[Candidate]):
-        def axis(name: str) -> np.ndarray:
+        def axis(name: str) -> Numbers:
             return np.array([one.sizes.get(name, 1) for one in space], float)
 
         self.tensor, self.fsdp, self.stages, self.expert = axis("tensor"), axis("fsdp"), axis(STAGE), axis("expert")
@@ -273,7 +300,7 @@ class _Columns:
 _SCHEDULES = "1f1b", "zb", "interleaved"
 
 
-def _with_prior(sizes: Mapping[str, np.ndarray], prior: Mapping[str, float]) -> tuple[Mapping[str, np.ndarray], list[float]]:
+def _with_prior(sizes: Mapping[str, Numbers], prior: Mapping[str, float]) -> tuple[Mapping[str, Numbers], list[float]]:
     return sizes, [prior.get(name, 1.0) for name in sizes]
 
 
@@ -289,7 +316,7 @@ def _others(candidate: Candidate) -> list[str]:
     return [axis for axis in candidate.batch_axes if axis not in ("fsdp", "expert") and candidate.sizes[axis] > 1]
 
 
-def _start_and_rate(collective: Seconds, candidate: Candidate, name: str) -> tuple[float, float]:
+def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:
     """The seconds of a collective of a layout without any bytes, and for each byte; 0 if the layout has none."""
     axes = {"gathers": ["fsdp"], "sums": _others(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
     axes = [axis for axis in axes if candidate.sizes.get(axis, 1) > 1]
@@ -297,7 +324,7 @@ def _start_and_rate(collective: Seconds, candidate: Candidate, name: str) -> tup
 
 
 @functools.cache
-def _rate(collective: Seconds, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[float, float]:
+def _rate(collective: SendTime, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[float, float]:
     start = collective(dict(mesh), axes, 0.0)
     return start, (collective(dict(mesh), axes, 1e9) - start) / 1e9
 

@@ -20,8 +20,7 @@ from typing import Any
 from jgt.console import make_console, make_table
 from jgt.hardware.chip import Target
 
-from .search import Search, Try
-from .search import describe as layout_text
+from .search import LayoutSearch, Try, layout_text
 
 _HOURS, _SECONDS = 24, 86_400
 """Of a day."""
@@ -74,7 +73,7 @@ class Offer:
         return {**found, "dollars_per_million_tokens": self.per_million, "devices_needed": self.needed, "problem": self.problem or None}
 
 
-def offer_of(target: Target, found: Search | None, problem: str, job: Job) -> Offer:
+def offer_of(target: Target, found: LayoutSearch | None, problem: str, job: Job) -> Offer:
     """What a search found for a job. problem: why there was no search, or why it found nothing."""
     best = None if found is None else found.best
     speed = 0.0 if best is None else job.batch_tokens / best.plan.seconds

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+Numbers = npt.NDArray[np.float64]
 _MOST = 3.0
 """A correction is at most a factor of e to this power: an extrapolation of a few plans is not to be believed further."""
 _SWEEPS = 100
@@ -20,7 +22,7 @@ _SWEEPS = 100
 class Factor:
     """A form times a factor. features: [layouts, features]; form: [layouts], in any unit. values: the corrected form."""
 
-    def __init__(self, features: np.ndarray, form: np.ndarray, ridge: float = 0.1):
+    def __init__(self, features: Numbers, form: Numbers, ridge: float = 0.1):
         self._features, self._form, self._ridge = _with_constant(features), form, ridge
         self._rows: list[tuple[int, float]] = []
         self.values = form
@@ -30,9 +32,16 @@ class Factor:
         if found <= 0 or self._form[index] <= 0:
             return
         self._rows.append((index, float(np.log(found / self._form[index]))))
-        rows = self._features[[index for index, _ in self._rows]]
-        weights = _ridge(rows, np.array([value for _, value in self._rows]), np.ones(len(rows)), self._ridge, 1e-4)
-        self.values = self._form * np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
+        self.values = self._form * self._factors(self._rows)
+
+    def factors(self, found: Sequence[tuple[int, float]], form: Numbers) -> Numbers:
+        """The factors of another form, learned anew from these (index, value)."""
+        return self._factors([(index, float(np.log(value / form[index]))) for index, value in found])
+
+    def _factors(self, found: Sequence[tuple[int, float]]) -> Numbers:
+        rows = self._features[[index for index, _ in found]]
+        weights = _ridge(rows, np.array([value for _, value in found]), np.ones(len(rows)), self._ridge, 1e-4)
+        return np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
 
 
 class Share:
@@ -41,7 +50,7 @@ class Share:
     One more feature comes with each question: `more`, [layouts] or a number.
     """
 
-    def __init__(self, features: np.ndarray, prior: float | np.ndarray, ridge: float = 0.05):
+    def __init__(self, features: Numbers, prior: float | Numbers, ridge: float = 0.05):
         self._features, self._prior, self._ridge = _with_constant(features), np.broadcast_to(prior, len(features)), ridge
         self._rows: list[tuple[int, float, float, float]] = []
         self._weights = np.zeros(self._features.shape[1] + 1)
@@ -53,7 +62,7 @@ class Share:
         rows = np.column_stack([self._features[indices], extra])
         self._weights = _ridge(rows, values, weights, self._ridge, 0.02)
 
-    def values(self, more: np.ndarray | float = 0.0) -> np.ndarray:
+    def values(self, more: Numbers | float = 0.0) -> Numbers:
         """The share of each layout."""
         return np.clip(self._prior + self._features @ self._weights[:-1] + more * self._weights[-1], 0, 1)
 
@@ -64,7 +73,7 @@ class Sum:
     A number is held at its prior until a size that it belongs to is a notable share of a total. trust: how firmly.
     """
 
-    def __init__(self, sizes: Mapping[str, np.ndarray], prior: Sequence[float], trust: float = 0.1):
+    def __init__(self, sizes: Mapping[str, Numbers], prior: Sequence[float], trust: float = 0.1):
         self._sizes, self._prior, self._trust = np.column_stack(list(sizes.values())), np.array(prior, float), trust
         self._rows: list[tuple[int, float]] = []
         self.values = self._sizes @ self._prior
@@ -86,13 +95,13 @@ class Sum:
         self.values = self._sizes @ numbers
 
 
-def _with_constant(features: np.ndarray) -> np.ndarray:
+def _with_constant(features: Numbers) -> Numbers:
     return np.column_stack([np.ones(len(features)), features])
 
 
-def _ridge(rows: np.ndarray, values: np.ndarray, weights: np.ndarray, ridge: float, constant: float) -> np.ndarray:
+def _ridge(rows: Numbers, values: Numbers, weights: Numbers, ridge: float, constant: float) -> Numbers:
     """The coefficients of a weighted ridge regression, whose first column is held back by `constant` instead."""
     held = ridge * np.eye(rows.shape[1])
     held[0, 0] = constant
     weighted = rows.T * weights
-    return np.linalg.solve(weighted @ rows + held, weighted @ values)
+    return np.asarray(np.linalg.solve(weighted @ rows + held, weighted @ values), np.float64)

@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from .search import Search
+from .search import LayoutSearch
 
 
-def draw(search: Search, path: Path) -> None:
+def draw_search(search: LayoutSearch, path: Path) -> None:
     """Time against memory: all estimates, all plans, and the plans that no other one beats in both. Raises OSError."""
     figure = Figure(figsize=(9, 5.5), dpi=150)
     FigureCanvasAgg(figure)

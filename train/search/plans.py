@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jgt
 from jgt.document import InputError
@@ -34,6 +34,7 @@ _PLANS = 6
 """Plans that a worker makes before another takes its place: XLA does not give all of its memory back."""
 
 _WORKER = "from jgt.trainer import trainer; trainer('search.worker').serve()"
+_T = TypeVar("_T")
 _DIED = "the process that planned this layout died; it may have run out of memory"
 
 
@@ -52,7 +53,8 @@ class Question:
 class Answer:
     """What a search needs of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
-    activations: what the forward pass leaves for the backward pass. exposed: seconds of waiting, by axes. sent: bytes by axes.
+    activations: what the forward pass leaves for the backward pass. exposed: seconds of waiting, by axes. sent: bytes by axes. links:
+    seconds of all collectives, by axes. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
     """
 
     seconds: float = 0.0
@@ -66,6 +68,8 @@ class Answer:
     parameter_bytes: int = 0
     exposed: dict[str, float] | None = None
     sent: dict[str, int] | None = None
+    links: dict[str, float] | None = None
+    parts: dict[str, float] | None = None
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     took: float = 0.0
@@ -122,7 +126,7 @@ class Plans:
             process.kill()
             self._local.process = None
             return Answer(problems=(_DIED,))
-        found = _from_json(json.loads(line))
+        found = from_json(Answer, json.loads(line))
         if path is not None and not found.problems:
             _write(path, found)
         return found
@@ -161,7 +165,7 @@ def plans_folder() -> Path:
 
 def _read(path: Path) -> Answer | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return _from_json(json.loads(path.read_text()))
+        return from_json(Answer, json.loads(path.read_text()))
     return None
 
 
@@ -174,8 +178,9 @@ def _write(path: Path, found: Answer) -> None:
         draft.replace(path)
 
 
-def _from_json(values: Mapping[str, Any]) -> Answer:
-    return Answer(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """A dataclass of plain fields, from JSON that has lists for its tuples."""
+    return kind(**{key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value for key, value in values.items()})
 
 
 @functools.cache

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from jgt.document import InputError
 from jgt.hardware.chip import Target
 from jgt.planner.timeline import Network
 
-from .estimate import Estimate, Estimator, Step
+from .estimate import Estimate, Estimator, Shape, Step
 from .plans import Answer, Plans, Question
 from .space import STAGE, Candidate
 
@@ -48,11 +49,11 @@ class Try:
 
 
 @dataclass(kw_only=True)
-class Search:
+class LayoutSearch:
     """A search over the layouts of one run on one target.
 
-    question: the run, without overrides of its layout. say: prints a line of progress. top: the number of plans that fit which the answer
-    should have at least.
+    question: the run, without overrides of its layout. model: what is known of it. say: prints a line of progress. top: the number of plans
+    that fit which the answer should have at least.
     """
 
     question: Question
@@ -62,6 +63,7 @@ class Search:
     seconds: float
     top: int
     say: Callable[[str], None]
+    model: Shape = field(default_factory=Shape)
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
@@ -165,13 +167,13 @@ class Search:
         near = open_ones[seconds[open_ones] < _NEAR * best.plan.seconds]
         return next((int(index) for index in near if num_changes(self.space[index], best.candidate) == 1), None)
 
-    def _open(self) -> np.ndarray:
+    def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
         found = np.ones(len(self.space), bool)
         found[list(self._asked)] = False
         return found
 
-    def _may_fit(self) -> np.ndarray:
+    def _may_fit(self) -> npt.NDArray[np.bool_]:
         """Whether the estimate of each layout fits, with a margin."""
         assert self._estimator is not None
         memory = self._estimator.step.memory
@@ -195,7 +197,7 @@ class Search:
         self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
         if not plan.problems:
             self._estimator.learn(index, plan)
-        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {describe(candidate)}")
+        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
 
     def _step(self, candidate: Candidate, plan: Answer) -> Step:
         """What the first plan says about the model's step on any mesh."""
@@ -213,6 +215,7 @@ class Search:
             peak=chip.peak_flops("bf16") * 0.6,
             hbm=chip.hbm_gbs * 1e9,
             memory=0.95 * chip.hbm_gb * 1e9,
+            model=self.model,
         )
 
     def _collective(self) -> Callable[[dict[str, int], Sequence[str], float], float]:
@@ -224,7 +227,7 @@ class Search:
             key = (tuple(mesh.items()), tuple(axes))
             if key not in known:
                 known[key] = _first_group(mesh, axes)
-            return network.seconds([known[key]], round(sent))
+            return network.seconds(((*known[key],),), round(sent))
 
         return seconds
 
@@ -273,7 +276,7 @@ def _outcome(plan: Answer) -> str:
     return f"{plan.seconds:.4g} s, {size}" if plan.fits else f"{size} do not fit"
 
 
-def describe(candidate: Candidate) -> str:
+def layout_text(candidate: Candidate) -> str:
     """A layout in one line."""
     rules = "" if candidate.rules is None else f"{candidate.rules.removeprefix('jgt:')}: "
     stages = "" if candidate.stages is None else f", {candidate.stages.text}"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from ..code.files import Code
 from ..config import Run, load, rules_document
 
 STAGE = "stage"
+LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
+"""The keys that are a layout."""
 SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
 """The shipped rules that a search tries. The others are special cases of these."""
 MOST_ROWS = 16
@@ -119,7 +121,7 @@ class Open:
     """A run whose layout is open, and what of the layout is set.
 
     run: without mesh, rules and pipeline. mesh: the sizes that are set, by axis. axes: the only axes there may be; None if a size is -1 or
-    there is no mesh. rules: the run's own. remat, accumulate: None if they are open.
+    there is no mesh. rules: the run's own. remat, accumulate: None if they are open. given: the keys of the layout that are set.
     """
 
     run: Run
@@ -128,10 +130,11 @@ class Open:
     rules: Rules | None
     remat: str | None
     accumulate: int | None
+    given: tuple[str, ...]
 
     @classmethod
-    def read(cls, config: str, overrides: Sequence[str], code: Code) -> Open:
-        """Reads a run's file. Raises InputError with every problem; a key that is absent, null or -1 is open."""
+    def read(cls, config: str, overrides: Sequence[str], code: Code, free: Collection[str] = ()) -> Open:
+        """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
         root, problems = read(locate(config)), list[str]()
         for assignment in overrides:
             with collect(problems):
@@ -139,7 +142,7 @@ class Open:
         run = load(config, [*overrides, "mesh=null", "rules=null", "pipeline=null", "budget=null"], code=code, problems=problems)
 
         def given(key: str) -> Node | None:
-            node: Node | None = root
+            node: Node | None = None if key in free else root
             for name in key.split("."):
                 node = None if node is None or not isinstance(node.value, dict) else node.children.get(name)
             return None if node is None or node.value is None else node
@@ -163,6 +166,7 @@ class Open:
             rules=rules,
             remat=None if remat in (None, "auto") else str(remat),
             accumulate=accumulate,
+            given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
         )
 
 
@@ -256,17 +260,17 @@ def _splits(fixed: Open, name: str | None, batch: tuple[str, ...], mesh: Mapping
     remats: tuple[str | None, ...] = (None,) if own or fixed.remat is not None else RECOMPUTE
     for at_once in (n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0 and n & (n - 1) == 0):
         parts = rows // at_once
-        plain = {"mesh": tuple(mesh.items()), "rules": name, "batch_axes": batch, "rows": at_once}
+        plain = Candidate(mesh=tuple(mesh.items()), rules=name, batch_axes=batch, rows=at_once, accumulate=1, remat=None)
         if mesh.get(STAGE, 1) > 1:
             if fixed.accumulate in (None, 1):
                 layers = getattr(run.config.model, "layers", None)
                 for remat, stages in itertools.product(remats, _pipelines(mesh, parts, layers)):
                     # A pipeline recomputes by its own key, or a layer by the trainer's.
                     if stages.remat == "none" or remat in (None, "none"):
-                        yield Candidate(**plain, accumulate=1, remat=remat, stages=stages)
+                        yield replace(plain, remat=remat, stages=stages)
         elif fixed.accumulate in (None, parts):
             for remat in remats:
-                yield Candidate(**plain, accumulate=parts, remat=remat)
+                yield replace(plain, accumulate=parts, remat=remat)
 
 
 def _pipelines(mesh: Mapping[str, int], microbatches: int, layers: int | None) -> Iterator[Stages]:

@@ -14,21 +14,21 @@ from jgt.document import InputError, collect, describe, nearest, read
 from jgt.hardware.chip import Target, chip_names, parse_target
 
 from .offers import Job, Offer, chip_of, offer_of, print_offers, ranked
-from .search import Search
+from .search import LayoutSearch
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _OPTIONS = "targets", "price", "tokens", "deadline"
 
-Begin = Callable[[Target], Search]
+Begin = Callable[[Target], LayoutSearch]
 """Makes the search for a target, which has not begun. Raises InputError if there is nothing to search."""
 
 
-def add_target_arguments(group: argparse._ArgumentGroup) -> None:
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a choice of machines."""
-    group.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
-    group.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
-    group.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
-    group.add_argument("--deadline", type=float, metavar="DAYS", help="with --tokens: how many GPUs are needed to be done in so many days")
+    parser.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
+    parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
+    parser.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help="with --tokens: how many GPUs are needed to be done in so many days")
 
 
 def is_choice(arguments: argparse.Namespace) -> bool:
@@ -42,11 +42,12 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
     targets: tuple[Target, ...] = ()
     if arguments.targets is not None and arguments.target is not None:
         problems.append("command line: --target and --targets exclude each other. Put all targets into --targets")
-    elif arguments.targets is None and arguments.target is None:
+    text = arguments.targets or arguments.target
+    if text is None:
         problems.append("command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8")
-    else:
+    elif not problems:
         with collect(problems):
-            targets = parse_targets(arguments.targets or arguments.target)
+            targets = parse_targets(text)
     tokens, days, prices = None, arguments.deadline, None
     if arguments.tokens is not None:
         with collect(problems):
@@ -63,9 +64,9 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
     return targets, Job(batch_tokens=batch_tokens, tokens=tokens, days=days, prices=prices)
 
 
-def search_targets(targets: Sequence[Target], job: Job, begin: Begin) -> list[tuple[Offer, Search | None]]:
+def search_targets(targets: Sequence[Target], job: Job, begin: Begin) -> list[tuple[Offer, LayoutSearch | None]]:
     """Searches on one target after another, until Ctrl-C. Returns the offers, the best first, each with its search."""
-    found: list[tuple[Offer, Search | None]] = []
+    found: list[tuple[Offer, LayoutSearch | None]] = []
     is_interrupted = False
     for target in targets:
         search, problem = None, "not reached"

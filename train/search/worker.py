@@ -19,8 +19,8 @@ from jgt.hardware.chip import parse_target
 
 from ..code.files import read_code
 from ..config import load
-from ..plan.make import make_plan
-from .plans import Answer, Question
+from ..setup.planned import make_plan
+from .plans import Answer, Question, from_json
 
 
 def serve() -> None:
@@ -31,9 +31,7 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        values = json.loads(line)
-        question = Question(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-        print(json.dumps(asdict(answer(question))), file=replies, flush=True)
+        print(json.dumps(asdict(answer(from_json(Question, json.loads(line))))), file=replies, flush=True)
 
 
 def answer(question: Question) -> Answer:
@@ -67,5 +65,7 @@ def _of_plan(plan: Mapping[str, Any]) -> Answer:
         parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
         exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
         sent=sent,
+        links={axes: ms / 1e3 for axes, ms in plan["links_ms"].items()},
+        parts={part: ms / 1e3 for part, ms in plan["parts_ms"].items()},
         warnings=tuple(plan["warnings"]),
     )

@@ -16,9 +16,11 @@ from jgt.planner.plan import Plan, plan
 
 from ..config import Run
 from ..models.remat import Remat
-from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
+from .fit import AUTO, with_remat
+from .program import prepare
+from .setup import Setup
 
 
 def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
