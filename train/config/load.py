@@ -127,8 +127,8 @@ def _without_nulls(config: Config) -> Config:
 def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Path, problems: list[str]) -> tuple[Node | None, Rules]:
     """The document of the rules, if there is one, and the rules: without any, each device has the whole model and its rows of the batch."""
     if config.rules is None:
-        # A pipeline has a message of its own.
-        problems += () if config.pipeline is not None else _axes_that_need_rules(config.mesh, mesh)
+        # A pipeline has a message of its own, and `auto` chooses rules for the axes.
+        problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
         return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
     if config.mesh is None:

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.document import InputError, collect
@@ -61,7 +61,7 @@ def search(arguments: argparse.Namespace) -> int:
         print(_nothing_fits(found), file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps(answer_json(found, tokens), indent=1))
+        print(json.dumps({**answer_json(found, tokens), "own": None if own is None else asdict(own)}, indent=1))
     else:
         print_answer(found, Path(config).stem, batch_tokens=tokens)
         if own is not None and own.is_usable:
