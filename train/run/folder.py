@@ -31,12 +31,12 @@ from ..profile.steps import PROFILE
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""
-LAYOUT = "layout.json"
+CHOICE = "layout.json"
 """The layout that the run has chosen for its devices (`train.auto`)."""
 LOGS = "logs"
 """The folder for the output of the launcher's processes."""
 _LOCK = "lock"
-_NOT_MOVED = ("data", LAYOUT, LOGS, _LOCK)
+_NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
 """Stays when an earlier run is moved away: encoded text and a layout serve any run, and the launcher's logs are open while a run starts."""
 _FILES = re.compile(
     rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"

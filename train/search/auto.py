@@ -21,7 +21,7 @@ from jgt.hardware.chip import Target, chip_names, parse_target
 
 from ..code.files import read_code
 from ..config import Run, load
-from ..run.folder import LAYOUT, write_whole
+from ..run.folder import CHOICE, write_whole
 from .answer import why_slower
 from .estimate import Shape
 from .plans import Plans, Question, plans_folder
@@ -47,7 +47,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         remedy = "Search with jgt plan --search --write FILE, and start all processes with that file"
         raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
     target = target_at_hand(run, where)
-    path, code = run.config.run.path / LAYOUT, read_code(arguments.code)
+    path, code = run.config.run.path / CHOICE, read_code(arguments.code)
     opened = Open.read(arguments.config, arguments.overrides, code)
     # What decides the choice beside the devices.
     asked = {"target": target.text, "batch": run.config.train.batch, "set": sorted(arguments.overrides)}

@@ -34,7 +34,7 @@ from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Simulation, simulate
 
 from ..models.config import ModelConfig, OwnModel
-from .parts import Factor, Numbers, Share, Sum
+from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
 from .space import STAGE, Candidate
 
@@ -127,7 +127,7 @@ class Estimator:
         self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
         self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
-        self._again = {name: Share(kernels, AGAIN.get(name, 0.1)) for name in c.names}
+        self._again = {name: Portion(kernels, AGAIN.get(name, 0.1)) for name in c.names}
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
         self._traffic = Sum(*_with_prior(self._moved(), _TRAFFIC))
         self._memory = Sum(*_with_prior(self._sizes(), _MEMORY))
@@ -139,7 +139,7 @@ class Estimator:
         linked["stage"] = np.column_stack([form, c.remats, np.log2(c.virtual)])
         links = self._link_seconds(collective)
         self._links = {name: Factor(linked[name], links[name]) for name in HIDDEN}
-        self._hidden = {name: Share(hidden, share) for name, share in HIDDEN.items()}
+        self._hidden = {name: Portion(hidden, share) for name, share in HIDDEN.items()}
         self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._update()
 

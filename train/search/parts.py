@@ -1,7 +1,7 @@
 """Forms that plans correct: arrays over all layouts of a search, with regressions whose rows are the layouts that have a plan.
 
 A form is right up to factors. The logarithm of its error is a linear function of a few features of the layout (`Factor`), and a
-share between 0 and 1 is such a function itself (`Share`). Both are ridge regressions (Hoerl and Kennard, Technometrics 12, 1970), so
+share between 0 and 1 is such a function itself (`Portion`). Both are ridge regressions (Hoerl and Kennard, Technometrics 12, 1970), so
 that a feature of few plans is held back. Memory is a sum of arrays whose sizes are known and whose numbers are not: a regression with
 coefficients that are not negative (`Sum`).
 """
@@ -44,7 +44,7 @@ class Factor:
         return np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
 
 
-class Share:
+class Portion:
     """A number between 0 and 1, such as the part of a collective that kernels hide. prior: the number before the first plan.
 
     One more feature comes with each question: `more`, [layouts] or a number.

@@ -54,7 +54,7 @@ class Answer:
     """What a search needs of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
     activations: what the forward pass leaves for the backward pass. exposed: seconds of waiting, by axes. sent: bytes by axes. links:
-    seconds of all collectives, by axes. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
+    seconds of all collectives, by axes. parameters: their number, on all devices together. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
     """
 
     seconds: float = 0.0
@@ -66,6 +66,7 @@ class Answer:
     flops: float = 0.0
     model_flops: float = 0.0
     parameter_bytes: int = 0
+    parameters: int = 0
     exposed: dict[str, float] | None = None
     sent: dict[str, int] | None = None
     links: dict[str, float] | None = None

@@ -203,13 +203,13 @@ class LayoutSearch:
         """What the first plan says about the model's step on any mesh."""
         sizes, chip = candidate.sizes, self.target.chip
         devices = math.prod(sizes.values())
+        # Without their number: parameters are f32, as the trainer stores them, and split over all axes but those of copies.
         split = math.prod(size for axis, size in candidate.mesh if axis not in ("data", "replica"))
-        # Parameters are f32, as the trainer stores them.
-        parameters = plan.parameter_bytes * split / 4
+        parameters = plan.parameters or plan.parameter_bytes * split / 4
         return Step(
             flops=plan.model_flops * devices,
             parameters=parameters,
-            state_bytes=plan.args_bytes * split,
+            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * 4,
             layer_bytes=plan.activations / candidate.rows * sizes.get(STAGE, 1),
             batch=math.prod(sizes[axis] for axis in candidate.batch_axes) * candidate.rows * candidate.parts,
             peak=chip.peak_flops("bf16") * 0.6,

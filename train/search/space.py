@@ -264,8 +264,9 @@ def _splits(fixed: Open, name: str | None, batch: tuple[str, ...], mesh: Mapping
         if mesh.get(STAGE, 1) > 1:
             if fixed.accumulate in (None, 1):
                 layers = getattr(run.config.model, "layers", None)
-                for remat, stages in itertools.product(remats, _pipelines(mesh, parts, layers)):
-                    # A pipeline recomputes by its own key, or a layer by the trainer's.
+                # A pipeline recomputes by its own key, whose `layer` is the trainer's `block`, or a layer by the trainer's.
+                kept = [remat for remat in remats if remat != "block" or len(remats) == 1]
+                for remat, stages in itertools.product(kept, _pipelines(mesh, parts, layers)):
                     if stages.remat == "none" or remat in (None, "none"):
                         yield replace(plain, remat=remat, stages=stages)
         elif fixed.accumulate in (None, parts):

@@ -6,6 +6,7 @@ XLA writes what it likes to stdout and stderr, so answers go to a copy of stdout
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def _of_plan(plan: Mapping[str, Any]) -> Answer:
         flops=plan["flops_per_device"],
         model_flops=plan["model_flops_per_device"],
         parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
+        parameters=sum(math.prod(p["shape"]) for p in plan["parameters"]),
         exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
         sent=sent,
         links={axes: ms / 1e3 for axes, ms in plan["links_ms"].items()},
