@@ -54,10 +54,11 @@ def measure(name: str, run: Mapping[str, Any], seconds: float, *, cached: bool) 
         sample = run_process(command, limit_s=_LIMIT_S)
     found, own = sample.found, sample.found["own"]
     best = found["best"][0]["plan"]["seconds"]
-    published = own["seconds"] if own is not None and own["seconds"] else None
+    published = None if own is None else own["seconds"] or None
+    fits = "" if own is None or own["fits"] else ", does not fit"
     return {
         "row": name,
-        "published": "not planned" if published is None else f"{published:.3g}{'' if own['fits'] else ', does not fit'}",
+        "published": "not planned" if published is None else f"{published:.3g}{fits}",
         "found": round(best, 4),
         "ratio": None if published is None else round(best / published, 3),
         "layout": found["best"][0]["layout"],

@@ -53,8 +53,9 @@ class Question:
 class Answer:
     """What a search needs of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
-    activations: what the forward pass leaves for the backward pass. exposed: seconds of waiting, by axes. sent: bytes by axes. links:
-    seconds of all collectives, by axes. parameters: their number, on all devices together. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
+    parameters: their number, on all devices together. activations: what the forward pass leaves for the backward pass. exposed: seconds of
+    waiting, by axes. sent: bytes by axes. links: seconds of all collectives, by axes. parts: the seconds by what they are spent on, as in a
+    plan's `parts_ms`.
     """
 
     seconds: float = 0.0
