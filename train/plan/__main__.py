@@ -22,6 +22,7 @@ from jgt.rules import SHIPPED_RULES
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
 from ..config import Run, load
+from ..search.command import add_arguments, search
 
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
     arguments = parser().parse_args(argv)
+    if arguments.search:
+        return search(arguments)
     try:
         target, runs = _read(arguments)
         from jgt.planner.compare import changes, read_lock, write_lock
@@ -189,6 +192,7 @@ def parser() -> RunParser:
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
     parser.add_argument("--sync", action="store_true", help="compare what sync.every and sync.wire would cost, as a table")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or, with --config, two rules files for that run")
+    add_arguments(parser)
     return parser
 
 
