@@ -43,6 +43,24 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 
 
+def time_text(seconds: float) -> str:
+    """Seconds in the largest unit that leaves a number of at least 1, with two significant digits: `1.3 s`, `770 ms`, `95 us`."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        # As shown: 0.9996 s are 1.0 s.
+        value = float(f"{seconds * factor:.1e}")
+        if abs(value) >= 1 or unit == "us":
+            return f"{two_digits(value)} {unit}"
+    raise AssertionError
+
+
+def two_digits(value: float) -> str:
+    """A number with two significant digits and commas between thousands: `0.031`, `1.3`, `5,300`."""
+    rounded = float(f"{value:.1e}")
+    if abs(rounded) >= 10 or not rounded:
+        return f"{rounded:,.0f}"
+    return f"{rounded:.1f}" if abs(rounded) >= 1 else f"{rounded:.2g}"
+
+
 def axes_text(axes: Sequence[str]) -> str:
     """Mesh axes as one word: `data+fsdp`."""
     return "+".join(axes) or "(none)"

@@ -1,39 +1,45 @@
 """The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
 
 Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
-except for the efficiencies, which say what share of the peaks large operations reach.
+except for the efficiencies, which say what share of the peaks large operations reach. A user may bring a chip file, or change single figures:
+a cluster has another network than the next one, with the same GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from jgt.document import InputError, bind, nearest, read
+from jgt.document import Bound, InputError, Node, bind, collect, nearest, override, read, suggestion
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+Amount = Annotated[float, Bound(above=0)]
+Share = Annotated[float, Bound(above=0, high=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """The share of its peak that each part of a chip reaches in large operations: 0.8 is 80 %."""
 
-    matmul: float
-    hbm: float
-    link: float
+    matmul: Share
+    hbm: Share
+    link: Share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
     """Microseconds: the launch of a kernel, and a collective inside a host (nvlink) or between hosts (nic)."""
 
-    launch: float
-    nvlink: float
-    nic: float
+    launch: Annotated[float, Bound(low=0)]
+    nvlink: Annotated[float, Bound(low=0)]
+    nic: Annotated[float, Bound(low=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,11 @@ class Chip:
     """
 
     name: str
-    tflops: dict[str, float]
-    hbm_gb: float
-    hbm_gbs: float
-    nvlink_gbs: float
-    nic_gbs: float
+    tflops: dict[str, Amount]
+    hbm_gb: Amount
+    hbm_gbs: Amount
+    nvlink_gbs: Amount
+    nic_gbs: Amount
     efficiency: Efficiency
     latency_us: Latency
     xla: str
@@ -59,6 +65,11 @@ class Chip:
         # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
         name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
         return self.tflops.get(name, self.tflops["bf16"]) * 1e12
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Problems that only several keys together show."""
+        if "bf16" not in self.tflops:
+            yield "tflops", "the peak in bf16 is missing. It stands for all types that have none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +96,40 @@ def chip_names() -> list[str]:
 @functools.cache
 def load_chip(name: str) -> Chip:
     """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
+    return _chip(read(_FOLDER / f"{name}.yaml"))
+
+
+def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
+    """The chip of a file, with some of its figures changed: `nic_gbs=25`, `efficiency.link=0.6`. Raises InputError with every problem."""
     problems: list[str] = []
-    chip = bind(read(_FOLDER / f"{name}.yaml"), Chip, problems)
-    if chip is None or problems:
-        raise InputError(problems)
+    root = read(path)
+    figures = sorted(_figures(root))
+    for change in changes:
+        key, equals, _ = change.partition("=")
+        if not equals or not key:
+            problems.append(f"--set {change}: a figure of the chip is written KEY=VALUE, for example nic_gbs=25")
+        elif key not in figures:
+            problems.append(f"--set {change}: the chip has no figure {key!r}.{suggestion(key, figures)} Its figures: {', '.join(figures)}")
+        else:
+            with collect(problems):
+                root = override(root, change)
+    return _chip(root, problems)
+
+
+def _figures(node: Node) -> Iterator[str]:
+    """The dotted keys of a chip file's numbers."""
+    for child in node.children.values():
+        if child.children:
+            yield from _figures(child)
+        elif isinstance(child.value, int | float):
+            yield child.key
+
+
+def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
+    found = list(problems)
+    chip = bind(root, Chip, found)
+    if chip is None or found:
+        raise InputError(found)
     return chip
 
 
@@ -100,14 +141,24 @@ def chip_of(device_kind: str) -> Chip | None:
     return None if found is None else load_chip(found)
 
 
-def parse_target(text: str) -> Target:
-    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError."""
+def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
+    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError.
+
+    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: figures of the chip to change.
+    """
     match = _TARGET.fullmatch(text.strip())
     name = match[1].lower() if match else text
-    if name not in chip_names():
+    own = None if file is None else Path(file).stem.lower()
+    names = [*chip_names(), *([] if own is None else [own])]
+    if name not in names:
         raise InputError(
-            [f"target {text}: {name!r} is not a chip that jgt knows. {nearest(name, chip_names())} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
+            [f"target {text}: {name!r} is not a chip that jgt knows. {nearest(name, names)} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
         )
+    if own is not None and name != own:
+        raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
-    return Target(chip=load_chip(name), text=f"{name}:{int(match[2])}x{int(match[3])}", num_hosts=int(match[2]), per_host=int(match[3]))
+    chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
+    # Two plans of one target with other figures are not plans of the same hardware.
+    text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
+    return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]))

@@ -15,13 +15,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import cast
 
 import jax
 
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
 from jgt.hlo.collectives import Collective, collectives
+from jgt.hlo.origin import full_signal
 from jgt.hlo.text import Module
+from jgt.planner.step.advice import Advice, Facts, advice
+from jgt.planner.step.breakdown import ordered
 from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
@@ -29,20 +33,30 @@ from jgt.planner.flops import flops
 from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
-from jgt.planner.signals import SignalRow, signal_rows
+from jgt.planner.signals import SignalRow, located, signal_rows
+from jgt.planner.step.spans import Panel, panels
+from jgt.planner.step.speed import Schedule, Speed, Workload, schedule_of, speed_of
 from jgt.planner.timeline import Network, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
 
+VERSION = 1
+"""Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
+_DIGITS = 6
+"""The significant digits of numbers in the JSON. A prediction has far fewer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
 
-    versions: of jax and jaxlib. flops_per_device: matmul FLOPs of the traced program, with recompute and pipeline bubbles;
-    model_flops_per_device: without both. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh
-    axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
+    versions: of jax and jaxlib. hosts: the host of each device, in the mesh's order. flops_per_device: matmul FLOPs of the traced program,
+    with recompute and pipeline bubbles; model_flops_per_device: without both. step_time_error: the error to expect of the step's time,
+    relative to it; None if it is not known. parts_ms: the step's time by what it is spent on (see `breakdown`). timeline: the step on the
+    device and its links. schedule: of the pipeline. expected: the bytes that the formulas predict. links_ms: the time of all collectives by
+    mesh axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
     seconds: the time that planning took.
     """
 
@@ -50,13 +64,20 @@ class Plan:
     versions: Mapping[str, str]
     devices: int
     mesh: Mapping[str, int]
+    hosts: tuple[int, ...]
     memory: Memory
     flops_per_device: float
     model_flops_per_device: float
     step_time_ms: float | None
+    step_time_error: float | None
+    parts_ms: Mapping[str, float]
+    speed: Speed | None
+    schedule: Schedule | None
+    timeline: tuple[Panel, ...]
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]
     findings: tuple[Finding, ...]
+    advice: tuple[Advice, ...]
     signals: tuple[SignalRow, ...]
     parameters: tuple[Parameter, ...]
     expected: tuple[Expected, ...]
@@ -75,14 +96,20 @@ class Plan:
         """The bytes that one device sends in a step."""
         return sum(c.total_bytes for c in self.collectives)
 
+    @property
+    def is_time_meaningful(self) -> bool:
+        """Whether the step has a time that means something: XLA schedules a step that does not fit as no step would run."""
+        return self.step_time_ms is not None and self.memory.fits is not False
+
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
         memory = asdict(self.memory) | {"fits": self.memory.fits}
         sent = [asdict(c) | {"total_bytes": c.total_bytes} for c in self.collectives]
-        values: dict[str, object] = {**asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
+        values: dict[str, object] = {"version": VERSION, **asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
+        values["is_time_meaningful"] = self.is_time_meaningful
         # Two plans of the same program have the same JSON.
         del values["seconds"]
-        return values
+        return cast("dict[str, object]", _rounded(values))
 
 
 def plan(
@@ -91,32 +118,36 @@ def plan(
     target: str | Target | None = None,
     rules: RulesLike | None = None,
     flags: Mapping[str, str] | None = None,
+    workload: Workload | None = None,
 ) -> Plan:
     """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
     Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
     extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
-    the costs. flags: XLA's, by name, such as those that the run will have. Raises InputError if the target is unknown, or if its devices
-    and the mesh do not fit.
+    the costs. flags: XLA's, by name, such as those that the run will have. workload: what the program does not say, such as the tokens of
+    a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
-    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known)
+    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known, workload)
 
 
-def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
+def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload | None = None) -> Plan:
     """Reads the plan of a compiled function."""
+    work = workload or Workload()
     module, mesh, num_devices, target = compiled.module, dict(compiled.mesh.shape), compiled.mesh.size, compiled.target
     # Without a target nothing is known of the links between the devices.
     network = None if target is None else Network(target=target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
-    sent = collectives(module, mesh, num_devices)
-    walk = Timeline(module, mesh, num_devices, network).step()
+    timeline = Timeline(module, mesh, num_devices, network)
+    walk = timeline.step()
     traced = flops(compiled.program)
     # By convention the first argument contains the parameters and their optimizer state.
     state = [a for a in compiled.arguments if a.position == 0]
     params = parameters_of(compiled.program, state, num_devices)
     # A forward pass alone has no gradients, although its parameters have a layout for them.
     is_trained = any(row.phase == "backward" for row in traced)
+    schedule = None if work.pipeline is None else schedule_of(work.pipeline, mesh)
+    sent = located(collectives(module, mesh, num_devices), compiled.program, params, "" if schedule is None else schedule.where)
     memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
     # From here on, counts that were made independently of each other are compared.
     usage = usage_of(compiled, params)
@@ -124,19 +155,34 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
     exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
     remats = rematerializations(compiled.lines, module)
+    # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
+    executed = sum(row.executed for row in traced) / num_devices
+    useful = sum(row.useful for row in traced if row.phase != "recompute") / num_devices
+    names = {row.signal for row in rows}
+    step_ms = None if network is None else walk.seconds * 1e3
+    parts = {kind: seconds * 1e3 for kind, seconds in ordered(walk.breakdown.parts).items()}
+    facts = Facts(
+        work=work, mesh=mesh, memory=memory, schedule=schedule, step_ms=step_ms, parts_ms=parts, rows=rows, sent=sent
+    )
     return Plan(
         target="cpu" if target is None else target.text,
         versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
         devices=num_devices,
         mesh=mesh,
+        hosts=tuple(d.process_index for d in compiled.mesh.devices.flat),
         memory=memory,
-        # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
-        flops_per_device=sum(row.executed for row in traced) / num_devices,
-        model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
-        step_time_ms=None if network is None else walk.seconds * 1e3,
+        flops_per_device=executed,
+        model_flops_per_device=useful,
+        step_time_ms=step_ms,
+        step_time_error=None,
+        parts_ms=parts,
+        speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
+        schedule=schedule,
+        timeline=tuple(panels(module.entry, timeline.tracks, lambda signal: full_signal(signal, names))),
         collectives=sent,
         rematerializations=remats,
         findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
+        advice=advice(facts),
         signals=rows,
         parameters=params,
         expected=formulas,
@@ -145,6 +191,18 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
+
+
+def _rounded(value: object) -> object:
+    """A plain value without digits that nobody can mean."""
+    if isinstance(value, float):
+        # A whole number keeps its digits: FLOPs are compared exactly.
+        return value if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(child) for name, child in cast("Mapping[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(child) for child in cast("Sequence[object]", value)]
+    return value
 
 
 def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:

@@ -22,10 +22,12 @@ from jgt.hlo.graph import fraction_taken
 from jgt.hlo.groups import Groups, participants_of
 from jgt.hlo.instruction import COLLECTIVES, Instruction
 from jgt.hlo.kernels import is_kernel, kernel_cost
-from jgt.hlo.origin import Origin, origin_at
+from jgt.hlo.origin import NONE, Origin, origin_at
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
+from jgt.planner.step.breakdown import Breakdown
 from jgt.planner.chip import Target
+from jgt.planner.step.spans import Lane, Span, Track
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,14 @@ class Walk:
     """One run of a computation: its seconds, and its costs by signal and phase.
 
     links: seconds of all collectives by mesh axes, hidden or not. exposed: seconds of waiting, by the axes of the collective waited for.
+    breakdown: the seconds by what they are spent on.
     """
 
     seconds: float = 0.0
     costs: dict[Origin, Cost] = field(default_factory=lambda: collections.defaultdict(Cost))
     links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
     exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
+    breakdown: Breakdown = field(default_factory=Breakdown)
 
     @property
     def num_flops(self) -> float:
@@ -96,6 +100,7 @@ class Walk:
     def add(self, other: Walk, times: float = 1) -> None:
         """Appends `times` runs of another computation."""
         self.seconds += other.seconds * times
+        self.breakdown.add(other.breakdown, times)
         for key, cost in other.costs.items():
             self.costs[key].add(cost, times)
         for sums, more in ((self.links, other.links), (self.exposed, other.exposed)):
@@ -108,13 +113,20 @@ class _Run:
     """A walk under way. links_free: when the last collective ends; ends: when each asynchronous one does, by name, and its axes."""
 
     walk: Walk = field(default_factory=Walk)
+    track: Track = field(default_factory=Track)
     links_free: float = 0.0
     ends: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict[str, tuple[float, tuple[str, ...]]])
 
-    def occupy(self, name: str, seconds: float, axes: tuple[str, ...]) -> None:
+    def occupy(self, name: str, seconds: float, axes: tuple[str, ...], origin: Origin) -> None:
         """Starts a collective as soon as the links are free: two at once would share them, and take as long as one after the other."""
-        self.links_free = max(self.links_free, self.walk.seconds) + seconds
+        start = max(self.links_free, self.walk.seconds)
+        self.links_free = start + seconds
         self.ends[name] = (self.links_free, axes)
+        self.draw("links", start, self.links_free, axes_text(axes), origin)
+
+    def draw(self, lane: Lane, start: float, end: float, kind: str, origin: Origin, trips: int = 1, loop: str = "") -> None:
+        """Adds a span to the timeline."""
+        self.track.add(Span(lane=lane, start=start, end=end, kind=kind, signal=origin.signal, phase=origin.phase, trips=trips), loop)
 
 
 class Timeline:
@@ -124,6 +136,8 @@ class Timeline:
         self._module, self._mesh, self._num_devices, self._network = module, mesh, num_devices, network
         # A computation that is called from several places takes the same time in each.
         self._walks: dict[str, Walk] = {}
+        self.tracks: dict[str, Track] = {}
+        """The timeline of each computation, by its name; computations of no length have none."""
 
     def step(self) -> Walk:
         """The whole program."""
@@ -144,10 +158,11 @@ class Timeline:
                 if instruction.operands[0] in run.ends:
                     self._wait(run, Spot(name, instruction.operands[0]))
             elif is_kernel(instruction):
-                self._compute(run.walk, computation, spot, instruction)
+                self._compute(run, computation, spot, instruction)
             else:
-                self._call(run.walk, instruction)
+                self._call(run, instruction)
         self._walks[name] = run.walk
+        self.tracks[name] = run.track
         return run.walk
 
     def _send(self, run: _Run, spot: Spot, collective: Instruction) -> None:
@@ -158,9 +173,10 @@ class Timeline:
             found = pieces(self._module, spot.computation, collective)
             sent = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in found)
             seconds = self._network.seconds(span.groups, sent)
+        origin = origin_at(self._module, spot)
         run.walk.links[axes] += seconds
-        run.walk.costs[origin_at(self._module, spot)].roofline[axes_text(axes)] += seconds
-        run.occupy(spot.name, seconds, axes)
+        run.walk.costs[origin].roofline[axes_text(axes)] += seconds
+        run.occupy(spot.name, seconds, axes, origin)
         # A synchronous collective ends before the next instruction begins.
         if not collective.op.endswith("-start"):
             self._wait(run, spot)
@@ -168,33 +184,40 @@ class Timeline:
     def _send_all(self, run: _Run, start: Instruction) -> None:
         """A computation of collectives that runs asynchronously: one collective, over the axes that take longest."""
         inner = self._walk(start.called[0])
-        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]))
+        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]), _main_origin(inner))
         for axes, seconds in inner.links.items():
             run.walk.links[axes] += seconds
         # Its seconds occupy the links here; they are exposed, if at all, where the end is waited for.
         for key, cost in inner.costs.items():
             run.walk.costs[key].add(Cost(roofline=cost.roofline))
 
-    def _call(self, walk: Walk, instruction: Instruction) -> None:
+    def _call(self, run: _Run, instruction: Instruction) -> None:
         """An instruction that runs other computations; nothing for one that does no work at all."""
+        walk, start = run.walk, run.walk.seconds
         if instruction.op == "while":
             known = trip_count(self._module, instruction)
             trips = 1 if known is None else known
             walk.add(self._walk(instruction.attribute("body")), trips)
             # The condition runs once more, to end the loop.
             walk.add(self._walk(instruction.attribute("condition")), trips + 1)
+            body = instruction.attribute("body")
+            run.draw("device", start, walk.seconds, "loop", _main_origin(self._walks[body]), trips, body)
         elif instruction.op == "conditional":
             # The slowest branch counts, as often as its name says that it is taken. Without times, FLOPs decide.
             branches = [(self._walk(called), float(fraction_taken(self._module, called))) for called in instruction.called]
-            walk.add(*max(branches, key=lambda branch: (branch[0].seconds, branch[0].num_flops)))
+            slowest = max(branches, key=lambda branch: (branch[0].seconds, branch[0].num_flops))
+            walk.add(*slowest)
+            run.draw("device", start, walk.seconds, "kernels", _main_origin(slowest[0]))
         elif instruction.op in ("call", "async-start"):
             for called in instruction.called:
                 walk.add(self._walk(called))
+                run.draw("device", start, walk.seconds, "kernels", _main_origin(self._walks[called]))
 
-    def _compute(self, walk: Walk, computation: Computation, spot: Spot, instruction: Instruction) -> None:
+    def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
         one = kernel_cost(self._module, computation, instruction)
-        cost = walk.costs[origin_at(self._module, spot)]
+        walk, origin = run.walk, origin_at(self._module, spot)
+        cost = walk.costs[origin]
         cost.flops += one.flops
         cost.hbm_bytes += one.num_bytes
         if self._network is None:
@@ -203,7 +226,9 @@ class Timeline:
         matmul = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
         memory = one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)
         seconds = max(matmul, memory) + chip.latency_us.launch * 1e-6
+        run.draw("device", walk.seconds, walk.seconds + seconds, "kernels", origin)
         walk.seconds += seconds
+        walk.breakdown.kernel(seconds, instruction.op_name, origin.phase, is_memory_bound=memory > matmul)
         cost.compute += seconds
         cost.roofline["matmul"] += matmul
         cost.roofline["memory"] += memory
@@ -211,8 +236,15 @@ class Timeline:
     def _wait(self, run: _Run, start: Spot) -> None:
         """Waits for a collective, by the spot that started it."""
         end, axes = run.ends[start.name]
-        waited = max(end - run.walk.seconds, 0.0)
-        run.walk.seconds += waited
+        waited, origin = max(end - run.walk.seconds, 0.0), origin_at(self._module, start)
         if waited:
+            run.draw("device", run.walk.seconds, end, "waiting", origin)
             run.walk.exposed[axes] += waited
-        run.walk.costs[origin_at(self._module, start)].exposed += waited
+            run.walk.breakdown.wait(waited, self._module.at(start).op_name, axes)
+        run.walk.seconds += waited
+        run.walk.costs[origin].exposed += waited
+
+
+def _main_origin(walk: Walk) -> Origin:
+    """The signal and the phase in which a walk spends most of its time."""
+    return max(walk.costs, key=lambda origin: walk.costs[origin].compute + walk.costs[origin].exposed, default=Origin(NONE, "forward"))

@@ -10,7 +10,7 @@ import jgt
 from jgt import document
 from jgt.document import InputError
 from jgt.planner.budget import Limit, overruns, read_budget
-from jgt.planner.compare import changes, lock_text, read_lock, write_lock
+from jgt.planner.view.compare import changes, lock_text, read_lock, write_lock
 from jgt.planner.plan import plan
 from jgt.signal import context
 

@@ -13,7 +13,7 @@ import pytest
 
 import jgt
 from jgt.planner.findings import Finding
-from jgt.planner.page import page, write_page
+from jgt.planner.view.page import page, write_page
 from jgt.planner.plan import plan
 from jgt.signal import context
 

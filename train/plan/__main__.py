@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         target, runs = _read(arguments)
-        from jgt.planner.compare import changes, read_lock, write_lock
+        from jgt.planner.view.compare import changes, read_lock, write_lock
 
         from .make import make_plan
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = plans[0]
     _show(arguments, plan)
     if arguments.html is not None:
-        from jgt.planner.page import write_page
+        from jgt.planner.view.page import write_page
 
         write_page(plan, Path(arguments.html))
         print(f"Wrote {arguments.html}", file=sys.stderr)
@@ -109,13 +109,13 @@ def _show(arguments: argparse.Namespace, plan: Plan) -> None:
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=1))
         return
-    from jgt.planner.table import print_plan
+    from jgt.planner.view.table import print_plan
 
     print_plan(plan)
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.planner.compare import differences, print_differences
+    from jgt.planner.view.compare import differences, print_differences
 
     if arguments.json:
         print(json.dumps(differences(plans[0], plans[1]), indent=1))

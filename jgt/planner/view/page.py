@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jgt.console import axes_text, count_text, size_text
 from jgt.planner.plan import Plan
-from jgt.planner.table import largest_costs
+from jgt.planner.view.table import largest_costs
 
 _MOST_DRAWN = 64
 """The most devices that the drawing of a mesh shows: the first ones of a larger mesh."""
@@ -32,7 +32,7 @@ def write_page(plan: Plan, path: Path) -> None:
 
 def page(plan: Plan) -> str:
     """The page's HTML."""
-    style, script = (resources.files("jgt.planner").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (resources.files("jgt.planner.view").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     title = f"jgt plan: {plan.target}, {plan.devices} devices"
     parts = [
         f"<h1>{_text(title)}</h1>",
