@@ -7,7 +7,7 @@
     maxtext   a training step of jgt and of MaxText with each of its programs for experts that runs on CPUs, with the sizes of step.yaml
     learning  the loss on held-out text after 300 steps (--steps), one run of each for each seed
     balance   the load of the fullest expert and the held-out loss in 200 steps (--steps), if the router begins with all tokens at two of
-              eight experts; with a bias and without balancing
+              eight experts; with a bias and without balancing, one run of each for each seed
 
 Without names, all run, maxtext if --maxtext names a Python that has it. Programs that are compared run in processes that take turns.
 """
@@ -127,12 +127,18 @@ def _held_out(config: list[str], steps: int, seed: int) -> float:
 
 
 def balance(arguments: argparse.Namespace) -> Found:
-    """The load of the fullest expert, and the held-out losses."""
-    steps = str(arguments.steps or 200)
-    runs = {name: [sys.executable, "-m", "benchmarks.measure_experts", name, steps] for name in ("bias", "none")}
-    found = {name: run_process(command).found for name, command in runs.items()}
-    most = {"load_max": bar(found["bias"]["load_max"], LOAD_BAR), "loss": bar(found["bias"]["loss"] - found["none"]["loss"], LOSS_BAR)}
-    return found | {"bars": most}
+    """The load of the fullest expert, and the held-out losses, by seed. The bars are of their means."""
+    program = [sys.executable, "-m", "benchmarks.measure_experts"]
+    found: Found = {}
+    for name in ("bias", "none"):
+        runs = [run_process([*program, name, str(arguments.steps or 200), str(seed)]).found for seed in range(arguments.seeds)]
+        found[name] = {key: [run[key] for run in runs] for key in runs[0]}
+    mean = {name: {key: statistics.mean(values) for key, values in of.items()} for name, of in found.items()}
+    bars = {
+        "load_max": bar(mean["bias"]["load_max"], LOAD_BAR),
+        "loss": bar(mean["bias"]["loss"] - mean["none"]["loss"], LOSS_BAR),
+    }
+    return found | {"bars": bars}
 
 
 MEASUREMENTS = {"step": step, "maxtext": maxtext, "learning": learning, "balance": balance}

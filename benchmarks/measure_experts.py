@@ -1,6 +1,6 @@
 """The measurement of balance in `experts.py`, in a process of its own, which prints JSON.
 
-python -m benchmarks.measure_experts bias|none|batch|sequence STEPS
+python -m benchmarks.measure_experts bias|none|batch|sequence STEPS SEED
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OVERLOAD = 1.0
 """The router's weight of a token's first activation, for two experts."""
 
 
-def overloaded(method: str, num_steps: int) -> dict[str, float]:
+def overloaded(method: str, num_steps: int, seed: int) -> dict[str, float]:
     """Trains in this process, from a router that prefers two experts. load_max: the mean over the last ten steps."""
-    run = load(str(ROOT / "configs/moe.yaml"), [f"model.experts.balance={method}"])
+    run = load(str(ROOT / "configs/moe.yaml"), [f"model.experts.balance={method}", f"run.seed={seed}"])
     start_jax(None, run.config.devices.virtual_cpu)
     setup = prepare(run)
     state, train_step = setup.init(), setup.compile_train_step()
@@ -41,7 +41,7 @@ def overloaded(method: str, num_steps: int) -> dict[str, float]:
 
     state = state._replace(params=jax.tree_util.tree_map_with_path(biased, state.params))
     model = run.config.model
-    feed = Feed(open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=0, cache_dir=Path("runs/benchmark/data")), setup)
+    feed = Feed(open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=seed, cache_dir=Path("runs/benchmark/data")), setup)
     loads, batches = list[float](), feed.train(0)
     for number in range(num_steps):
         state, metrics = train_step(state, next(batches), setup.settings(number + 1))
@@ -54,4 +54,4 @@ def overloaded(method: str, num_steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(overloaded(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(overloaded(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

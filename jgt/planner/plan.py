@@ -21,12 +21,12 @@ import jax
 
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
+from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import full_signal
 from jgt.hlo.text import Module
 from jgt.planner.step.advice import Advice, Facts, advice
-from jgt.planner.step.breakdown import ordered
-from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
@@ -36,7 +36,7 @@ from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.step.spans import Panel, panels
 from jgt.planner.step.speed import Schedule, Speed, Workload, schedule_of, speed_of
-from jgt.planner.timeline import Network, Timeline
+from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
@@ -46,6 +46,7 @@ VERSION = 1
 """Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
 _DIGITS = 6
 """The significant digits of numbers in the JSON. A prediction has far fewer."""
+_NOT_FITTING = "the step does not fit, and XLA schedules such a step without running collectives beside kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,11 @@ class Plan:
     """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
 
     versions: of jax and jaxlib. hosts: the host of each device, in the mesh's order. flops_per_device: matmul FLOPs of the traced program,
-    with recompute and pipeline bubbles; model_flops_per_device: without both. step_time_error: the error to expect of the step's time,
-    relative to it; None if it is not known. parts_ms: the step's time by what it is spent on (see `breakdown`). timeline: the step on the
-    device and its links. schedule: of the pipeline. expected: the bytes that the formulas predict. links_ms: the time of all collectives by
-    mesh axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
-    seconds: the time that planning took.
+    with recompute and pipeline bubbles; model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is
+    unknown. step_time_caveat: why the time means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`);
+    they add up to it. timeline: the step on the device and its links. schedule: of the pipeline. expected: the bytes that the formulas
+    predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of waiting for them.
+    assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
     """
 
     target: str
@@ -70,6 +71,7 @@ class Plan:
     model_flops_per_device: float
     step_time_ms: float | None
     step_time_error: float | None
+    step_time_caveat: str
     parts_ms: Mapping[str, float]
     speed: Speed | None
     schedule: Schedule | None
@@ -96,17 +98,11 @@ class Plan:
         """The bytes that one device sends in a step."""
         return sum(c.total_bytes for c in self.collectives)
 
-    @property
-    def is_time_meaningful(self) -> bool:
-        """Whether the step has a time that means something: XLA schedules a step that does not fit as no step would run."""
-        return self.step_time_ms is not None and self.memory.fits is not False
-
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
         memory = asdict(self.memory) | {"fits": self.memory.fits}
         sent = [asdict(c) | {"total_bytes": c.total_bytes} for c in self.collectives]
         values: dict[str, object] = {"version": VERSION, **asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
-        values["is_time_meaningful"] = self.is_time_meaningful
         # Two plans of the same program have the same JSON.
         del values["seconds"]
         return cast("dict[str, object]", _rounded(values))
@@ -160,9 +156,18 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     useful = sum(row.useful for row in traced if row.phase != "recompute") / num_devices
     names = {row.signal for row in rows}
     step_ms = None if network is None else walk.seconds * 1e3
-    parts = {kind: seconds * 1e3 for kind, seconds in ordered(walk.breakdown.parts).items()}
+    parts = {part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]}
+    exposed = {axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()}
     facts = Facts(
-        work=work, mesh=mesh, memory=memory, schedule=schedule, step_ms=step_ms, parts_ms=parts, rows=rows, sent=sent
+        work=work,
+        mesh=mesh,
+        memory=memory,
+        schedule=schedule,
+        step_ms=step_ms,
+        parts_ms=parts,
+        exposed_ms=exposed,
+        rows=rows,
+        sent=sent,
     )
     return Plan(
         target="cpu" if target is None else target.text,
@@ -175,6 +180,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         model_flops_per_device=useful,
         step_time_ms=step_ms,
         step_time_error=None,
+        step_time_caveat=_NOT_FITTING if memory.fits is False else "",
         parts_ms=parts,
         speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
         schedule=schedule,
@@ -187,7 +193,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         parameters=params,
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
-        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
+        exposed_ms=exposed,
         assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
@@ -247,10 +253,11 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         )
         return
     chip = compiled.target.chip
+    links = ", ".join(f"{name} at {link.gbs:g} GB/s ({link.share:.0%})" for name, link in chip.links.items())
     yield (
-        f"{chip.name}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (matmuls reach {chip.efficiency.matmul:.0%}), {chip.hbm_gb:g} GB of memory "
-        f"at {chip.hbm_gbs:g} GB/s ({chip.efficiency.hbm:.0%}), NVLink at {chip.nvlink_gbs:g} GB/s and network at {chip.nic_gbs:g} GB/s "
-        f"for each GPU and direction ({chip.efficiency.link:.0%})"
+        f"{chip.name} at {chip.power_w:g} W: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
+        f"{chip.rates.matmul['bf16'].share:.0%}), {chip.hbm_gb:g} GB of memory at {chip.hbm_gbs:g} GB/s ({chip.rates.memory.share:.0%}); "
+        f"for each GPU and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
     )
     yield (
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "

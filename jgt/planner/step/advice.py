@@ -17,7 +17,6 @@ from jgt.document import InputError
 from jgt.hlo.collectives import Collective
 from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
-from jgt.planner.step.breakdown import WAITING
 from jgt.planner.step.speed import Schedule, Workload, schedule_of
 
 _WORTHWHILE = 0.01
@@ -48,6 +47,7 @@ class Facts:
     schedule: Schedule | None
     step_ms: float | None
     parts_ms: Mapping[str, float]
+    exposed_ms: Mapping[str, float]
     rows: Sequence[SignalRow]
     sent: Sequence[Collective]
 
@@ -188,4 +188,4 @@ def _overlap(facts: Facts) -> Iterator[Advice]:
 def _waiting(facts: Facts, collective: Collective) -> float:
     """The milliseconds of waiting for a collective: its share of the bytes over its axes."""
     over = sum(c.total_bytes for c in facts.sent if c.axes == collective.axes)
-    return facts.parts_ms.get(WAITING + axes_text(collective.axes), 0.0) * collective.total_bytes / over if over else 0.0
+    return facts.exposed_ms.get(axes_text(collective.axes), 0.0) * collective.total_bytes / over if over else 0.0

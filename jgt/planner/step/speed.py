@@ -8,14 +8,11 @@ all scores count that XLA computes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from jgt.document import InputError, describe, nearest, read
 from jgt.pipeline.config import Pipeline
-from jgt.planner.chip import Target, chip_names
+from jgt.hardware.chip import Target
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Costs, simulate
 
@@ -117,23 +114,3 @@ def speed_of(work: Workload, target: Target, flops_per_device: float, seconds: f
         dollars_per_hour=per_hour,
         dollars_per_million_tokens=None if per_hour is None or tokens_per_s is None else per_hour / 3600 / tokens_per_s * 1e6,
     )
-
-
-def read_prices(path: str | Path, known: Mapping[str, object] | None = None) -> dict[str, float]:
-    """The prices of a YAML file: dollars for an hour of one GPU, by the name of the chip, such as `h100: 2.5`.
-
-    known: the names of further chips. Raises InputError with every problem.
-    """
-    root, problems, prices = read(path), [], {}
-    names = [*chip_names(), *(known or {})]
-    for name, node in root.children.items():
-        price = node.value
-        if name not in names:
-            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
-        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
-            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
-        else:
-            prices[name] = float(price)
-    if problems:
-        raise InputError(problems)
-    return prices

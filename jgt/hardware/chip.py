@@ -1,8 +1,8 @@
 """The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
 
 Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
-except for the efficiencies, which say what share of the peaks large operations reach. A user may bring a chip file, or change single figures:
-a cluster has another network than the next one, with the same GPUs.
+except for the rates, which say what share of the peaks operations reach. A user may bring a chip file, or change single figures: a cluster
+has another network than the next one, with the same GPUs.
 """
 
 from __future__ import annotations
@@ -10,66 +10,82 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-from jgt.document import Bound, InputError, Node, bind, collect, nearest, override, read, suggestion
+from jgt.document import InputError, Node, bind, collect, nearest, override, read, suggestion
+from jgt.hardware.rates import Amount, Attention, Matmul, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 
-Amount = Annotated[float, Bound(above=0)]
-Share = Annotated[float, Bound(above=0, high=1)]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """The share of its peak that each part of a chip reaches in large operations: 0.8 is 80 %."""
+class Link:
+    """What connects devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
 
-    matmul: Share
-    hbm: Share
-    link: Share
+    gbs: GB/s in one direction for one device. domain: how many devices it connects: those of one host, all, or a number of them, which may
+    be those of several hosts. share: of gbs, for large messages. start_us, hop_us: microseconds of a collective, and of each of its hops
+    from one member of a ring to the next.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Microseconds: the launch of a kernel, and a collective inside a host (nvlink) or between hosts (nic)."""
-
-    launch: Annotated[float, Bound(low=0)]
-    nvlink: Annotated[float, Bound(low=0)]
-    nic: Annotated[float, Bound(low=0)]
+    gbs: Amount
+    domain: Literal["host", "all"] | int
+    share: Share
+    start_us: Amount
+    hop_us: Amount
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One GPU and its links.
 
-    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). *_gbs: GB/s; of links, in one direction for
-    one GPU. xla: the description that XLA compiles for, a GpuTargetConfigProto in text form.
+    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
+    the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
+    error: the error to expect of a step's time, by kind of layout (`ErrorKind`), relative to it. xla: the description that XLA compiles
+    for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
     """
 
     name: str
     tflops: dict[str, Amount]
     hbm_gb: Amount
     hbm_gbs: Amount
-    nvlink_gbs: Amount
-    nic_gbs: Amount
-    efficiency: Efficiency
-    latency_us: Latency
-    xla: str
+    host_gbs: Amount
+    power_w: Amount
+    rated_w: Amount
+    rates: Rates
+    links: dict[str, Link]
+    error: dict[str, Amount] = field(default_factory=dict[str, float])
+    xla: str = ""
 
     def peak_flops(self, dtype: str) -> float:
         """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
+        return self.tflops[self._type(dtype)] * 1e12
+
+    def matmul_seconds(self, work: Matmul) -> float:
+        """The time of a matmul whose operands are near."""
+        name = self._type(work.dtype)
+        rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
+        return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
+
+    def attention_seconds(self, work: Attention) -> float:
+        """The time of a kernel of fused attention."""
+        return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
+
+    def memory_seconds(self, num_bytes: int) -> float:
+        """The time to read and write this many bytes of the device's memory."""
+        return self.rates.memory.seconds(num_bytes, self.hbm_gbs * 1e9)
+
+    @property
+    def _clock(self) -> float:
+        return clock_at(self.power_w, self.rated_w)
+
+    def _type(self, dtype: str) -> str:
         # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
         name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
-        return self.tflops.get(name, self.tflops["bf16"]) * 1e12
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Problems that only several keys together show."""
-        if "bf16" not in self.tflops:
-            yield "tflops", "the peak in bf16 is missing. It stands for all types that have none"
+        return name if name in self.tflops else "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +116,23 @@ def load_chip(name: str) -> Chip:
 
 
 def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
-    """The chip of a file, with some of its figures changed: `nic_gbs=25`, `efficiency.link=0.6`. Raises InputError with every problem."""
+    """The chip of a file, with some of its figures changed, such as `hbm_gb=96`.
+
+    `nic_gbs=25` is short for `links.nic.gbs=25`. Raises InputError with every problem.
+    """
     problems: list[str] = []
     root = read(path)
-    figures = sorted(_figures(root))
+    short = {f"{name}_gbs": f"links.{name}.gbs" for name in root.find("links").children}
+    figures = [*short, *_figures(root)]
     for change in changes:
-        key, equals, _ = change.partition("=")
+        key, equals, value = change.partition("=")
         if not equals or not key:
             problems.append(f"--set {change}: a figure of the chip is written KEY=VALUE, for example nic_gbs=25")
         elif key not in figures:
             problems.append(f"--set {change}: the chip has no figure {key!r}.{suggestion(key, figures)} Its figures: {', '.join(figures)}")
         else:
             with collect(problems):
-                root = override(root, change)
+                root = override(root, f"{short.get(key, key)}={value}")
     return _chip(root, problems)
 
 
@@ -144,7 +164,7 @@ def chip_of(device_kind: str) -> Chip | None:
 def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
     """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError.
 
-    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: figures of the chip to change.
+    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: of figures, see `read_chip`.
     """
     match = _TARGET.fullmatch(text.strip())
     name = match[1].lower() if match else text
@@ -159,6 +179,6 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
     chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
-    # Two plans of one target with other figures are not plans of the same hardware.
+    # Plans of one target with different figures are plans of different hardware.
     text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
     return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]))
