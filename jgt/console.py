@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
 
 WIDTH_OF_FILES = 160
 """The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
+_BLANKS = re.compile(r" +$", re.MULTILINE)
 
 
-def make_console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
-    """A console on stdout, or on another file, as wide as the terminal. quiet: it prints nothing."""
-    is_terminal = (file or sys.stdout).isatty()
-    # highlight: rich would colour numbers and paths in messages as it sees fit.
-    return Console(file=file, quiet=quiet, highlight=False, width=None if is_terminal else WIDTH_OF_FILES)
+class _Trimmed(io.TextIOBase):
+    """A file that gets each line without the blanks at its end, with which rich fills tables. rich writes whole lines."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Writes the text."""
+        self._file.write(_BLANKS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the file."""
+        self._file.flush()
+
+
+def make_console(*, quiet: bool = False, file: TextIO | None = None, width: int | None = None) -> Console:
+    """A console on stdout, or on another file. width: instead of the terminal's, or of WIDTH_OF_FILES. quiet: it prints nothing."""
+    out = file or sys.stdout
+    if out.isatty():
+        # highlight: rich would colour numbers and paths in messages as it sees fit.
+        return Console(file=file, quiet=quiet, highlight=False, width=width)
+    return Console(file=cast("TextIO", _Trimmed(out)), quiet=quiet, highlight=False, width=width or WIDTH_OF_FILES)
 
 
 def make_table(title: str, columns: Sequence[str], texts: int) -> Table:

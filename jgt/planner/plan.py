@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import cast
 
@@ -26,21 +26,20 @@ from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import full_signal
 from jgt.hlo.text import Module
-from jgt.planner.step.advice import Advice, Facts, advice
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
 from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
-from jgt.planner.signals import SignalRow, located, signal_rows
+from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow, located, signal_rows
+from jgt.planner.step.advice import Advice, Facts, advice
 from jgt.planner.step.spans import Panel, panels
 from jgt.planner.step.speed import Schedule, Speed, Workload, schedule_of, speed_of
 from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
-
 
 VERSION = 1
 """Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
@@ -101,7 +100,8 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
         memory = asdict(self.memory) | {"fits": self.memory.fits}
-        sent = [asdict(c) | {"total_bytes": c.total_bytes} for c in self.collectives]
+        rules = {row.signal: row.rule for row in self.signals}
+        sent = [asdict(c) | {"total_bytes": c.total_bytes, "rule": rules.get(c.signal, "")} for c in self.collectives]
         values: dict[str, object] = {"version": VERSION, **asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
         # Two plans of the same program have the same JSON.
         del values["seconds"]
@@ -143,13 +143,15 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     # A forward pass alone has no gradients, although its parameters have a layout for them.
     is_trained = any(row.phase == "backward" for row in traced)
     schedule = None if work.pipeline is None else schedule_of(work.pipeline, mesh)
-    sent = located(collectives(module, mesh, num_devices), compiled.program, params, "" if schedule is None else schedule.where)
+    sent = located(collectives(module, mesh, num_devices), params, "" if schedule is None else schedule.where)
     memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
     # From here on, counts that were made independently of each other are compared.
     usage = usage_of(compiled, params)
     formulas = expected(compiled, params, usage)
     exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
+    if schedule is not None:
+        rows = tuple(replace(row, rule=schedule.where) if row.signal == PIPELINE_SIGNAL else row for row in rows)
     remats = rematerializations(compiled.lines, module)
     # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
     executed = sum(row.executed for row in traced) / num_devices

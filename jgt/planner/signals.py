@@ -18,9 +18,6 @@ from jgt.planner.flops import Flops
 from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.timeline import Cost, Walk
-from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Program
-from jgt.program.scopes import PIPELINE
 from jgt.rules import Rules
 
 PIPELINE_SIGNAL = "pipeline"
@@ -101,13 +98,14 @@ def signal_rows(
         )
 
 
-def located(sent: Sequence[Collective], program: Program, params: Sequence[Parameter], where: str) -> tuple[Collective, ...]:
+def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str) -> tuple[Collective, ...]:
     """The collectives, each with the line that causes it. where: file:line of the pipeline's section.
 
     What a pipeline adds to the model has no line of its own in the user's program: it would have the one that calls the whole step. What
     it sends between stages is caused by its section. What it gathers, and the gradients that it reduces, are those of parameters.
     """
-    calls = set(_calls_of_pipelines(program))
+    # Only stages permute: the lines of these collectives are those that call the pipelined function.
+    calls = {c.source for c in sent if c.signal == PIPELINE_SIGNAL and c.kind == "collective-permute"}
     largest: dict[str, Parameter] = {}
     for p in sorted(params, key=lambda p: -p.local_bytes):
         for signal in p.signals:
@@ -116,16 +114,6 @@ def located(sent: Sequence[Collective], program: Program, params: Sequence[Param
     def cause(c: Collective) -> str:
         if c.signal == PIPELINE_SIGNAL:
             return where
-        return largest[c.signal].source if c.signal in largest else c.source
+        return largest[c.signal].source if c.signal in largest else ""
 
     return tuple(replace(c, source=cause(c) or c.source) if c.source in calls else c for c in sent)
-
-
-def _calls_of_pipelines(program: Program) -> Iterator[str]:
-    """The lines that call a pipelined function."""
-    for equation in jx.body(program).eqns:
-        if "newly_manual_axes" in equation.params and PIPELINE in f"{equation.source_info.name_stack}":
-            yield jx.line_of(equation)
-        else:
-            for inner in jx.subprograms(equation):
-                yield from _calls_of_pipelines(inner)

@@ -13,8 +13,8 @@ import pytest
 
 import jgt
 from jgt.planner.findings import Finding
-from jgt.planner.view.page import page, write_page
 from jgt.planner.plan import plan
+from jgt.planner.view.page import page, write_page
 from jgt.signal import context
 
 CHROMIUM = shutil.which("chromium", path="/usr/bin")

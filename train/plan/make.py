@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..records.summary import tokens_per_sample
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
-
 
 _SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradients", "optimizer.offload")
 """The keys that a plan may advise to change."""
@@ -99,11 +98,22 @@ def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable
     return described_setup
 
 
+def use_devices(runs: Sequence[Run], num_devices: int | None) -> None:
+    """Starts JAX with enough CPU devices for all of these runs: it fixes their number when it starts."""
+    _start(max(_num_devices(run, num_devices) for run in runs))
+    jax.devices()
+
+
+def _start(num_devices: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):
+        # In a process that has used JAX already, this has no effect.
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
 def _devices(run: Run, num_devices: int | None) -> list[Any]:
     count = _num_devices(run, num_devices)
-    with contextlib.suppress(RuntimeError):
-        # JAX fixes the number of its devices when it starts, so this has no effect in a process that has used it already.
-        jax.config.update("jax_num_cpu_devices", count)
+    _start(count)
     if len(jax.devices()) < count:
         raise InputError([f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"])
     return jax.devices()[:count]

@@ -136,7 +136,8 @@ def _recompute(facts: Facts) -> Iterator[Advice]:
     key = "train.remat" if facts.schedule is None else "pipeline.remat"
     setting = facts.work.value(key)
     if lost and setting not in (None, "none") and facts.free_bytes > 0:
-        text = f"{setting} computes {time_text(lost / 1e3)} of work again. Less recompute saves up to that; {size_text(facts.free_bytes)} are free"
+        free = f"{size_text(facts.free_bytes)} of memory are free"
+        text = f"{setting} computes {time_text(lost / 1e3)} of work again, and {free}. Less recompute saves up to that"
         yield _advice(facts, key, text, ms=lost)
 
 
@@ -180,7 +181,8 @@ def _overlap(facts: Facts) -> Iterator[Advice]:
         is_split = any(c.kind == "reduce-scatter" for c in facts.sent if c.signal == row.signal and c.axes == ("tensor",))
         saved = min(waiting, row.roofline_ms.get("matmul", 0.0))
         if row.rule and saved and is_split:
-            text = f"{row.rule}: overlap: tensor for {row.signal} runs its collectives beside its matmuls, which saves up to {time_text(saved / 1e3)}"
+            change = f"{row.rule}: overlap: tensor for {row.signal} runs its collectives beside its matmuls"
+            text = f"{change}, which saves up to {time_text(saved / 1e3)}"
             share = f" ({saved / facts.step_ms:.0%} of the step)" if facts.step_ms else ""
             yield Advice(key="overlap", where=row.rule, saves_ms=saved, saves_bytes=0, text=text + share)
 

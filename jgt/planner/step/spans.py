@@ -79,31 +79,26 @@ def panels(entry: str, tracks: Mapping[str, Track], name: Callable[[str], str]) 
 
 
 def _drawn(spans: Sequence[Span], seconds: float, name: Callable[[str], str]) -> Iterator[Span]:
-    """Neighbours of one kind as one span, in milliseconds; those that are too narrow to see join the one before them."""
+    """Neighbours of one kind as one span, in milliseconds; those that are too narrow to see join their neighbour."""
+    narrow = _NARROWEST * seconds
     for lane in ("device", "links"):
-        last: Span | None = None
-        for span in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start):
-            span = replace(span, signal=name(span.signal))
-            if last is not None and span.start - last.end < _NARROWEST * seconds:
-                if _is_alike(last, span) or span.end - span.start < _NARROWEST * seconds:
-                    last = replace(last, end=span.end)
-                    continue
-                if last.end - last.start < _NARROWEST * seconds:
-                    last = replace(span, start=last.start)
-                    continue
-            if last is not None:
-                yield _in_ms(last)
-            last = span
-        if last is not None and last.end - last.start >= _NARROWEST * seconds:
-            yield _in_ms(last)
+        joined: list[Span] = []
+        for found in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start):
+            span = replace(found, signal=name(found.signal))
+            last = joined[-1] if joined else None
+            if last is None or span.start - last.end >= narrow:
+                joined.append(span)
+            elif _is_alike(last, span) or span.end - span.start < narrow:
+                joined[-1] = replace(last, end=span.end)
+            elif last.end - last.start < narrow:
+                joined[-1] = replace(span, start=last.start)
+            else:
+                joined.append(span)
+        yield from (replace(s, start=_ms(s.start), end=_ms(s.end)) for s in joined if s.end - s.start >= narrow)
 
 
 def _is_alike(a: Span, b: Span) -> bool:
     return (a.kind, a.signal, a.phase) == (b.kind, b.signal, b.phase) and a.kind != "loop"
-
-
-def _in_ms(span: Span) -> Span:
-    return replace(span, start=_ms(span.start), end=_ms(span.end))
 
 
 def _ms(seconds: float) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jgt.pipeline.config import Pipeline
 from jgt.hardware.chip import Target
+from jgt.pipeline.config import Pipeline
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Costs, simulate
 

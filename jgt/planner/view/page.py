@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jgt.console import axes_text, count_text, size_text
 from jgt.planner.plan import Plan
-from jgt.planner.view.table import largest_costs
+from jgt.planner.view.costs import largest_costs
 
 _MOST_DRAWN = 64
 """The most devices that the drawing of a mesh shows: the first ones of a larger mesh."""

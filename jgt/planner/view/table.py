@@ -1,8 +1,8 @@
-"""A plan for a person: tables in the terminal, the findings, and the largest costs with the rule that would change each.
+"""A plan for a person, in the terminal: the step and its speed, tables, findings, advice, and the largest costs.
 
-A plan is long, and its reader has one question: what should I change? So the text goes from the whole to the detail. One line for each
-signal, then totals, then what travels over each axis beside what the formulas say; after that the findings, and the three largest costs.
-A cost names its bound (matmuls, memory, or links) and the rules file's key that moves it, because that is what its reader can edit.
+A plan is long, and its reader has one question: what should I change? So the text goes from the whole to the detail. First the step in
+a few lines, what its time is spent on and what its memory holds; then what travels over each axis beside what the formulas say, and a line
+for each signal; after that what is wrong, and what would help.
 
 Invariant: rows that are too small to matter are left out, but totals count them.
 """
@@ -10,40 +10,128 @@ Invariant: rows that are too small to matter are left out, but totals count them
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import sys
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from jgt.console import axes_text, count_text, make_console, make_table, size_text
-from jgt.hlo.collectives import Collective
-from jgt.planner.findings import REPEATED
+from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.signals import SignalRow
+from jgt.planner.view.bars import bar, gauge
+from jgt.planner.view.costs import largest_costs
 
-_NUM_COSTS = 3
-_NUM_SPECS = 3
+_NUM_SPECS, _NUM_AXES = 1, 2
 """The specs, and the mesh axes, that one line shows."""
+_BAR = 40
+"""The cells of the longest bar."""
+_SMALLEST = 1e-3
+"""The share of the step below which a part of its time is left out."""
+_WIDEST = 1_000
+"""The width of output that does not go to a terminal: as wide as the tables need."""
 
 
 def print_plan(plan: Plan) -> None:
     """Writes a plan to stdout."""
-    console = make_console()
+    console = make_console(width=None if sys.stdout.isatty() else _WIDEST)
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     title = f"Plan for {plan.target}: {mesh} = {plan.devices} devices, compiled in {plan.seconds:.1f} s with jax {plan.versions['jax']}"
     console.print(Text(title, style="bold"))
     # Findings and costs are not wrapped, so that each stays one line for `grep`.
-    for table in (_signals(plan), _memory(plan), _compute(plan), _axes(plan)):
-        console.print(table)
-    if plan.findings:
-        console.print(Text(f"Findings: {len(plan.findings)}", style="bold"))
-        for finding in plan.findings:
-            console.print(Text(f"  ! {finding.text}"), soft_wrap=True)
-    console.print(Text("Largest costs", style="bold"))
-    for line in largest_costs(plan):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+    for line in summary(plan):
+        console.print(Text(line), soft_wrap=True)
+    for table in (_time(plan), _memory(plan), _axes(plan), _signals(plan)):
+        if table.row_count:
+            console.print(table)
+    lists = {
+        f"Findings: {len(plan.findings)}": [f"! {finding.text}" for finding in plan.findings],
+        "What would help": [f"{number}. {found.text}" for number, found in enumerate(plan.advice, 1)],
+        "Largest costs": largest_costs(plan),
+    }
+    for name, lines in lists.items():
+        console.print(
+            *([Text(name, style="bold")] if lines else []),
+            *[Text(f"  {line}") for line in lines],
+            sep="\n",
+            end="\n" if lines else "",
+            soft_wrap=True,
+        )
     for line in plan.assumptions:
         console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def summary(plan: Plan) -> list[str]:
+    """The step in a few lines: its time and speed, its cost, its FLOPs, and its schedule."""
+    lines = []
+    if plan.step_time_ms is not None and plan.step_time_caveat:
+        lines.append(f"step: the time of {time_text(plan.step_time_ms / 1e3)} has no meaning: {plan.step_time_caveat}")
+    elif plan.step_time_ms is not None:
+        lines.append(f"step: {step_text(plan)}{''.join(f', {text}' for text in speed_texts(plan))}")
+    if plan.schedule is not None:
+        lines.append(f"pipeline: {plan.schedule.text}")
+    useful, executed = (count_text(count / 1e12) for count in (plan.model_flops_per_device, plan.flops_per_device))
+    lines.append(f"FLOPs of one device: {useful} TFLOP of the model, {executed} TFLOP with recompute and bubbles")
+    return lines
+
+
+def step_text(plan: Plan) -> str:
+    """The time of the step with its error: `1.3 s ± 12%`."""
+    error = "" if plan.step_time_error is None else f" ± {plan.step_time_error:.0%}"
+    return f"{time_text((plan.step_time_ms or 0.0) / 1e3)}{error}"
+
+
+def speed_texts(plan: Plan) -> list[str]:
+    """Tokens/s, MFU and cost; none if the step has no time."""
+    speed = plan.speed
+    if speed is None or plan.step_time_caveat:
+        return []
+    texts = (
+        []
+        if speed.tokens_per_s is None
+        else [f"{two_digits(speed.tokens_per_s)} tokens/s ({two_digits(speed.tokens_per_s / plan.devices)} each)"]
+    )
+    texts.append(f"MFU {speed.mfu:.0%} ({two_digits(speed.model_tflops_per_device)} TFLOP/s each)")
+    if speed.dollars_per_million_tokens is not None:
+        texts.append(f"${two_digits(speed.dollars_per_million_tokens)} for a million tokens")
+    if speed.dollars_per_hour is not None:
+        texts.append(f"${two_digits(speed.dollars_per_hour)} an hour")
+    return texts
+
+
+def time_rows(plan: Plan) -> list[tuple[str, float]]:
+    """What the step's time is spent on, and milliseconds: the parts, with the waiting by mesh axes."""
+    waiting = sum(plan.exposed_ms.values()) or 1.0
+    rows: list[tuple[str, float]] = []
+    for part, ms in plan.parts_ms.items():
+        if part == "exposed":
+            # What waits in a bubble is a part of the waiting here.
+            axes = sorted(plan.exposed_ms.items(), key=lambda item: -item[1])
+            rows += [(f"waiting for {name}", ms * exposed / waiting) for name, exposed in axes]
+        else:
+            rows.append((PART_NAMES.get(part, part), ms))
+    return rows
+
+
+PART_NAMES = {
+    "matmul": "matmuls",
+    "attention": "fused attention",
+    "memory": "memory-bound kernels",
+    "launch": "launches of kernels",
+    "recompute": "recompute",
+    "bubble": "bubble of the pipeline",
+}
+"""The parts of a step's time as a person reads them."""
+
+
+def _time(plan: Plan) -> Table:
+    table = make_table("Time of the step", ["spent on", "time", "share", ""], 1)
+    table.columns[-1].justify = "left"
+    step = plan.step_time_ms or 1.0
+    for name, ms in time_rows(plan) if plan.step_time_ms is not None and not plan.step_time_caveat else ():
+        if ms >= _SMALLEST * step:
+            table.add_row(name, time_text(ms / 1e3), f"{ms / step:.1%}", bar(ms / step, _BAR))
+    return table
 
 
 def _signals(plan: Plan) -> Table:
@@ -53,12 +141,12 @@ def _signals(plan: Plan) -> Table:
     for row in plan.signals:
         if not _is_notable(plan, row):
             continue
-        over = ", ".join(f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])[:_NUM_SPECS])
+        over = [f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])]
         sizes = [size_text(n) if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
         flops = count_text(row.flops / 1e9) if row.flops else ""
-        values = [f"{row.compute_ms:.2f}", f"{row.exposed_ms:.2f}"] if times else []
+        values = [two_digits(row.compute_ms or 0.0), two_digits(row.exposed_ms or 0.0)] if times else []
         # rich would read the brackets of a spec as markup in a str.
-        table.add_row(*map(Text, [row.signal, _specs(row), over, *sizes, flops, *values]))
+        table.add_row(*map(Text, [row.signal, _specs(row), _first(over, _NUM_AXES), *sizes, flops, *values]))
     return table
 
 
@@ -73,43 +161,53 @@ def _is_notable(plan: Plan, row: SignalRow) -> bool:
 def _specs(row: SignalRow) -> str:
     # Replicated parameters, such as scales of norms, are shown only where there is nothing else.
     shown = [s for s in row.specs if not s.endswith(" []")] or list(row.specs)
-    return ", ".join(shown[:_NUM_SPECS]) + (f" and {len(shown) - _NUM_SPECS} more" if len(shown) > _NUM_SPECS else "")
+    # The parameter with the most dims is the one that matters: a matrix before its bias.
+    return _first(sorted(shown, key=lambda spec: -spec.count(",")), _NUM_SPECS)
+
+
+def _first(texts: Sequence[str], number: int) -> str:
+    """The first texts of a list, and how many more there are. Each row is one line, so that the table stays short."""
+    return ", ".join(texts[:number]) + (f" +{len(texts) - number}" if len(texts) > number else "")
 
 
 def _memory(plan: Plan) -> Table:
     memory = plan.memory
-    table = make_table("Memory of one device", ["memory", "size"], 1)
-    for name, count in memory.groups.items():
-        table.add_row(name, size_text(count))
-    table.add_row("temporary: activations, gradients, buffers", size_text(memory.temp_bytes))
-    if memory.gradient_bytes:
-        table.add_row("  including gradients", size_text(memory.gradient_bytes))
-    if memory.activations:
-        table.add_row("  including activations for the backward pass", size_text(sum(memory.activations.values())))
-    if memory.host_bytes:
-        table.add_row("in the host's memory", size_text(memory.host_bytes))
-    limit = ""
+    table = make_table("Memory of one device", ["memory", "size", ""], 1)
+    table.columns[-1].justify = "left"
+    # With a limit, bars end at it; otherwise the longest one is the peak.
+    most = memory.hbm_bytes or memory.peak_bytes or 1
+    for name, count in memory_rows(plan):
+        table.add_row(name, size_text(count), bar(count / most, _BAR))
+    limit, drawn = "", bar(memory.peak_bytes / most, _BAR)
     if memory.hbm_bytes is not None:
-        free = f"{1 - memory.peak_bytes / memory.hbm_bytes:.0%} free"
-        limit = f" of {size_text(memory.hbm_bytes)}: {'fits' if memory.fits else 'DOES NOT FIT'}, {free}"
-    table.add_row("peak", size_text(memory.peak_bytes) + limit)
+        free = f"{1 - memory.peak_bytes / memory.hbm_bytes:.0%} free" if memory.fits else "DOES NOT FIT"
+        limit = f" of {size_text(memory.hbm_bytes)}, {'fits, ' if memory.fits else ''}{free}"
+        # A step that does not fit has a bar that crosses the limit.
+        scale = max(memory.peak_bytes / memory.hbm_bytes, 1.0)
+        drawn = gauge(memory.peak_bytes / memory.hbm_bytes / scale, 1 / scale, _BAR)
+    table.add_row("peak", size_text(memory.peak_bytes), drawn + limit)
     return table
 
 
-def _compute(plan: Plan) -> Table:
-    table = make_table("Computation of one device in a step", ["computation", "amount"], 1)
-    table.add_row("FLOPs, with recompute and bubbles", f"{count_text(plan.flops_per_device / 1e12)} TFLOP")
-    table.add_row("FLOPs of the model", f"{count_text(plan.model_flops_per_device / 1e12)} TFLOP")
-    if plan.step_time_ms is not None:
-        rate = plan.model_flops_per_device / plan.step_time_ms / 1e9
-        table.add_row("predicted step", f"{plan.step_time_ms:,.1f} ms, {count_text(rate)} TFLOP/s of the model")
-    return table
+def memory_rows(plan: Plan) -> list[tuple[str, int]]:
+    """The memory of a device by kind, without the peak. Kinds without bytes are left out."""
+    memory = plan.memory
+    rows = [
+        *memory.groups.items(),
+        ("temporary: activations, gradients, buffers", memory.temp_bytes),
+        ("  including gradients", memory.gradient_bytes),
+        ("  including activations for the backward pass", sum(memory.activations.values())),
+        ("in the host's memory", memory.host_bytes),
+    ]
+    return [(name, count) for name, count in rows if count]
 
 
 def _axes(plan: Plan) -> Table:
     """The bytes sent over each mesh axis, beside the formulas' figure."""
     timed = bool(plan.links_ms) and plan.step_time_ms is not None
-    table = make_table("Sent over each axis, by one device in a step", ["axes", "formula", "compiled", *(["ms"] if timed else [])], 1)
+    table = make_table(
+        "Sent over each axis, by one device in a step", ["axes", "formula", "compiled", *(["time", "exposed"] if timed else [])], 1
+    )
     sent: collections.Counter[str] = collections.Counter()
     formulas: collections.Counter[str] = collections.Counter()
     for c in plan.collectives:
@@ -118,68 +216,7 @@ def _axes(plan: Plan) -> Table:
         formulas[axes_text(e.axes)] += e.bytes
     for axes in sorted({*sent, *formulas}, key=lambda a: -sent[a]):
         if sent[axes] >= 1e-4 * plan.sent_bytes or axes in formulas:
-            times = [f"{plan.links_ms.get(axes, 0):.2f}"] if timed else []
+            times = [time_text(plan.links_ms.get(axes, 0) / 1e3), time_text(plan.exposed_ms.get(axes, 0) / 1e3)] if timed else []
             table.add_row(axes, size_text(formulas[axes]), size_text(sent[axes]), *times)
-    table.add_row("total", size_text(formulas.total()), size_text(plan.sent_bytes), *([""] if timed else []))
+    table.add_row("total", size_text(formulas.total()), size_text(plan.sent_bytes), *(["", ""] if timed else []))
     return table
-
-
-def largest_costs(plan: Plan) -> list[str]:
-    """The three largest costs, a numbered line each: by time if it is predicted, otherwise by bytes sent."""
-    costs = _by_bytes(plan) if plan.step_time_ms is None else _by_time(plan, plan.step_time_ms)
-    return [f"{number}. {text}" for number, text in zip(range(1, _NUM_COSTS + 1), costs, strict=False)]
-
-
-def _by_time(plan: Plan, step_ms: float) -> Iterator[str]:
-    costs: list[tuple[float, str]] = []
-    for row in plan.signals:
-        compute, exposed = row.compute_ms or 0.0, row.exposed_ms or 0.0
-        rule = f" (rule: {row.rule})" if row.rule else ""
-        costs.append((compute, f"{row.signal}: {compute:,.1f} ms in kernels ({compute / step_ms:.0%} of the step), {_advice(row)}{rule}"))
-        # The largest one: a plan's collectives are sorted by bytes.
-        worst = next((c for c in plan.collectives if c.signal == row.signal), None)
-        if worst is not None:
-            waiting = f"{exposed:,.1f} ms waiting ({exposed / step_ms:.0%} of the step), mostly for {_collective_advice(worst)}"
-            costs.append((exposed, f"{row.signal}: {waiting}{rule}"))
-    yield from (text for _, text in sorted(costs, key=lambda cost: -cost[0]))
-
-
-def _by_bytes(plan: Plan) -> Iterator[str]:
-    rules = {row.signal: row.rule for row in plan.signals if row.rule}
-    for c in plan.collectives:
-        rule = f" (rule: {rules[c.signal]})" if c.signal in rules else ""
-        yield f"{c.signal}: {size_text(c.total_bytes)} sent by {_collective_advice(c)}{rule}"
-
-
-def _advice(row: SignalRow) -> str:
-    """What a signal's kernels are bound by, and what would change that."""
-    if row.flops_share and row.flops > REPEATED * row.flops_share:
-        times = row.flops / row.flops_share
-        return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
-    # An update does a few operations for each byte that it reads, on any hardware.
-    if row.signal == "optimizer":
-        return f"{size_text(row.hbm_bytes)} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
-    tflop = f"{row.flops / 1e12:.3g} TFLOP"
-    if row.roofline_ms.get("memory", 0.0) > row.roofline_ms.get("matmul", 0.0):
-        moved = f"{size_text(row.hbm_bytes)} to and from memory for {tflop}: memory-bound"
-        return f"{moved}. Keep fewer activations (save:, train.remat), or use a fused kernel there"
-    return f"{tflop}: compute-bound. Only less recompute (train.remat, save:) or more devices would help"
-
-
-_TO_CHANGE = {
-    "all-gather": "the params: or tensors: spec of what is gathered",
-    "reduce-scatter": "the optimizer: or backward: spec of what is scattered",
-    "all-reduce": "the out: spec (sharding another dim makes it a reduce-scatter), or the size of the axis",
-    "all-to-all": "one of two consecutive specs that shard different dims",
-    "collective-permute": "one of two consecutive specs that list their axes in different orders",
-}
-
-
-def _collective_advice(c: Collective) -> str:
-    """A collective, and which spec would change it."""
-    where = f" at {c.source}" if c.source else ""
-    sent = f"{c.kind} {c.dtype} over {axes_text(c.axes)} ({c.count} x {size_text(c.bytes)}, {c.phase}){where}"
-    # What a pipeline sends between stages has no spec.
-    if c.signal == "pipeline":
-        return f"{sent}. Use fewer, larger microbatches or fewer stages (pipeline:)"
-    return f"{sent}. To change it, edit {_TO_CHANGE.get(c.kind, 'its spec')}"
