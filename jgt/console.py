@@ -24,7 +24,9 @@ class _Trimmed(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Writes the text."""
-        self._file.write(_BLANKS.sub("", text))
+        shown, encoding = _BLANKS.sub("", text), self._file.encoding or "utf-8"
+        # A bar has characters that an old encoding lacks.
+        self._file.write(shown.encode(encoding, "replace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:

@@ -119,9 +119,7 @@ def parser() -> RunParser:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
-    both = (
-        "compare two plans: each of A and B is a run's file or, for the run FILE or A, a rules file or overrides such as 'mesh={data: 8}'"
-    )
+    both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
     return parser
 

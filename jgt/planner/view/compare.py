@@ -10,6 +10,7 @@ import collections
 from collections.abc import Iterator
 
 from rich.table import Table
+from rich.text import Text
 
 from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
 from jgt.planner.plan import Plan
@@ -29,19 +30,9 @@ def differences(a: Plan, b: Plan) -> dict[str, object]:
 def print_differences(a: Plan, b: Plan, name_a: str, name_b: str) -> None:
     """Writes the comparison to stdout."""
     console = make_console()
-    changed = [(name, x, y) for name, x, y in _layouts(a, b) if x != y]
-    if changed:
-        table = make_table("What differs", ["", name_a, name_b], 3)
-        for row in changed:
-            table.add_row(*row)
-        console.print(table)
-    targets = a.target + (f" and {b.target}" if b.target != a.target else "")
-    table = make_table(f"Totals of one device in a step, on {targets}", ["total", name_a, name_b, "change"], 1)
-    for name, x, y in _totals(a, b):
-        table.add_row(name, _show(name, x), _show(name, y), _change(x, y))
-    console.print(table)
-    if a.step_time_ms is not None and b.step_time_ms is not None:
-        console.print(_times(a, b, name_a, name_b))
+    for table in (_changed(a, b, name_a, name_b), _all_totals(a, b, name_a, name_b), _times(a, b, name_a, name_b)):
+        if table.row_count:
+            console.print(table)
     rows = list(_sent(a, b))
     if rows:
         table = make_table("Collectives that differ", ["signal", "kind", "axes", name_a, name_b, "change"], 3)
@@ -54,11 +45,30 @@ def print_differences(a: Plan, b: Plan, name_a: str, name_b: str) -> None:
     for name, plan, other in ((name_a, a, b), (name_b, b, a)):
         for text in plan.warnings:
             if text not in other.warnings:
-                console.print(f"only {name}: {text}", soft_wrap=True)
+                console.print(f"only {name}: {text}", soft_wrap=True, markup=False)
+
+
+def _changed(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
+    table = make_table("What differs", ["", name_a, name_b], 3)
+    for name, x, y in _layouts(a, b):
+        if x != y:
+            # rich would read the brackets of a spec as markup in a str.
+            table.add_row(*map(Text, (name, x, y)))
+    return table
+
+
+def _all_totals(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
+    targets = a.target + (f" and {b.target}" if b.target != a.target else "")
+    table = make_table(f"Totals of one device in a step, on {targets}", ["total", name_a, name_b, "change"], 1)
+    for name, x, y in _totals(a, b):
+        if x is not None or y is not None:
+            table.add_row(name, _show(name, x), _show(name, y), _change(x, y))
+    return table
 
 
 def _times(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
-    old, new = dict(time_rows(a)), dict(time_rows(b))
+    # Without a target no time is known.
+    old, new = (dict(time_rows(plan)) if plan.step_time_ms is not None else {} for plan in (a, b))
     table = make_table("Time of the step", ["spent on", name_a, name_b, "change"], 1)
     for name in dict.fromkeys([*old, *new]):
         table.add_row(
