@@ -12,14 +12,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from jgt.document import InputError, Node, bind, collect, nearest, override, read, suggestion
+from jgt.document import Bound, InputError, Node, bind, collect, nearest, override, read, suggestion
 from jgt.hardware.rates import Amount, Attention, Matmul, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+Positive = Annotated[float, Bound(above=0)]
+"""What times are divided by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Link:
     from one member of a ring to the next.
     """
 
-    gbs: Amount
+    gbs: Positive
     domain: Literal["host", "all"] | int
     share: Share
     start_us: Amount
@@ -49,12 +52,12 @@ class Chip:
     """
 
     name: str
-    tflops: dict[str, Amount]
-    hbm_gb: Amount
-    hbm_gbs: Amount
-    host_gbs: Amount
-    power_w: Amount
-    rated_w: Amount
+    tflops: dict[str, Positive]
+    hbm_gb: Positive
+    hbm_gbs: Positive
+    host_gbs: Positive
+    power_w: Positive
+    rated_w: Positive
     rates: Rates
     links: dict[str, Link]
     error: dict[str, Amount] = field(default_factory=dict[str, float])

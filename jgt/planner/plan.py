@@ -35,7 +35,7 @@ from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow, located, signal_rows
 from jgt.planner.step.advice import Advice, Facts, advice
 from jgt.planner.step.spans import Panel, panels
-from jgt.planner.step.speed import Schedule, Speed, Workload, schedule_of, speed_of
+from jgt.planner.step.speed import PipelineSchedule, Speed, Workload, schedule_of, speed_of
 from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import possible_rounds
 from jgt.rules import Rules
@@ -73,7 +73,7 @@ class Plan:
     step_time_caveat: str
     parts_ms: Mapping[str, float]
     speed: Speed | None
-    schedule: Schedule | None
+    schedule: PipelineSchedule | None
     timeline: tuple[Panel, ...]
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]

@@ -17,7 +17,7 @@ from jgt.document import InputError
 from jgt.hlo.collectives import Collective
 from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
-from jgt.planner.step.speed import Schedule, Workload, schedule_of
+from jgt.planner.step.speed import PipelineSchedule, Workload, schedule_of
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
@@ -44,7 +44,7 @@ class Facts:
     work: Workload
     mesh: Mapping[str, int]
     memory: Memory
-    schedule: Schedule | None
+    schedule: PipelineSchedule | None
     step_ms: float | None
     parts_ms: Mapping[str, float]
     exposed_ms: Mapping[str, float]

@@ -47,7 +47,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """A pipeline's schedule on a mesh. bubble: the share of the time in which the average stage does nothing useful, by the schedule alone.
 
     where: file:line of the pipeline's section; empty if it is not from a file.
@@ -69,14 +69,14 @@ class Schedule:
         return f"{self.name}, {self.stages} stages{chunks}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
 
 
-def schedule_of(pipeline: Pipeline, mesh: Mapping[str, int], **changes: int | str) -> Schedule:
+def schedule_of(pipeline: Pipeline, mesh: Mapping[str, int], **changes: int | str) -> PipelineSchedule:
     """The schedule of a pipeline on a mesh. changes: of its fields. Raises InputError if there is no such schedule."""
     lines = pipeline.lines
     pipeline = replace(pipeline, **changes) if changes else pipeline
     table = find_table(pipeline.schedule, mesh.get(pipeline.axis, 1), pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
     # A recompute before the backward pass is as long as a forward pass.
     costs = Costs(backward=1 if pipeline.remat == "none" else 2)
-    return Schedule(
+    return PipelineSchedule(
         name=pipeline.schedule,
         signal=pipeline.signal,
         axis=pipeline.axis,

@@ -25,7 +25,7 @@ from jgt.planner.view.table import step_text
 
 _MOST_ON_A_LINE = 24
 """The most characters of a cell that is not broken into lines."""
-_ABSOLUTE = re.compile(r"(?<![\w.<>:/-])/(?:[\w.@+-]+/){2,}(?=[\w.@+-]+/[\w.@+-]+)")
+_ABSOLUTE = re.compile(r"(?<![\w.</-])/(?:[\w.@+-]+/){2,}(?=[\w.@+-]+/[\w.@+-]+)")
 """The beginning of an absolute path, all but its last two names."""
 
 
