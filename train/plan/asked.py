@@ -48,17 +48,18 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
-    sides = [(arguments.config, list[str]())]
+    sides: list[tuple[str, list[str]]] = [] if arguments.config is None else [(arguments.config, [])]
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
         problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
+        sides = []
         with collect(problems):
             sides = _sides(arguments.config, arguments.diff)
     # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
     count = arguments.devices if target is None else target.num_devices
     devices = [] if count is None else [f"devices.virtual_cpu={count}"]
     runs: list[Run] = []
-    for config, more in sides if sides[0][0] is not None else ():
+    for config, more in sides:
         with collect(problems):
             runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
     if problems:

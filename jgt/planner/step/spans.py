@@ -65,9 +65,10 @@ def panels(entry: str, tracks: Mapping[str, Track], name: Callable[[str], str]) 
     title, trips, computation, seen = "the step", 1, entry, 0
     while seen < _MAX_PANELS and (track := tracks.get(computation)) is not None and track.spans:
         seconds = max(span.end for span in track.spans)
-        inner = max(track.loops, key=lambda loop: track.loops[loop].end - track.loops[loop].start, default="")
+        lengths = {loop: span.end - span.start for loop, span in track.loops.items()}
+        inner = max(lengths, key=lengths.__getitem__, default="")
         # A loop around a single loop would be drawn as one block.
-        only = inner and track.loops[inner].end - track.loops[inner].start > _FILLS * seconds and seen > 0
+        only = inner and lengths[inner] > _FILLS * seconds and seen > 0
         if not only:
             yield Panel(title=title, trips=trips, ms=_ms(seconds), spans=tuple(_drawn(track.spans, seconds, name)))
             seen, trips = seen + 1, 1

@@ -79,12 +79,23 @@ def _times(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
 
 def _layouts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
     """What a user decides on: the mesh, the pipeline and the specs of each signal's parameters, as text."""
-    yield "mesh", *(" x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device" for plan in (a, b))
-    yield "pipeline", *("" if plan.schedule is None else plan.schedule.text for plan in (a, b))
-    yield "fits", *("" if plan.memory.fits is None else "yes" if plan.memory.fits else "no: its time has no meaning" for plan in (a, b))
+    for name, text in (("mesh", _mesh_text), ("pipeline", _pipeline_text), ("fits", _fits_text)):
+        yield name, text(a), text(b)
     old, new = ({row.signal: ", ".join(row.specs) for row in plan.signals if row.specs} for plan in (a, b))
     for signal in dict.fromkeys([*old, *new]):
         yield signal, old.get(signal, ""), new.get(signal, "")
+
+
+def _mesh_text(plan: Plan) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+
+
+def _pipeline_text(plan: Plan) -> str:
+    return "" if plan.schedule is None else plan.schedule.text
+
+
+def _fits_text(plan: Plan) -> str:
+    return "" if plan.memory.fits is None else "yes" if plan.memory.fits else "no: its time has no meaning"
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, float | None, float | None]]:
@@ -119,7 +130,8 @@ def _sent_bytes(plan: Plan) -> collections.Counter[tuple[str, str, str]]:
 def _change(x: float | None, y: float | None) -> str:
     if x is None or y is None or x == y:
         return ""
-    return f"{(y - x) / x:+.1%}" if x else "new"
+    text = f"{(y - x) / x:+.1%}" if x else "new"
+    return "" if text in ("+0.0%", "-0.0%") else text
 
 
 def _show(name: str, x: float | None) -> str:

@@ -63,7 +63,7 @@ def print_plan(plan: Plan) -> None:
 
 def summary(plan: Plan) -> list[str]:
     """The step in a few lines: its time and speed, its cost, its FLOPs, and its schedule."""
-    lines = []
+    lines: list[str] = []
     if plan.step_time_ms is not None and plan.step_time_caveat:
         lines.append(f"step: the time of {time_text(plan.step_time_ms / 1e3)} has no meaning: {plan.step_time_caveat}")
     elif plan.step_time_ms is not None:
