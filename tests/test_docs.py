@@ -37,6 +37,7 @@ from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event, find_starts
 from train.sections import Fault, SpikesConfig
+from train.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -362,6 +363,7 @@ def test_every_key_of_a_section_stands_with_its_default(name):
         ("data", "mixture[].", MixturePart),
         ("model", "experts.", ExpertsConfig),
         ("model", "experts.groups.", GroupsConfig),
+        ("sync", "outer.", OuterConfig),
     ],
 )
 def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):
@@ -432,6 +434,13 @@ def test_every_key_of_a_pipeline_stands_with_its_default():
     plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}
     assert plain == {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in required}
     assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in schedules.SCHEDULES)
+
+
+def test_every_key_of_sync_stands_with_its_default():
+    documented = {key: text for key, text in keys_and_defaults(section(TRAINING, "## sync")).items() if "." not in key}
+    assert documented.pop("axis") == "required"
+    plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items()}
+    assert {"axis": "", **plain} == vars(SyncConfig(axis=""))
 
 
 def test_every_section_stands_there():

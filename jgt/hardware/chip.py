@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt.document import Bound, InputError, Node, bind, collect, nearest, override, read, suggestion
-from jgt.hardware.rates import Amount, Attention, Matmul, Rates, Share, clock_at
+from jgt.document import Bound, InputError, Node, bind, collect, override, read, suggestion
+from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
@@ -47,8 +47,8 @@ class Chip:
 
     tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
     the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
-    error: the error to expect of a step's time, by kind of layout (`ErrorKind`), relative to it. xla: the description that XLA compiles
-    for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
+    error: the error to expect of a step's time, relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the
+    description that XLA compiles for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Chip:
         """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
         return self.tflops[self._type(dtype)] * 1e12
 
-    def matmul_seconds(self, work: Matmul) -> float:
+    def matmul_seconds(self, work: MatmulWork) -> float:
         """The time of a matmul whose operands are near."""
         name = self._type(work.dtype)
         rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
         return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
 
-    def attention_seconds(self, work: Attention) -> float:
+    def attention_seconds(self, work: AttentionWork) -> float:
         """The time of a kernel of fused attention."""
         return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
 
@@ -158,10 +158,15 @@ def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
-    # The longest name first, should one be the beginning of another.
+    # The longest name first, should one be a part of another: GB200 and B200.
     names = sorted(chip_names(), key=len, reverse=True)
-    found = next((name for name in names if name.upper() in device_kind.upper()), None)
+    same = next((name for name in names if load_chip(name).name == device_kind), None)
+    found = same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
     return None if found is None else load_chip(found)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
 def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
@@ -175,7 +180,10 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     names = [*chip_names(), *([] if own is None else [own])]
     if name not in names:
         raise InputError(
-            [f"target {text}: {name!r} is not a chip that jgt knows. {nearest(name, names)} Write CHIP:HOSTSxGPUS, such as h100:8x8"]
+            [
+                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, names)} The chips are "
+                f"{', '.join(names)}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
+            ]
         )
     if own is not None and name != own:
         raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])

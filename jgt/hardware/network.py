@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jgt.hardware.chip import Link, Target
 
-Groups = Sequence[Sequence[int]]
+_Groups = Sequence[Sequence[int]]
 
 
 class Level(NamedTuple):
@@ -39,11 +39,11 @@ class Network:
 
     target: Target
     hosts: Sequence[int]
-    _known: dict[int, tuple[Groups, frozenset[tuple[Level, ...]]]] = field(
-        default_factory=dict[int, tuple[Groups, frozenset[tuple[Level, ...]]]], repr=False, compare=False
+    _known: dict[int, tuple[_Groups, frozenset[tuple[Level, ...]]]] = field(
+        default_factory=dict[int, tuple[_Groups, frozenset[tuple[Level, ...]]]], repr=False, compare=False
     )
 
-    def seconds(self, groups: Groups, wire_bytes: int, kind: str = "all-gather") -> float:
+    def seconds(self, groups: _Groups, wire_bytes: int, kind: str = "all-gather") -> float:
         """The time of a collective in which every device sends `wire_bytes`; the slowest group counts. kind: of collective, as XLA's."""
         # A program has few different groups, each of up to thousands of devices. Keeping them alive keeps their ids.
         if id(groups) not in self._known:

@@ -26,7 +26,7 @@ Amount = Annotated[float, Bound(low=0)]
 Share = Annotated[float, Bound(above=0, high=1)]
 
 
-class Matmul(NamedTuple):
+class MatmulWork(NamedTuple):
     """A matrix product: [batch, m, k] times [batch, k, n], whose operands have this element type."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Matmul(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Attention(NamedTuple):
+class AttentionWork(NamedTuple):
     """A kernel of fused attention. flops: what it executes; keys: the length that its queries see; head: the size of a head."""
 
     flops: int
@@ -59,7 +59,7 @@ class MatmulRate:
     depth: Amount = 0.0
     area: Amount = 0.0
 
-    def of(self, work: Matmul) -> float:
+    def of(self, work: MatmulWork) -> float:
         """The share of the peak that a matmul reaches."""
         area = work.batch * work.m * work.n
         edges = work.m / (work.m + self.edge) * work.n / (work.n + self.edge)
@@ -75,7 +75,7 @@ class AttentionRate:
     head: Amount = 0.0
     length: Amount = 0.0
 
-    def of(self, work: Attention) -> float:
+    def of(self, work: AttentionWork) -> float:
         """The share of the peak that a kernel reaches."""
         share = self.backward if work.is_backward else self.forward
         return share * work.head / (work.head + self.head) * work.keys / (work.keys + self.length)

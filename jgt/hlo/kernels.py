@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jgt.hardware.rates import Attention, Matmul
+from jgt.hardware.rates import AttentionWork, MatmulWork
 from jgt.hlo.instruction import Array, Instruction
 from jgt.hlo.text import Computation, Module
 from jgt.program.kernels import attention_of, custom_call_flops
@@ -39,8 +39,8 @@ _BATCH = re.compile(r'"lhs_batch_dimensions":\["?([\d",]*)\]')
 class KernelCost:
     """The work of one kernel. matmuls: in it; attention: if it is one of fused attention; num_bytes: read from and written to memory."""
 
-    matmuls: tuple[Matmul, ...] = ()
-    attention: Attention | None = None
+    matmuls: tuple[MatmulWork, ...] = ()
+    attention: AttentionWork | None = None
     num_bytes: int = 0
 
     @property
@@ -63,7 +63,7 @@ def kernel_cost(module: Module, computation: Computation, instruction: Instructi
     )
 
 
-def _attention(computation: Computation, instruction: Instruction) -> Attention | None:
+def _attention(computation: Computation, instruction: Instruction) -> AttentionWork | None:
     """The work of a call of a library's attention."""
     if instruction.op != "custom-call":
         return None
@@ -71,7 +71,7 @@ def _attention(computation: Computation, instruction: Instruction) -> Attention 
     return attention_of(instruction.text, arrays[0].dims) if arrays else None
 
 
-def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[Matmul]:
+def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[MatmulWork]:
     """The matrix products of an instruction; a convolution is one of patches."""
     if instruction.op == "fusion":
         fused = module.computations[instruction.called[0]]
@@ -95,21 +95,21 @@ def _matmuls(module: Module, computation: Computation, instruction: Instruction)
         label = instruction.attribute("dim_labels").partition("_")[2].partition("->")[0]
         channels = right.dims[label.index("o")]
         contracted = right.size // channels
-        yield Matmul(left.dtype, 1, instruction.arrays[0].size // max(channels, 1), channels, contracted)
+        yield MatmulWork(left.dtype, 1, instruction.arrays[0].size // max(channels, 1), channels, contracted)
         return
     else:
         # A kernel whose FLOPs are known and whose shapes are not counts as a square one.
         if is_call and attention_of(instruction.text, left.dims) is None and (flops := custom_call_flops(instruction.text, left.dims)):
             rows = left.dims[0]
-            yield Matmul(left.dtype, 1, rows, max(flops // (2 * rows * left.dims[-1]), 1), left.dims[-1])
+            yield MatmulWork(left.dtype, 1, rows, max(flops // (2 * rows * left.dims[-1]), 1), left.dims[-1])
         return
     yield _matmul(left, instruction.arrays[0], contracted, math.prod(left.dims[d] for d in shared))
 
 
-def _matmul(left: Array, result: Array, contracted: int, batch: int) -> Matmul:
+def _matmul(left: Array, result: Array, contracted: int, batch: int) -> MatmulWork:
     """A product by its left operand and its result: each element of the result takes a multiply-add for every contracted index."""
     m = left.size // max(contracted * batch, 1)
-    return Matmul(left.dtype, batch, m, result.size // max(batch * m, 1), contracted)
+    return MatmulWork(left.dtype, batch, m, result.size // max(batch * m, 1), contracted)
 
 
 def _numbers(pattern: re.Pattern[str], instruction: Instruction) -> tuple[int, ...]:

@@ -43,6 +43,8 @@ class Pipeline:
     """The file:line of each key, for messages; the section's own under the key ""."""
     gradients: Literal["f32", "bf16"] = field(default="f32", init=False)
     """The type in which gradients are added up over the batch's axes (`reducing`)."""
+    parts: int = field(default=1, init=False)
+    """How often the schedule runs in a step, each time with the microbatches of another part of the batch (`in_parts`)."""
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
@@ -59,14 +61,21 @@ class Pipeline:
         """
         return self._changed(gradients=gradients)
 
+    def in_parts(self, count: int) -> Pipeline:
+        """The same options, for a batch of so many equal parts of `microbatches` each, which run one after another.
+
+        Gradients are added up over all parts before the batch's axes see them.
+        """
+        return self._changed(parts=count)
+
     def located(self, lines: Mapping[str, str]) -> Pipeline:
         """The same options, with the file:line of each key."""
         return self._changed(lines=dict(lines))
 
     def _changed(self, **values: object) -> Pipeline:
         new = replace(self)
-        # The dataclass is frozen, and its constructor does not take these two.
-        for name in ("lines", "gradients"):
+        # The dataclass is frozen, and its constructor does not take these.
+        for name in ("lines", "gradients", "parts"):
             object.__setattr__(new, name, values.get(name, getattr(self, name)))
         return new
 

@@ -42,7 +42,8 @@ whole: the same for all microbatches.
 class Batch:
     """The inputs of one data shard, those with rows as [microbatches, rows of one, ...].
 
-    statistics: sums over the whole batch that microbatches read. shard: which of `num_shards` parts of the batch this is.
+    statistics: sums over the whole batch that microbatches read. shard: which of `num_shards` parts of the batch this is. first: the number
+    of the first microbatch among those of the whole shard, of which these may be a part.
     """
 
     kinds: tuple[InputKind, ...] = field(metadata={"static": True})
@@ -50,6 +51,7 @@ class Batch:
     statistics: Arrays
     shard: jax.Array
     num_shards: int = field(metadata={"static": True})
+    first: Integers
 
     def known(self, split: Split, microbatch: Integers) -> dict[Var, jax.Array]:
         """The values of one microbatch's program that are known before it runs: its inputs, and statistics of the whole batch."""
@@ -59,7 +61,7 @@ class Batch:
                 return row(x, microbatch)
             # Each part of the batch has a number, and so a key, of its own. The data shard counts too, or all shards
             # would draw the same numbers.
-            return folded(x, microbatch * self.num_shards + self.shard) if kind == "key" else x
+            return folded(x, (self.first + microbatch) * self.num_shards + self.shard) if kind == "key" else x
 
         values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]
         return dict(zip([*split.inputs, *split.statistics], [*values, *self.statistics], strict=True))

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jgt.pipeline.arrays import Arrays, float_variables
-from jgt.pipeline.carry import GradientSums
+from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
+from jgt.pipeline.carry import Carry, GradientSums
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
@@ -137,22 +137,28 @@ class Executor:
         # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
         table = self.table.forward_only() if seeds is None else self.table
         chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
-        num_microbatches = table.num_microbatches
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
-        num_parts = num_microbatches * layout.num_shards
-        batch = Batch(
-            shard=moves.shard_index(),
-            num_shards=layout.num_shards,
-            kinds=self.inputs,
-            # [rows of the shard, ...] → [microbatches, rows of one, ...]: a microbatch is neighbouring rows, which
-            # `jgt.batch` relies on.
-            values=[x.reshape(num_microbatches, -1, *x.shape[1:]) if k == "rows" else x for k, x in zip(self.inputs, inputs, strict=True)],
-            statistics=statistics,
-        )
-        ends = Ends(split, moves, self.rewrite, batch, [moves.pinned(v, c) for v, c in zip(split.common, common, strict=True)])
+        num_parts = self.pipeline.parts * table.num_microbatches * layout.num_shards
+        common = [moves.pinned(v, c) for v, c in zip(split.common, common, strict=True)]
         staged = [moves.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
-        part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
-        carry = Loop(ends, moves, arrays_of(table, skips=self._skips), chunks, self.pipeline.remat, staged, part_seeds).run()
+        ticks = arrays_of(table, skips=self._skips)
+
+        def loop_of(batch: Batch) -> tuple[Ends, Loop]:
+            ends = Ends(split, moves, self.rewrite, batch, common)
+            part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
+            return ends, Loop(ends, moves, ticks, chunks, self.pipeline.remat, staged, part_seeds)
+
+        batch_of = partial(self._batch_of_part, inputs, statistics, table.num_microbatches)
+        ends, loop = loop_of(batch_of(jnp.int32(0)))
+        carry = loop.first_carry()
+        if self.pipeline.parts == 1:
+            carry = loop.run(carry)
+        else:
+            # What a part leaves in the buffers is overwritten before it is read, as within a part, and the sums continue.
+            def run(carry: Carry, part: jax.Array) -> tuple[Carry, None]:
+                return loop_of(batch_of(part))[1].run(carry), None
+
+            carry, _ = jax.lax.scan(run, carry, jnp.arange(self.pipeline.parts))
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         staged_sums = zip(float_weights, sums.weights, strict=True)
@@ -164,6 +170,27 @@ class Executor:
             ends.finished([moves.summed(t) for t in carry.totals], num_parts),
             [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
             [moves.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
+        )
+
+    def _batch_of_part(self, inputs: Arrays, statistics: Arrays, num_microbatches: int, part: Integers) -> Batch:
+        """The microbatches of one part of the rows of a data shard."""
+
+        # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → those of the part: a microbatch is neighbouring rows, which
+        # `jgt.batch` relies on.
+        def select(kind: InputKind, x: jax.Array) -> jax.Array:
+            if kind != "rows":
+                return x
+            parts = self.pipeline.parts
+            x = x.reshape(parts, num_microbatches, -1, *x.shape[1:])
+            return x[0] if parts == 1 else row(x, part)
+
+        return Batch(
+            shard=self._moves.shard_index(),
+            num_shards=self._layout.num_shards,
+            kinds=self.inputs,
+            values=[select(kind, x) for kind, x in zip(self.inputs, inputs, strict=True)],
+            statistics=statistics,
+            first=part * num_microbatches,
         )
 
     def _arranged(self, chunks: Chunks, var: Var, weight: jax.Array) -> jax.Array:

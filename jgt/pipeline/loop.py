@@ -56,9 +56,8 @@ class Loop:
         self._ids = jnp.asarray(chunks.ids)
         self._stage = self._make_stage(remat)
 
-    def run(self) -> Carry:
-        """The carry after the last tick."""
-        carry = self._first_carry()
+    def run(self, carry: Carry) -> Carry:
+        """The carry after the last tick, from the one before the first. Sums are added to those that it has."""
         for segment in self._ticks.segments:
             carry, _ = jax.lax.scan(partial(self._tick, segment), carry, jax.tree.map(_on_device, segment.work))
         return carry
@@ -233,7 +232,7 @@ class Loop:
 
         return self._on_every_stage(make, None, StageBuffers(), [], (False,))[0]
 
-    def _first_carry(self) -> Carry:
+    def first_carry(self) -> Carry:
         """Zeros for everything that ticks carry."""
         ends, moves = self._ends, self._moves
 

@@ -59,13 +59,13 @@ class Expected:
 
 def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
     """How a compiled function uses its parameters."""
-    return find_usage(compiled, params, _batch_axes(compiled, dict(compiled.mesh.shape)), _backend(compiled))
+    return find_usage(compiled, params, _batch_axes(compiled, params), _backend(compiled))
 
 
 def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
     """What a compiled function's layout must send, by signal, axes and formula."""
     mesh = dict(compiled.mesh.shape)
-    batch, backend = _batch_axes(compiled, mesh), _backend(compiled)
+    batch, backend = _batch_axes(compiled, params), _backend(compiled)
     rows: collections.Counter[tuple[str, _Axes, str]] = collections.Counter()
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
@@ -89,14 +89,23 @@ def _backend(compiled: Compiled) -> Backend:
     return CPU if compiled.target is None else GPU
 
 
-def _batch_axes(compiled: Compiled, mesh: Mapping[str, int]) -> _Axes:
-    """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program."""
+def _batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> _Axes:
+    """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program.
+
+    Without those along which each device has parameters of its own (`jgt.replicas`), which adds up nothing.
+    """
+    mesh = dict(compiled.mesh.shape)
     # Scalars, such as a step counter, have no first dim.
     arguments = zip(jx.body(compiled.program).invars, compiled.arguments, strict=True)
     inputs = {var: a for var, a in arguments if a.position != 0 and a.shape}
     found = {axis for a in inputs.values() if a.sharding is not None for axis in sharding_dims(a.sharding, len(a.shape))[0]}
     found.update(_constrained_axes(compiled.program, set(inputs)))
-    return tuple(axis for axis in mesh if axis in found and mesh[axis] > 1)
+    return tuple(axis for axis in mesh if axis in found and mesh[axis] > 1 and not _has_replicas(params, axis, mesh[axis]))
+
+
+def _has_replicas(params: Sequence[Parameter], axis: str, size: int) -> bool:
+    """Whether the first dim of all parameters is a dim of replicas along an axis: as long as the axis, and split over it."""
+    return bool(params) and all(p.shape[:1] == (size,) and p.dims[0] == (axis,) for p in params)
 
 
 def _constrained_axes(program: Program, inputs: set[Var]) -> Iterator[str]:

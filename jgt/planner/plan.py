@@ -37,7 +37,7 @@ from jgt.planner.step.advice import Advice, Facts, advice
 from jgt.planner.step.spans import Panel, panels
 from jgt.planner.step.speed import PipelineSchedule, Speed, Workload, schedule_of, speed_of
 from jgt.planner.timeline import PARTS, Timeline
-from jgt.program.scopes import possible_rounds
+from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
@@ -45,7 +45,6 @@ VERSION = 1
 """Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
 _DIGITS = 6
 """The significant digits of numbers in the JSON. A prediction has far fewer."""
-_NOT_FITTING = "the step does not fit, and XLA schedules such a step without running collectives beside kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +180,8 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         flops_per_device=executed,
         model_flops_per_device=useful,
         step_time_ms=step_ms,
-        step_time_error=None,
-        step_time_caveat=_NOT_FITTING if memory.fits is False else "",
+        step_time_error=_error(target, module, memory),
+        step_time_caveat=_caveat(memory),
         parts_ms=parts,
         speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
         schedule=schedule,
@@ -211,6 +210,24 @@ def _rounded(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_rounded(child) for child in cast("Sequence[object]", value)]
     return value
+
+
+def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
+    """The error to expect of the step's time, by kind of layout; None if it is unknown, or if the time means nothing."""
+    if target is None or memory.fits is False:
+        return None
+    is_staged = any(PIPELINE in i.op_name for i in module.instructions())
+    return target.chip.error.get("pipeline" if is_staged else "several_hosts" if target.num_hosts > 1 else "one_host")
+
+
+def _caveat(memory: Memory) -> str:
+    """Why the step's time means nothing; empty if it means something."""
+    if memory.fits is not False:
+        return ""
+    return (
+        "the step does not fit, and XLA scheduled it to save memory, with no collective beside a kernel. "
+        "Change the layout until it fits, then compare times"
+    )
 
 
 def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:
@@ -265,5 +282,3 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "
         "prediction, not a measurement"
     )
-    if any(a.is_on_host for a in compiled.arguments) or compiled.memory.host_temp_size_in_bytes:
-        yield "transfers between the host's memory and the device's are counted in bytes, but take no time here"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt.hardware.rates import Attention
+from jgt.hardware.rates import AttentionWork
 
 Shape = tuple[int, ...]
 
@@ -62,13 +62,13 @@ def custom_call_flops(text: str, shape: Shape) -> int | None:
     return None
 
 
-def attention_of(text: str, query: Shape) -> Attention | None:
+def attention_of(text: str, query: Shape) -> AttentionWork | None:
     """The work of a custom call, from its HLO and the shape of its first operand; None if it is not a kernel of attention."""
     if CUDNN.custom_call is None or not CUDNN.custom_call.search(text):
         return None
     scores = _cudnn_scores(text)
     is_backward = _CUDNN_BACKWARD.search(text) is not None
-    return Attention(_cudnn_compiled_flops(text, query), scores[-1] if scores else 1, query[-1], is_backward)
+    return AttentionWork(_cudnn_compiled_flops(text, query), scores[-1] if scores else 1, query[-1], is_backward)
 
 
 def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:

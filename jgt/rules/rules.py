@@ -160,6 +160,12 @@ class Rules:
         for rule in self.signals:
             yield from rule.spec_rules()
 
+    def axes_of_parameters(self) -> frozenset[str]:
+        """The axes that a rule splits parameters over, or matmuls or experts; not those of the optimizer state alone."""
+        specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
+        others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
+        return frozenset(axis for spec in specs for axis in axes_in(spec.spec)).union(others)
+
     def where_of(self, signal: str) -> str:
         """The file:line of the first rule for a signal, or for the nearest signal around it that has one; empty if there is none."""
         for path in prefixes(signal):

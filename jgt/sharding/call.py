@@ -86,11 +86,13 @@ def plan_call(
         raise InputError(found)
     # Last, because it raises an error of its own instead of adding to `found`.
     check_aliases(arguments.parameters, staged.parameters, rules)
+    # Without a read for state, which comes behind the parameters.
+    places = tuple(replace(place, read=read) for place, read in zip(staged.parameters, narrow_reads(program), strict=False))
     others = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
     placement = Placement(
         rules=rules,
         mesh=mesh,
-        parameters=staged.parameters,
+        parameters=places,
         tree=tree,
         others={leaf: None if number is None else applied.inputs.dims[number - num_params] for leaf, number in others.items()},
         signature=arguments.signature,
@@ -100,7 +102,7 @@ def plan_call(
     def pinned(run: Run) -> Run:
         return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in applied.inputs.pins.items()}, applied.site)
 
-    forms = _forms(placement, program, pipeline, staged.stored)
+    forms = _forms(placement, pipeline, staged.stored)
     return PlannedCall(
         placement=placement,
         run=pinned(staged.run),
@@ -151,15 +153,14 @@ def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Sur
     return _Applied(site=site, params=params, inputs=inputs, whole=whole)
 
 
-def _forms(placement: Placement, program: Program, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:
+def _forms(placement: Placement, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:
     """The stored forms of the parameters that have one, by path."""
     sizes, forms = dict(placement.mesh.shape), dict[str, Form]()
-    reads = narrow_reads(program)
-    for place, read in zip(placement.parameters, reads, strict=False):
+    for place in placement.parameters:
         if pipeline is not None and stacks is not None and place.path in stacks.stacks:
             forms[place.path] = form_of_stack(place, stacks.chunks, pipeline.axis)
         # A pipeline gathers its weights by itself, from where the rules have them.
-        elif form := form_of(place, sizes, read, finely=pipeline is None):
+        elif form := form_of(place, sizes, finely=pipeline is None):
             forms[place.path] = form
     return forms
 

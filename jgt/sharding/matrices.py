@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program.dims import Dims, partition_spec
+from jgt.program.jaxpr import vmapped_axes
 
 MatrixFn = Callable[[jax.Array], jax.Array]
 
@@ -38,11 +39,13 @@ def on_whole_matrices(fn: MatrixFn, x: jax.Array, dims: Dims, mesh: Mesh | Abstr
     """fn(x) for a function of matrices [..., m, n] that treats each matrix independently and maps a zero matrix to itself.
 
     x [stack, ..., m, n] has the axes `dims` before and after. In between, the stack is split over all axes of the mesh that can
-    share it, so that nothing is computed twice. A single matrix is left to XLA's partitioner.
+    share it, so that nothing is computed twice. Axes that a vmap around the call has taken are left to it. A single matrix is left to
+    XLA's partitioner.
     """
     if x.ndim < 3 or mesh.size == 1:
         return fn(x)
-    spread = spread_of(x.shape, dims, mesh.shape)
+    taken = vmapped_axes()
+    spread = spread_of(x.shape, dims, {axis: size for axis, size in mesh.shape.items() if axis not in taken})
     there = [NamedSharding(mesh, partition_spec(layout)) for layout in spread.layouts]
     rows = x.shape[0] // spread.parts
     x = x.reshape(spread.parts, rows, *x.shape[1:])

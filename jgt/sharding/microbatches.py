@@ -47,15 +47,17 @@ class Microbatches:
         if not self.num_rows:
             yield pipeline.problem("microbatches", "the function has no batch to split: besides the parameters it takes no array")
             return
-        if pipeline.microbatches < 1 or self.num_rows % (pipeline.microbatches * self.num_shards) == 0:
+        # Of one part of the batch, which the schedule runs at a time.
+        num_rows = self.num_rows // pipeline.parts
+        if pipeline.microbatches < 1 or num_rows % (pipeline.microbatches * self.num_shards) == 0:
             return
-        per_shard, left = divmod(self.num_rows, self.num_shards)
+        per_shard, left = divmod(num_rows, self.num_shards)
         shards = f" ({per_shard} on each of {self.num_shards} data shards)" if self.num_shards > 1 else ""
         # If the rows do not divide among the data shards, no number of microbatches fits.
         fitting = [] if left else [str(n) for n in range(1, per_shard + 1) if per_shard % n == 0]
         multiple = pipeline.microbatches * self.num_shards
         allowed = f"These divide it: {', '.join(fitting)}" if fitting else f"Make the batch a multiple of {multiple}"
-        batch = f"the batch of {self.num_rows}{shards}"
+        batch = f"the batch of {num_rows}{shards}"
         yield pipeline.problem("microbatches", f"{pipeline.microbatches} microbatches do not divide {batch}. {allowed}")
 
 

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, even_dims, num_parts, partition_spec, show_dims
+from jgt.program.reads import Read
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Signature
 from jgt.sharding.matrices import on_whole_matrices
@@ -30,7 +31,7 @@ class ParameterPlace:
     """One parameter: its path and shape, the signals that use it, and the axes of its dims and of its optimizer state's dims.
 
     Both may differ only in which axes shard a dim; the optimizer state has the parameter's shape. sliced: the dims that are sliced off
-    before every use, such as the one that counts layers.
+    before every use, such as the one that counts layers. read: the narrower type in which the program reads it; None: its own.
     """
 
     path: str
@@ -40,6 +41,7 @@ class ParameterPlace:
     dims: Dims
     optimizer_dims: Dims
     sliced: frozenset[int] = frozenset()
+    read: Read | None = None
 
     @property
     def spec(self) -> str:
@@ -80,6 +82,11 @@ class Placement:
     def params(self) -> Any:
         """The NamedShardings of the first argument, as a tree like it: parameters, and state of an nnx module. None: not an array."""
         return self._like_first(self._even(p, p.dims) for p in self.parameters)
+
+    @property
+    def used(self) -> Any:
+        """As `params`, within a program: dims may be split unevenly."""
+        return self._like_first(p.dims for p in self.parameters)
 
     @property
     def gradients(self) -> Any:

@@ -203,7 +203,7 @@ def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found:
                 f"{str(error).splitlines()[0].rstrip('.')}. If one of them is not the batch, give it the rule [] under inputs:"
             ) from error
 
-    rows = found.num_rows // (pipeline.microbatches * found.num_shards)
+    rows = found.num_rows // (pipeline.parts * pipeline.microbatches * found.num_shards)
     program = traced.program
     micro = program if rows == found.num_rows else trace(rows)
     # The microbatch's own trace is the second batch size if it can be. That saves one call of the user's function.

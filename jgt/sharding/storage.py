@@ -57,7 +57,7 @@ class Form:
     read: Read | None = None
 
 
-def form_of(place: ParameterPlace, sizes: Mapping[str, int], read: Read | None, *, finely: bool) -> Form | None:
+def form_of(place: ParameterPlace, sizes: Mapping[str, int], *, finely: bool) -> Form | None:
     """The stored form of a parameter at this place, on a mesh of these sizes; None: the model's. finely: split like its optimizer state."""
     parts = [math.lcm(*(num_parts(axes, sizes) for axes in both)) for both in zip(place.dims, place.optimizer_dims, strict=True)]
     shape = tuple(-(-size // n) * n for size, n in zip(place.shape, parts, strict=True))
@@ -68,7 +68,7 @@ def form_of(place: ParameterPlace, sizes: Mapping[str, int], read: Read | None, 
     stored = replace(place, shape=shape, dims=dims)
     even, even_state = (even_dims(d, place.shape, sizes, place.sliced) for d in (dims, place.optimizer_dims))
     moves = dims != place.dims
-    return Form(model=place, stored=stored, saved=replace(place, dims=even, optimizer_dims=even_state), read=read if moves else None)
+    return Form(model=place, stored=stored, saved=replace(place, dims=even, optimizer_dims=even_state), read=place.read if moves else None)
 
 
 def form_of_stack(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:

@@ -7,6 +7,7 @@ import jgt
 from jgt.rules import Rules
 from train.setup import program
 from train.step.objective import Objective, Part
+from train.step.parts import Parts
 from train.step.step import make_train_step
 
 
@@ -21,7 +22,7 @@ def objective_of(loss):
 
 def step_of(loss, optimizer, clip=None, pin_gradients=lambda tree: tree, accumulate=1, **options):
     """step(state, batch) of loss(params, batch) with an optax optimizer."""
-    options |= {"accumulate": accumulate, "pin_gradients": pin_gradients, "clips": clip is not None}
+    options |= {"parts": Parts(count=accumulate, pin=pin_gradients), "clips": clip is not None}
     step = make_train_step(objective_of(loss), lambda settings: optimizer, **options)
     return lambda state, batch: step(state, batch, np.float32([0, 0, clip or 0]))
 

@@ -1,5 +1,6 @@
 """Plans of a user's own function, for the devices of this machine and for others."""
 
+import dataclasses
 import re
 
 import jax
@@ -196,3 +197,18 @@ def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here(sizes, attention):
     run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
     found = make_plan(run, parse_target("h100:1x8"), None)
     assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}
+
+
+@needs_plugin
+def test_a_time_has_an_error_unless_the_step_does_not_fit():
+    chip = load_chip("h100")
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    fits = jgt.plan(lambda x: x @ x, x, target="h100:1x1")
+    assert fits.step_time_error == chip.error["one_host"]
+    assert fits.step_time_caveat == ""
+    assert sum(fits.parts_ms.values()) == pytest.approx(fits.step_time_ms)
+    small = dataclasses.replace(parse_target("h100:1x1"), chip=dataclasses.replace(chip, hbm_gb=1e-3))
+    tight = jgt.plan(lambda x: x @ x, x, target=small)
+    assert tight.memory.fits is False
+    assert tight.step_time_error is None
+    assert tight.step_time_caveat.startswith("the step does not fit")

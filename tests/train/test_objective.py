@@ -10,6 +10,7 @@ from flax import linen, nnx
 from jgt.document import InputError
 from train.models.model import of_flax
 from train.step.objective import Objective, own_objective
+from train.step.parts import Parts
 from train.step.step import State, make_eval_step, make_train_step
 
 BATCH = {
@@ -46,7 +47,7 @@ def stepped(make, loss, accumulate=1, steps=1, batch=BATCH):
     plain = {flag: own_objective(model, loss, "run.yaml:1", is_training=flag) for flag in (True, False)}
     objective = Objective(loss=plain[True], evaluated=plain[False], is_token_loss=False)
     optimizer = optax.sgd(1.0)
-    step = jax.jit(make_train_step(objective, lambda settings: optimizer, accumulate=accumulate, pin_gradients=lambda g: g))
+    step = jax.jit(make_train_step(objective, lambda settings: optimizer, parts=Parts(count=accumulate, pin=lambda g: g)))
     params, variables = model.init(jax.random.key(0))
     state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), variables)
     for _ in range(steps):

@@ -124,9 +124,10 @@ class Checkpoints:
             return "no checkpoint was saved"
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}; the same command resumes from it"
 
-    def save(self, state: State, step: int, samples: int) -> None:
+    def save(self, state: State, step: int, samples: int, phase: int = 0) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
+        phase: the steps since the last exchange of `sync`.
         Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
         continue.
         """
@@ -146,6 +147,7 @@ class Checkpoints:
         listing = Manifest(
             step=step,
             samples=samples,
+            phase=phase,
             mesh=dict(self._identity.mesh),
             versions={name: metadata.version(name) for name in ("jax", "orbax-checkpoint")},
             fingerprints=dict(self._identity.fingerprints),

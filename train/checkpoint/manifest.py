@@ -77,6 +77,7 @@ class Manifest:
     """A checkpoint after `step` updates.
 
     samples: sequences of training data consumed; mesh: axis sizes it was saved on; versions: by package; fingerprints: of config and data.
+    phase: with `sync.every`, the steps since the last exchange.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Manifest:
     arrays: tuple[ArrayEntry, ...]
     files: tuple[FileEntry, ...]
     format: int = FORMAT
+    phase: int = 0
 
 
 class BrokenError(Exception):
@@ -234,6 +236,7 @@ def _parse(values: Any) -> Manifest:
         fingerprints=_check_kind(dict, values["fingerprints"]),
         arrays=tuple(map(_array_entry, _check_kind(list, values["arrays"]))),
         files=tuple(map(_file_entry, _check_kind(list, values["files"]))),
+        phase=_number(values.get("phase", 0)),
     )
 
 

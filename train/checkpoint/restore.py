@@ -51,8 +51,9 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """The parameters alone, as in `restore`."""
-    return restore_parts(saved, {"params": shapes}, {"params": shardings}, cast=cast)["params"]
+    """The parameters alone, as in `restore`; of a run with phases those of the last exchange."""
+    name = "anchor" if any(entry.path.startswith("anchor/") for entry in saved.manifest.arrays) else "params"
+    return restore_parts(saved, {name: shapes}, {name: shardings}, cast=cast)[name]
 
 
 def arrays_of(state: State) -> dict[str, Any]:

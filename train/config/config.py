@@ -27,6 +27,7 @@ from ..sections import (
     XlaConfig,
 )
 from ..step.config import OptimizerConfig, OwnOptimizer
+from ..sync.config import SyncConfig
 
 OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
 """The keys that may name code of the user's own."""
@@ -49,6 +50,7 @@ class Config:
     data: DataConfig | OwnData = field(default_factory=DataConfig)
     optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    sync: SyncConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -113,15 +115,16 @@ class Run:
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
         # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
-        separate = ("mesh", "rules", "pipeline", "budget", "log")
+        separate = ("mesh", "rules", "pipeline", "sync", "budget", "log")
         sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
         if self.config.train.epochs is not None:
             sections["train"]["steps"] = None
         pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
         rules = None if self.rules_root is None else self.rules_root.plain()
+        sync = None if self.config.sync is None else _section(self.config.sync)
         budget = None if self.config.budget is None else self.config.budget.plain()
         log = None if self.config.log is None else list(self.config.log)
-        return {**sections, "log": log, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
+        return {**sections, "sync": sync, "log": log, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
 
 
 def _section(section: Any) -> Any:

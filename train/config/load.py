@@ -33,7 +33,9 @@ from ..sections import (
     logger_problem,
     missing_loggers,
 )
+from ..sync.config import SyncConfig
 from .config import OWN, Config, Run
+from .sync import sync_problems
 
 _DATA_AXES = ("replica", "data", "fsdp")
 """The axes that split a batch where no rules say it."""
@@ -109,7 +111,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = () if config.budget is None else read_budget(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run)]
+    problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -193,8 +195,8 @@ def _readable_sections(root: Node) -> Config:
     for name, child in root.children.items():
         if name in ("mesh", "rules", "budget"):
             values[name] = child
-        elif name == "pipeline":
-            values[name] = None if child.value is None else bind(child, Pipeline, [])
+        elif name in ("pipeline", "sync"):
+            values[name] = None if child.value is None else bind(child, Pipeline if name == "pipeline" else SyncConfig, [])
         elif name == "log":
             continue
         elif name in Config.__dataclass_fields__:

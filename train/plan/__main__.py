@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jgt.document import InputError
+from jgt.hardware.chip import Target
 from jgt.planner.budget import overruns
 
+from ..code.files import read_code
 from ..command_line import RunParser, whole_number
-from ..config import Run
-from .asked import read_asked
+from ..config import Run, load
+from .asked import Asked, read_asked
 
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
+
+    from .sync import Exchange
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = read_asked(arguments)
         from jgt.planner.view.lock import read_lock
 
-        from .make import make_plan, use_devices
+        from .make import make_exchange, make_plan, use_devices
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.
@@ -41,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.target is None:
             # Of two runs, the larger one decides: JAX fixes the number of its devices when it starts.
             use_devices(asked.runs, arguments.devices)
+        if arguments.sync:
+            return _compare_policies(arguments, asked.target, _with_policies(arguments, asked))
         plans = [make_plan(run, asked.target, arguments.devices, price=asked.price) for run in asked.runs]
+        exchange = make_exchange(asked.runs[0], asked.target, arguments.devices) if len(asked.runs) == 1 else None
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -50,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
-    return _report(arguments, plans[0], asked.runs[0], locked)
+    return _report(arguments, plans[0], exchange, asked.runs[0], locked)
 
 
-def _report(arguments: argparse.Namespace, plan: Plan, run: Run, locked: str | None) -> int:
+def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
     """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
     from jgt.planner.view.lock import changes, write_lock
 
-    _show(arguments, plan)
+    _show(arguments, plan, exchange)
     if arguments.html is not None:
         from jgt.planner.view.page import write_page
 
@@ -78,13 +85,51 @@ def _report(arguments: argparse.Namespace, plan: Plan, run: Run, locked: str | N
     return 1 if problems else 0
 
 
-def _show(arguments: argparse.Namespace, plan: Plan) -> None:
+def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) -> None:
     if arguments.json:
-        print(json.dumps(plan.to_json(), indent=1))
+        print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
         return
     from jgt.planner.view.table import print_plan
 
     print_plan(plan)
+    if exchange is not None:
+        from .sync import print_exchange
+
+        print_exchange(plan, exchange)
+
+
+def _with_policies(arguments: argparse.Namespace, asked: Asked) -> tuple[Run, ...]:
+    """The run with each of the policies that --sync compares. Raises InputError for a run without `sync:`."""
+    from .sync import policies
+
+    run = asked.runs[0]
+    sync = run.config.sync
+    if sync is None:
+        example = f"sync={{axis: {next(iter(run.mesh))}}}"
+        raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
+    code = read_code(arguments.code)
+    return tuple(load(arguments.config, [*arguments.overrides, policy, *asked.devices], code=code) for policy in policies(sync.axis))
+
+
+def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[Run]) -> int:
+    """Prints what `every` and `wire` would cost. runs: one for each of `sync.policies`."""
+    from .make import make_exchange, make_plan
+    from .sync import policy_rows, print_policies
+
+    assert runs[0].config.sync is not None
+    axis, found = runs[0].config.sync.axis, list[tuple["Plan", "Plan | None"]]()
+    for run in runs:
+        exchange = make_exchange(run, target, arguments.devices)
+        # A replica's step is the same program whatever it exchanges.
+        is_known = exchange is not None and any(one is not None for _, one in found)
+        step = found[-1][0] if is_known else make_plan(run, target, arguments.devices)
+        found.append((step, None if exchange is None else exchange.plan))
+    rows = policy_rows(axis, found)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_policies(axis, rows)
+    return 0
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
@@ -119,6 +164,7 @@ def parser() -> RunParser:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
+    parser.add_argument("--sync", action="store_true", help="compare what sync.every and sync.wire would cost, as a table")
     both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
     return parser

@@ -26,11 +26,15 @@ _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """target: None for CPU devices. runs: the one to plan, or the two to compare. price: dollars for an hour of one device."""
+    """target: None for CPU devices. runs: the one to plan, or the two to compare. price: dollars for an hour of one device.
+
+    devices: the overrides that gave the runs their number of devices.
+    """
 
     target: Target | None
     runs: tuple[Run, ...]
     price: float | None
+    devices: tuple[str, ...]
 
 
 def read_asked(arguments: argparse.Namespace) -> Asked:
@@ -62,10 +66,12 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     for config, more in sides:
         with collect(problems):
             runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
+    if arguments.sync and arguments.diff is not None:
+        problems.append("--sync is for a single run and cannot be combined with --diff")
     if problems:
         # Both sides of a comparison may have the same problem.
         raise InputError(list(dict.fromkeys(problems)))
-    return Asked(target=target, runs=tuple(runs), price=price)
+    return Asked(target=target, runs=tuple(runs), price=price, devices=tuple(devices))
 
 
 def _sides(config: str | None, diff: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -22,6 +22,7 @@ from ..records.summary import tokens_per_sample
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
+from .sync import Exchange, formula_bytes
 
 _SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradients", "optimizer.offload")
 """The keys that a plan may advise to change."""
@@ -81,6 +82,17 @@ def _has(config: object, key: str) -> bool:
     """Whether a config has a dotted key: a model or an optimizer of the user's own lacks some."""
     section, name = key.split(".")
     return hasattr(getattr(config, section), name)
+
+
+def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> Exchange | None:
+    """Plans the exchange of a run with `sync.every` above 1; None for others. Raises InputError as `make_plan` does."""
+    sync = run.config.sync
+    if sync is None or sync.every == 1:
+        return None
+    setup = _maker(run, target, num_devices)(None)
+    flags, _ = planned_flags(run.config, has_gpu=target is not None)
+    found = plan(setup.exchange(), setup.shapes, target=target, rules=run.rules, flags=flags)
+    return Exchange(plan=found, every=sync.every, formula_bytes=formula_bytes(setup, sync.wire))
 
 
 def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:

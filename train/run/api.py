@@ -23,7 +23,7 @@ from flax import nnx
 from jgt.document import InputError
 
 from .. import config as configs
-from ..checkpoint.restore import restore_parts
+from ..checkpoint.restore import restore_params, restore_parts
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
@@ -60,7 +60,8 @@ class Trained:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        return _module(self.setup, self.setup.model_params(self.state.params), self.state.variables)
+        own = self.state.params if self.state.anchor == () else self.state.anchor
+        return _module(self.setup, self.setup.model_params(own), self.state.variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def load_model(
         raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
     objects = {"model.kind": model, "train.loss": loss, "data.source": data}
     objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
-    alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null")
+    alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
     try:
         checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=replace(_code(code), objects=objects))
     except InputError as error:
@@ -148,16 +149,16 @@ def load_model(
     if saved is None:
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
     # With an average of the parameters, that is the model: evaluations were of it.
-    main = "params" if setup.shapes.average == () else "average"
-    parts = (main, "variables") if jax.tree.leaves(setup.shapes.variables) else (main,)
-    shapes, shardings = ({name: getattr(tree, name) for name in parts} for tree in (setup.saved_shapes, setup.saved_shardings))
-    arrays = restore_parts(saved, shapes, shardings, cast=False)
-    if main == "params":
-        params = setup.model_params(setup.stored_params(arrays["params"]))
+    one, shardings = setup.saved_of_one
+    if setup.shapes.average == ():
+        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
     else:
-        average = setup.stored_params(arrays["average"])
-        params = setup.model_params(setup.evaluated(State(saved.manifest.step, None, None, average=average)))
-    return Loaded(setup=setup, params=params, variables=arrays.get("variables", {}), step=saved.manifest.step)
+        average = restore_parts(saved, {"average": one.average}, {"average": shardings.average}, cast=False)["average"]
+        params = setup.evaluated(State(saved.manifest.step, None, None, average=setup.stored_params(average)))
+    variables = {}
+    if jax.tree.leaves(one.variables):
+        variables = restore_parts(saved, {"variables": one.variables}, {"variables": shardings.variables}, cast=False)["variables"]
+    return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 
 def _module(setup: Setup, params: Any, variables: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -135,14 +135,15 @@ class Loop:
         config, state, samples = self._config.train, position.state, position.samples
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
-            train_step = compiling.result()
+            train_step, exchange = compiling.result(), self._exchange(position)
         progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
         done = self._saved = position.step
+        exchanged = done - position.phase
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(done + 1, self.num_steps + 1), self._feed.train(samples), strict=False):
             self._check_lock()
             if self._watch.must_save(step):
-                self._save(progress, Position(state=state, step=done, samples=samples))
+                self._save(progress, Position(state=state, step=done, samples=samples, phase=done - exchanged))
             if not self._watch.may_begin(step):
                 break
             if self._profiler.begins(step):
@@ -152,6 +153,8 @@ class Loop:
             with self._profiler.around(step):
                 state, metrics = train_step(state, self._faults.inject(step, batch), self._setup.settings(step))
             # The metrics are still being computed; progress reads them when the devices have the next steps to do.
+            # Evaluations and saves of this step see the state after its exchange.
+            state, exchanged = exchange(state, step)
             progress.dispatched(StepResult(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
             done, samples = step, samples + config.batch
             if self._profiler.ends(step):
@@ -160,7 +163,7 @@ class Loop:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
-                self._save(progress, Position(state=state, step=done, samples=samples))
+                self._save(progress, Position(state=state, step=done, samples=samples, phase=done - exchanged))
             # A failed save is reported within a step, not at the next save.
             with self._saving(step):
                 self._checkpoints.poll()
@@ -174,9 +177,23 @@ class Loop:
                 self._checkpoints.wait()
             # A signal stopped the run between two saves, or the last save has failed, perhaps on one process only.
             if self._saved < done or not true_on_all_processes(not self._has_failed):
-                self._check_and_save(Position(state=state, step=done, samples=samples))
+                self._check_and_save(Position(state=state, step=done, samples=samples, phase=done - exchanged))
             self._checkpoints.wait()
-        return Position(state=state, step=done, samples=samples)
+        return Position(state=state, step=done, samples=samples, phase=done - exchanged)
+
+    def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
+        """From the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
+        compiled, sync, last = self._setup.compile_exchange(), self._config.sync, position.step - position.phase
+
+        def exchange(state: State, step: int) -> tuple[State, int]:
+            nonlocal last
+            if compiled is None or sync is None:
+                return state, step
+            if self._due(step, sync.every):
+                state, last = compiled(state), step
+            return state, last
+
+        return exchange
 
     def _save(self, progress: Progress, position: Position) -> None:
         """Starts to save a position that training has reached, unless that has been done."""
@@ -188,7 +205,7 @@ class Loop:
     def _check_and_save(self, position: Position) -> None:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self._data.check()
-        self._checkpoints.save(self._setup.to_save(position.state), position.step, position.samples)
+        self._checkpoints.save(self._setup.to_save(position.state), position.step, position.samples, position.phase)
         self._saved, self._has_failed = position.step, False
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:

@@ -82,6 +82,8 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
         known = f"Steps {steps[0]} to {steps[-1]} are, every {run.config.train.log_every}" if steps else "No step is"
         raise InputError([f"command line: --replay: step {step} is not logged in {run.config.run.path}. {known}"])
     setup, data = open_run(run, resume)
+    if setup.phases is not None:
+        raise InputError([f"{run.where('sync.every')}: sync.every: a run with phases cannot be replayed. --replay needs every: 1"])
     key = read_key(run.config.checkpoint.key)
     # Read only: unlike a start, a replay does not set damaged checkpoints aside.
     saved, reports = find_checkpoint(run.config.run.path, key, before=step)

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt.document import InputError
+from jgt.sharding.paths import path_text
 
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.restore import restore, restore_params
@@ -33,8 +34,9 @@ from ..checkpoint.signature import read_key
 from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
-from ..step.step import State, no_losses
+from ..step.step import State
 from .identity import Resume, check_model, check_origin
+from .replicas import check_phase, first_losses, lifted_shapes, saved_replicas, with_replicas, with_zeros
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -44,11 +46,12 @@ _Restored = TypeVar("_Restored")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far training has come: the state, the number of updates, and the sequences of training data consumed."""
+    """How far training has come: the state, the number of updates, the sequences of training data consumed, and steps since an exchange."""
 
     state: State
     step: int = 0
     samples: int = 0
+    phase: int = 0
 
 
 class Start:
@@ -80,7 +83,7 @@ class Start:
         where = f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights"
         saved, params = self._restored_elsewhere(where, Path(self._config.weights), self._restore_params)
         self._say(f"Starts with the parameters of {saved.folder}")
-        return self._setup.with_average(state._replace(params=params))
+        return self._setup.with_params(state, params)
 
     def _restored_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         found = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
@@ -120,8 +123,8 @@ class Start:
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
             try:
-                shapes, shardings = self._setup.saved_shapes.params, self._setup.saved_shardings.params
-                return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
+                one, shardings = self._setup.saved_of_one
+                return self._setup.stored_params(restore_params(saved, one.params, shardings.params, cast=self._config.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
@@ -130,16 +133,37 @@ class Start:
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:
     """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit."""
-    shapes, shardings, config = setup.saved_shapes, setup.saved_shardings, setup.run.config
-    has_losses = any(entry.path == "losses" and shapes.losses and entry.shape == shapes.losses.shape for entry in saved.manifest.arrays)
-    has_average = any(entry.path.startswith("average/") for entry in saved.manifest.arrays)
-    # Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that
-    # is switched on starts at the parameters.
-    absent: dict[str, Any] = ({} if has_losses else {"losses": ()}) | ({} if has_average else {"average": ()})
-    state = setup.from_saved(restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast))
-    if not has_losses:
-        state = state._replace(losses=jax.tree.map(jax.device_put, no_losses(config.train.skip_spikes), shardings.losses))
-    return state if has_average else setup.with_average(state)
+    config, phases = setup.run.config, setup.phases
+    before, now = saved_replicas(saved), 0 if phases is None else phases.replicas.count
+    check_phase(setup.run, saved, now)
+    if before == now:
+        shapes, shardings = setup.saved_shapes, setup.saved_shardings
+    else:
+        one, of_one = setup.saved_of_one
+        shapes, shardings = lifted_shapes(one, of_one, before, momentum=setup.shapes.momentum != ()) if before else (one, of_one)
+    absent = _absent(saved, shapes)
+    found = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
+    state = setup.from_saved(found if before == now else with_replicas(setup, found, has_replicas=before > 0))
+    if "losses" in absent:
+        state = state._replace(losses=first_losses(setup))
+    if "residual" in absent or "momentum" in absent:
+        state = with_zeros(setup, state, [name for name in ("residual", "momentum") if name in absent])
+    return setup.with_average(state) if "average" in absent else state
+
+
+def _absent(saved: SavedStep, shapes: State) -> dict[str, Any]:
+    """The parts of a state that a checkpoint may lack, or have in another shape, and does.
+
+    Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
+    switched on starts at the parameters. What rounding took away, and the momentum of the outer step, start at zero.
+    """
+    entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
+    absent = {} if shapes.losses != () and entries.get("losses") == shapes.losses.shape else {"losses": ()}
+    for name in ("average", "residual", "momentum"):
+        wanted = {f"{name}/{path_text(path)}": x.shape for path, x in jax.tree.leaves_with_path(getattr(shapes, name))}
+        if wanted.items() - entries.items() or (name == "average" and not wanted):
+            absent[name] = ()
+    return absent
 
 
 class Feed:
@@ -198,4 +222,4 @@ def _num_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
 
 
 def _position(saved: SavedStep, state: State) -> Position:
-    return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples)
+    return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples, phase=saved.manifest.phase)

@@ -16,6 +16,7 @@ _TEXTS = {
     "mesh": "The axes of the mesh and their sizes, outermost first. One size may be -1: the remaining devices.",
     "rules": "The path of a rules file, relative to this one, jgt:NAME for one that jgt ships, or the rules themselves. null: one device.",
     "budget": "The limits of `jgt plan`: of the whole step, or of a signal in GB.",
+    "sync": "How often the devices along an axis of the mesh agree, and what they send.",
     "pipeline": "Distributes the layers under a signal over the stages of a mesh axis.",
 }
 
@@ -29,8 +30,8 @@ def run_schema() -> Schema:
         "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
         "budget": _budget(),
     }
-    # The pipeline is optional in `Config`.
-    sections["pipeline"] = sections["pipeline"]["anyOf"][0]
+    # These two are optional in `Config`.
+    sections |= {name: sections[name]["anyOf"][0] for name in ("pipeline", "sync")}
     extends: Schema = {"type": "string", "description": "A file that this one overrides, relative to this one, or jgt:NAME."}
     texts = {name: _TEXTS.get(name, f"The `{name}:` section.") for name in sections}
     described = {name: {"description": texts[name], **or_null(own.get(name, section))} for name, section in sections.items()}

@@ -18,6 +18,7 @@ from jgt.pipeline.layout import axes_inside
 from ..config import Run
 from ..models.experts.balance import Observe
 from ..models.tables import Groups
+from .apart import apart_axes
 
 
 def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
@@ -53,7 +54,9 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
     if run.pipeline is not None:
         return ()
-    sizes = tuple(size for axis in run.batch_dims[0] if (size := mesh.shape.get(axis, 1)) > 1)
+    sync = run.config.sync
+    apart = {*apart_axes(run, mesh), *(() if sync is None else (sync.axis,))}
+    sizes = tuple(size for axis in run.batch_dims[0] if axis not in apart and (size := mesh.shape.get(axis, 1)) > 1)
     # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return (math.prod(sizes),) if on_cpu and sizes else sizes

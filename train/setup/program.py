@@ -21,13 +21,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError, nearest
+from jgt.pipeline.config import Pipeline
+from jgt.replicas import Replicas
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
 from jgt.sharding.shard import Sharded
 from jgt.sharding.storage import Storage
 
 from ..code.names import load_object
-from ..config import Run, batch_problems
+from ..config import Run, batch_problems, replica_problems
 from ..data.config import OwnData
 from ..data.own import open_own
 from ..models.attention import CUDNN, AttentionChoice, choose_attention
@@ -38,13 +40,14 @@ from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
 from ..models.own import own_model
 from ..models.remat import Remat
-from ..sections import TrainConfig
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
+from ..step.parts import first_residual
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
+from ..sync.phases import Phases
 from .fit import first_remat
 from .layout import batch_groups, devices_sharing, exchange_metrics, make_mesh, num_shards
 from .setup import Setup, rows_of
@@ -72,23 +75,26 @@ def prepare(
     if like is not None and isinstance(mesh, AbstractMesh):
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
-    # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part.
-    part = rows_of(element, config.train.batch // config.train.accumulate)
+    # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
+    # whole batch, and runs the parts itself.
+    pipeline = None if run.pipeline is None else run.pipeline.in_parts(config.train.accumulate)
+    part = rows_of(element, config.train.batch // (config.train.accumulate if pipeline is None else 1))
     built = _built(run, mesh, like, part, remat or config.train.remat)
     model = built.model
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
-    objective = _objective(run, model, chunks, rules, mesh)
+    objective = _objective(run, pipeline, model, chunks, rules, mesh)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
     params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-    problems = tuple(batch_problems(run, mesh.shape))
-    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=run.pipeline, state="variables", problems=problems)
+    problems = (*batch_problems(run, mesh.shape), *replica_problems(run, mesh.shape))
+    placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
     storage = _storage(run, objective, (params, variables, part))
     make_optimizer = _optimizer(run, model, placement, storage)
-    make_state = _state_maker(init, make_optimizer, config.train, storage)
+    phases = _phases(run, mesh, variables)
+    make_state = _state_maker(init, make_optimizer, run, storage, phases, mesh.shape.get(config.sync.axis, 1) if config.sync else 1)
     return Setup(
         run=run,
         mesh=mesh,
@@ -102,6 +108,7 @@ def prepare(
         make_state=make_state,
         placement=placement,
         storage=storage,
+        phases=phases,
         shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
         element=element,
     )
@@ -161,8 +168,11 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
-def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
-    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it."""
+def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
+    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
+
+    pipeline: of the step. An evaluation has the run's own, since its batches have no parts.
+    """
     own = _own_loss(run)
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
@@ -175,10 +185,12 @@ def _objective(run: Run, model: Model, chunks: int, rules: Rules, mesh: Mesh | A
             plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=run.pipeline, state="variables", pad=pads)
+        return jgt.shard(plain, rules, mesh, pipeline=pipeline if is_training else run.pipeline, state="variables", pad=pads)
 
     loss = sharded(True)
-    is_same = not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
+    is_same = (
+        pipeline == run.pipeline and not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
+    )
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
 
 
@@ -260,15 +272,36 @@ def _may_reshape(run: Run) -> bool:
     return not isinstance(run.config.optimizer, OwnOptimizer) and run.config.optimizer.offload != "host"
 
 
+def _phases(run: Run, mesh: Mesh | AbstractMesh, variables: Any) -> Phases | None:
+    """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with any `sync`."""
+    sync = run.config.sync
+    if sync is None:
+        return None
+    if jax.tree.leaves(variables):
+        text = (
+            "the model keeps more than parameters from step to step (statistics, random keys), which sync: does not exchange. Remove sync:"
+        )
+        raise InputError([f"{run.where('model.kind')}: model.kind: {text}"])
+    if sync.every == 1:
+        return None
+    return Phases(replicas=Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0]), config=sync)
+
+
 def _state_maker(
-    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, config: TrainConfig, storage: Storage | None
+    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, run: Run, storage: Storage | None, phases: Phases | None, replicas: int
 ) -> Callable[[Any], State]:
+    """The function from a seed to the state. replicas: the size of the axis of `sync`."""
+    config, sync = run.config.train, run.config.sync
+
     def make_state(seed: jax.Array) -> State:
-        params, variables = init(jax.random.key(seed))
-        params = params if storage is None else storage.entered(params)
+        made, variables = init(jax.random.key(seed))
+        params = made if storage is None else storage.entered(made)
         # The state does not depend on the settings.
         opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
         losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
-        return State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
+        state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
+        if sync is not None and sync.feedback:
+            state = state._replace(residual=first_residual(made, replicas))
+        return state if phases is None else phases.begun(state)
 
     return make_state

@@ -23,11 +23,14 @@ from ..models.model import Model
 from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
+from ..step.parts import Parts
 from ..step.schedule import Settings, settings_of_step
 from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
+from ..sync.phases import Phases
+from .apart import apart_of, residual_shardings
 
-_COMPILED_ONCE = {"xla_backend_optimization_level": 1}
+COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
 
 
@@ -36,7 +39,8 @@ class Setup:
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
     make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. placement: of the
-    model's parameters. storage: how the state has them, where that is another form. shapes: of the state. element: the arrays of one row
+    model's parameters. storage: how the state has them, where that is another form. phases: with `sync.every` above 1. shapes: of the
+    state. element: the arrays of one row
     of a batch, by name. grouped: how the matmuls of experts run, as in the log; empty without experts. remat: `train.remat`, or what `auto`
     took. compiled: the step, if it is compiled already.
     """
@@ -53,6 +57,7 @@ class Setup:
     make_state: Callable[[Any], State]
     placement: Placement
     storage: Storage | None
+    phases: Phases | None
     shapes: State
     element: Mapping[str, jax.ShapeDtypeStruct]
     compiled: Any = None
@@ -83,51 +88,70 @@ class Setup:
         return self._shardings(self.placement if self.storage is None else self.storage.saved, self.saved_shapes)
 
     @property
+    def saved_of_one(self) -> tuple[State, State]:
+        """The shapes and shardings of one replica's state in a checkpoint; without phases, of the state."""
+        shapes = self.saved_shapes if self.phases is None else self.phases.of_one(self.saved_shapes)
+        return shapes, self._shardings_of_one(self.placement if self.storage is None else self.storage.saved, shapes)
+
+    @property
     def _reshapes(self) -> bool:
         return self.storage is not None and self.storage.reshapes
 
     def _shardings(self, place: Placement, shapes: State) -> State:
+        if self.phases is None:
+            return self._shardings_of_one(place, shapes)
+        return self.phases.lifted(self._shardings_of_one(place, self.phases.of_one(shapes)))
+
+    def _shardings_of_one(self, place: Placement, one: State) -> State:
         whole = place.replicated()
         memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
-        moments = place.optimizer(shapes.opt_state, memory)
+        moments = place.optimizer(one.opt_state, memory)
         # The window of losses is a few numbers, which every device keeps.
-        losses = jax.tree.map(lambda _: whole, shapes.losses)
+        losses = jax.tree.map(lambda _: whole, one.losses)
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
-        average = () if shapes.average == () else place.gradients
-        return State(whole, place.params, moments, losses, place.inputs(shapes.variables, "variables"), average)
+        average = () if one.average == () else place.gradients
+        variables, residual = (
+            place.inputs(one.variables, "variables"),
+            () if one.residual == () else residual_shardings(self.run, self.mesh, self.placement),
+        )
+        return State(whole, place.params, moments, losses, variables, average, residual=residual)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
         return self._left(state) if self._reshapes else state
 
     def from_saved(self, state: State) -> State:
-        """The inverse of `to_save`. The state may lack its losses or its average."""
+        """The inverse of `to_save`. The state may lack its losses, average, momentum or residual."""
         if not self._reshapes:
             return state
-        absent = {name: () for name in ("losses", "average") if not jax.tree.leaves(getattr(state, name))}
-        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(state)
+        absent = without_arrays(state)
+        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
         """The model's parameters, of those that the state has."""
         if self.storage is None:
             return params
-        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=_COMPILED_ONCE)(params)
+        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=COMPILED_ONCE)(params)
 
     def stored_params(self, params: Any) -> Any:
         """The inverse of `model_params`."""
         if self.storage is None:
             return params
-        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=_COMPILED_ONCE)(params)
+        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=COMPILED_ONCE)(params)
 
     def _enter(self, state: State) -> State:
-        return _converted(state, cast(Storage, self.storage).entered)
+        return self._converted(state, cast(Storage, self.storage).entered)
 
     def _leave(self, state: State) -> State:
-        return _converted(state, cast(Storage, self.storage).left)
+        return self._converted(state, cast(Storage, self.storage).left)
+
+    def _converted(self, state: State, convert: Callable[..., Any]) -> State:
+        one = functools.partial(_converted, convert=convert)
+        return one(state) if self.phases is None else self.phases.converted(state, one)
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
-        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=_COMPILED_ONCE)
+        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -142,7 +166,7 @@ class Setup:
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
         # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
-        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
+        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def settings(self, step: int) -> np.ndarray:
         """The settings of a step, f32[3]: the third argument of the compiled step."""
@@ -160,8 +184,20 @@ class Setup:
         return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 
     def evaluated(self, state: State) -> Any:
-        """The parameters to evaluate, as the state has them: its own, or their average if there is one."""
-        return state.params if state.average == () else self._cast(state.average)
+        """The parameters to evaluate, as the state has them: its own, with phases those of the last exchange, or their average."""
+        own = state.params if state.anchor == () else state.anchor
+        return own if state.average == () else self._cast(state.average)
+
+    def with_params(self, state: State, params: Any) -> State:
+        """A state before the first step, with other parameters, as the state has them."""
+        phases = self.phases
+        if phases is None:
+            return self.with_average(state._replace(params=params))
+
+        def spread(params: Any) -> Any:
+            return phases.spread(State(0, params, ())).params
+
+        return state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params)
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
@@ -187,8 +223,11 @@ class Setup:
         step = make_train_step(
             self.objective,
             self.make_optimizer,
-            accumulate=config.accumulate,
-            pin_gradients=pin,
+            parts=Parts(
+                count=1 if self.run.pipeline is not None else config.accumulate,
+                pin=pin,
+                apart=apart_of(self.run, self.mesh, self.placement),
+            ),
             clips=optimizer.clip is not None,
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
@@ -196,14 +235,27 @@ class Setup:
         )
         shardings = self.shardings
         whole = self.placement.replicated()
+        # With phases each replica has metrics of its own, [R].
+        told = whole if self.phases is None else self.phases.replicas.lifted(whole)
         return jax.jit(
-            step,
+            step if self.phases is None else self.phases.step(step),
             in_shardings=(shardings, self.batch_shardings, whole),
             # The new state has the layout of the old one, the only one that the compiled step takes.
-            out_shardings=(shardings, whole),
+            out_shardings=(shardings, told),
             # The new state takes the memory of the old one.
             donate_argnums=0,
         )
+
+    def exchange(self) -> Any:
+        """The exchange at the end of a phase under jax.jit: state → state. The state's buffers are donated."""
+        phases, shardings = self.phases, self.shardings
+        assert phases is not None, "a run without phases has no exchange"
+        run = functools.partial(phases.exchanged, shardings=shardings.anchor)
+        return jax.jit(run, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0)
+
+    def compile_exchange(self) -> Any:
+        """The compiled exchange; None without phases."""
+        return None if self.phases is None else self.exchange().lower(self.shapes).compile()
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The step as XLA will compile it."""
@@ -225,11 +277,19 @@ class Setup:
 
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
-        shardings, whole = self.shardings, self.placement.replicated()
+        shardings, whole, shapes = self.shardings, self.placement.replicated(), self.shapes
+        params = shapes.params if self.phases is None else shapes.anchor
         jitted = jax.jit(
-            make_eval_step(self.objective), in_shardings=(shardings.params, shardings.variables, self.batch_shardings), out_shardings=whole
+            make_eval_step(self.objective),
+            in_shardings=(self.stored.params, shardings.variables, self.batch_shardings),
+            out_shardings=whole,
         )
-        return jitted.lower(self.shapes.params, self.shapes.variables, rows_of(self.element, batch)).compile()
+        return jitted.lower(params, shapes.variables, rows_of(self.element, batch)).compile()
+
+
+def without_arrays(state: State) -> dict[str, Any]:
+    """The parts that a state may lack, and does, for the shardings of such a state."""
+    return {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
 
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:

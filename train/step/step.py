@@ -18,8 +18,9 @@ import optax
 from jgt import signal
 
 from ..sections import SpikesConfig
-from .objective import Arrays, Objective, Part, joined, weighed
+from .objective import Arrays, Objective, joined, weighed
 from .optimizer import MakeOptimizer
+from .parts import Parts
 from .schedule import Settings
 from .update import Update, update_all
 
@@ -29,7 +30,8 @@ class State(NamedTuple):
 
     losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise (). variables:
     everything else that the model keeps from step to step, such as running statistics and random keys. average: with `train.ema`, the
-    moving average of the parameters in f32; otherwise ().
+    moving average of the parameters in f32; otherwise (). anchor, momentum: with `sync.every`, the parameters of the last exchange and
+    the momentum of the outer step. residual: with `sync.feedback`, what rounding took away from the gradients of each replica, [R, ...].
     """
 
     step: Any
@@ -38,6 +40,9 @@ class State(NamedTuple):
     losses: Any = ()
     variables: Any = ()
     average: Any = ()
+    anchor: Any = ()
+    momentum: Any = ()
+    residual: Any = ()
 
 
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -47,8 +52,7 @@ def make_train_step(
     objective: Objective,
     make_optimizer: MakeOptimizer,
     *,
-    accumulate: int,
-    pin_gradients: Callable[[Any], Any],
+    parts: Parts,
     clips: bool = False,
     spikes: SpikesConfig | None = None,
     update: Update = update_all,
@@ -56,9 +60,8 @@ def make_train_step(
 ) -> StepFn:
     """step(state, batch of arrays [b, ...], settings f32[3]) → new state and {loss, grad_norm, applied, and the loss's own metrics}.
 
-    accumulate: the number of parts that the batch runs in; loss and gradient are the whole batch's. pin_gradients: gives a tree of
-    gradients its shardings. clips: whether the gradient that the optimizer gets has at most the norm of the settings; grad_norm is the norm
-    before. ema: the decay of the average of the parameters.
+    parts: those that the batch runs in; loss and gradient are the whole batch's. clips: whether the gradient that the optimizer gets has at
+    most the norm of the settings; grad_norm is the norm before. ema: the decay of the average of the parameters.
 
     applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
     then stay the same, while state.step counts the step.
@@ -70,12 +73,12 @@ def make_train_step(
         if objective.is_token_loss:
             # At least 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        (total, part), gradients = _value_and_gradients(objective, state, batch, accumulate, pin_gradients)
+        (total, part), gradients, residual = parts.differentiate(objective, state.params, state.variables, batch, state.residual)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
-                value = joined(total, part.weight, accumulate)
-                gradients = jax.tree.map(lambda g: joined(g, part.weight, accumulate).astype(g.dtype), gradients)
+                value = joined(total, part.weight, parts.count)
+                gradients = jax.tree.map(lambda g: joined(g, part.weight, parts.count).astype(g.dtype), gradients)
             norm = optax.tree.norm(gradients)
             # A single element that is not finite makes the norm so.
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
@@ -93,8 +96,9 @@ def make_train_step(
             settled, told = objective.settle(part.variables)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
             average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
-            metrics = told | {name: joined(*pair, accumulate) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, losses, variables, average)
+            residual = jax.tree.map(lambda new, old: jnp.where(applied, new, old), residual, state.residual)
+            metrics = told | {name: joined(*pair, parts.count) for name, pair in part.metrics.items()}
+        after = State(state.step + 1, params, opt_state, losses, variables, average, residual=residual)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
@@ -139,37 +143,3 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
         return {name: weighed(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
 
     return eval_step
-
-
-def _value_and_gradients(
-    objective: Objective, state: State, batch: Arrays, parts: int, pin: Callable[[Any], Any]
-) -> tuple[tuple[jax.Array, Part], Any]:
-    """The loss, the rest of its results and the gradient: added up over the parts of the batch."""
-    # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
-    params, to_stored = jax.vjp(objective.used, state.params)
-
-    def differentiated(variables: Any, rows: Arrays) -> tuple[tuple[jax.Array, Part], Any]:
-        result, gradients = jax.value_and_grad(objective.loss, has_aux=True)(params, variables, rows)
-        return result, to_stored(gradients)[0]
-
-    if parts == 1:
-        return differentiated(state.variables, batch)
-
-    def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[tuple[Any, Any], None]:
-        sums, variables = carry
-        (value, part), gradients = differentiated(variables, rows)
-        return (jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables), None
-
-    # [b, ...] → [parts, b / parts, ...]
-    split = jax.tree.map(lambda x: _split(x, parts), batch)
-    value, part = jax.eval_shape(objective.loss, params, state.variables, jax.tree.map(lambda x: x[0], split))
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (value, part.weight, part.metrics))
-    # Pinned, or the scan would carry whole gradients on every device.
-    gradients = pin(jax.tree.map(jnp.zeros_like, state.params))
-    ((value, weight, metrics, gradients), variables), _ = jax.lax.scan(add, ((*zero, gradients), state.variables), split)
-    return (value, Part(weight, metrics, variables)), gradients
-
-
-def _split(x: jax.Array, parts: int) -> jax.Array:
-    # [b, ...] → [parts, b / parts, ...]. Part i takes rows i, i + parts, ...: each part has rows of every device, and none has to move.
-    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

@@ -1,0 +1,11 @@
+"""Replicas of a program: groups of devices along some axes of a mesh that compute for themselves, until they exchange what they have.
+
+`replicas` runs a function once for each of them, as one program that sends nothing between them, and `exchange` adds up what they have,
+in a type of one's choice. What the function means is not known here: it may compute gradients of one part of a batch, or a whole training
+step.
+"""
+
+from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange
+from jgt.replicas.replicas import Replicas
+
+__all__ = ["BLOCK", "Replicas", "WireType", "blocked", "exchange"]

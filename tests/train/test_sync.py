@@ -1,0 +1,148 @@
+"""`sync:` on a mesh: what crosses the axis, and the numbers of a run without it."""
+
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hlo import axes_of, collectives
+
+import jgt
+from jgt.hlo.text import Module
+from train.config import load
+from train.data.opening import open_data
+from train.run.start import Feed
+from train.setup import prepare
+
+RULES = Path(__file__).parents[2] / "configs" / "rules"
+HYBRID = (f"rules={RULES / 'hybrid.yaml'}", "mesh={replica: 2, fsdp: 4}")
+PHASES = "sync={axis: replica, every: 3}"
+DILOCO = "sync={axis: replica, every: 3, outer: {lr: 0.7, momentum: 0.9}}"
+
+
+@pytest.fixture(scope="module")
+def made(tiny_file):
+    """The setup of a run."""
+    return lambda *overrides: prepare(load(tiny_file, overrides))
+
+
+def first_steps(setup, num_steps, *, repeat=False):
+    """The state after some steps, and their losses, [step] or [step, replica]. repeat: all replicas have the rows of the first."""
+    config = setup.run.config
+    data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
+    state, step, exchange, losses = setup.init(), setup.compile_train_step(), setup.compile_exchange(), []
+    half = config.train.batch // 2
+    for number, batch in enumerate(islice(Feed(data, setup).train(0), num_steps), 1):
+        twice = {name: np.concatenate([np.asarray(x)[:half]] * 2) for name, x in batch.items()} if repeat else {}
+        state, metrics = step(state, jax.device_put(twice, setup.batch_shardings) if repeat else batch, setup.settings(number))
+        losses.append(jax.device_get(metrics["loss"]))
+        if exchange is not None and number % config.sync.every == 0:
+            state = exchange(state)
+    return state, np.array(losses)
+
+
+def over(compiled, setup):
+    """The axes that the collectives of a program cross."""
+    module = Module.parse(compiled.as_text())
+    return {a for looped in (True, False) for c in collectives(module, in_loops=looped) for a in axes_of(c, dict(setup.mesh.shape))}
+
+
+@pytest.fixture(scope="module")
+def plain(made):
+    return first_steps(made(*HYBRID), 4)
+
+
+@pytest.mark.parametrize(
+    ("sync", "tolerance"),
+    [
+        ("sync={axis: replica}", 2e-6),
+        pytest.param("sync={axis: replica, wire: bf16}", 2e-3, marks=pytest.mark.slow),
+        pytest.param("sync={axis: replica, wire: int8}", 2e-3, marks=pytest.mark.slow),
+        ("sync={axis: replica, wire: int8, feedback: true}", 2e-3),
+    ],
+)
+def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, plain, sync, tolerance):
+    state, losses = first_steps(made(*HYBRID, sync), 4)
+    np.testing.assert_allclose(losses, plain[1], rtol=0, atol=tolerance)
+    # All replicas have the same parameters, bit for bit.
+    for x in jax.tree.leaves(state.params):
+        held = {}
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(held.setdefault(str(shard.index), np.asarray(shard.data)), shard.data)
+
+
+@pytest.mark.parametrize("sync", [PHASES, pytest.param(DILOCO.replace("0.7", "1").replace("0.9", "0"), marks=pytest.mark.slow)])
+def test_replicas_with_equal_rows_are_the_plain_run(made, sync):
+    setup, one = made(*HYBRID, sync), made(*HYBRID)
+    state, losses = first_steps(setup, 4, repeat=True)
+    expected, whole = first_steps(one, 4, repeat=True)
+    np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.params, expected.params)
+
+
+def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
+    setup = made(*HYBRID, DILOCO, "train.accumulate=2")
+    assert over(setup.compile_train_step(), setup) == {"fsdp"}
+    assert over(setup.compile_exchange(), setup) == {"replica"}
+    inside, _ = first_steps(setup, 2)
+    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(inside.params)))
+    after, losses = first_steps(setup, 3)
+    assert losses.shape == (3, 2)
+    for x, anchor in zip(jax.tree.leaves(after.params), jax.tree.leaves(after.anchor), strict=True):
+        np.testing.assert_array_equal(x, np.stack([anchor, anchor]))
+    # What is evaluated in the middle of a phase is the last exchange's.
+    begun = setup.evaluated(inside)
+    jax.tree.map(np.testing.assert_array_equal, begun, setup.evaluated(setup.init()))
+
+
+def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
+    means, outer = made(*HYBRID, PHASES), made(*HYBRID, DILOCO)
+    (mean, _), (moved, _) = first_steps(means, 3), first_steps(outer, 3)
+    start = jax.device_get(means.init().anchor)
+    assert mean.momentum == ()
+    for a, new, m, first in zip(
+        *(jax.tree.leaves(jax.device_get(t)) for t in (mean.anchor, moved.anchor, moved.momentum, start)), strict=True
+    ):
+        change = first - a
+        np.testing.assert_allclose(m, change, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(new, first - 0.7 * (change + 0.9 * change), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("rules", "batch", "mesh", "inside"),
+    [
+        ("replicated", "[replica, data]", "{replica: 2, data: 4}", "{data: 4}"),
+        ("fsdp", "[replica, fsdp]", "{replica: 2, fsdp: 4}", "{fsdp: 4}"),
+        ("fsdp_tensor", "[replica, data, fsdp]", "{replica: 2, data: 1, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 2, tensor: 2}"),
+    ],
+)
+def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, tmp_path, rules, batch, mesh, inside, accumulate):
+    def rows(plan):
+        return sorted((c.kind, c.dtype, c.axes, c.count, c.total_bytes) for c in plan.collectives)
+
+    path = tmp_path / "rules.yaml"
+    path.write_text(f"extends: {RULES / rules}.yaml\naxes: {{batch: {batch}}}\n")
+    parts = f"train.accumulate={accumulate}"
+    phases = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", PHASES, parts]))
+    alone = load(tiny_file, [f"rules={RULES / rules}.yaml", f"mesh={inside}", "train.batch=8", parts])
+    one = prepare(alone, devices=jax.devices()[:4])
+    assert rows(jgt.plan(phases.train_step(), *phases.step_shapes)) == rows(jgt.plan(one.train_step(), *one.step_shapes))
+    for wire, share in (("f32", 1.0), ("int8", 0.27)):
+        setup = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", f"sync={{axis: replica, every: 3, wire: {wire}}}"]))
+        sent = jgt.plan(setup.exchange(), setup.shapes).sent_bytes
+        formula = sum(place.bytes_per_device(setup.mesh) for place in setup.stored.parameters)
+        assert sent == formula if wire == "f32" else sent <= 0.35 * formula * share / 0.27
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [("optimizer.name=muon",), ("train.skip_spikes={}",), ("train.loss_chunks=4",), ("optimizer.moments=bf16", "train.remat=block")]
+)
+def test_whatever_else_a_step_does_stays_with_its_replica(made, more):
+    setup = made(*HYBRID, PHASES, *more)
+    assert over(setup.compile_train_step(), setup) == {"fsdp"}
+    losses = first_steps(setup, 6)[1]
+    assert np.isfinite(losses).all()

@@ -1,0 +1,92 @@
+"""What `sync:` refuses, with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from jgt.document import InputError
+from train.config import load
+from train.setup import prepare
+
+RULES = Path(__file__).parents[2] / "configs" / "rules"
+MESH = "mesh: {replica: 2, fsdp: 4}"
+
+
+@pytest.fixture
+def refused(tiny_file, tmp_path):
+    def run(sync, mesh=MESH, rules="hybrid", more=""):
+        path = tmp_path / "run.yaml"
+        where = rules if isinstance(rules, Path) else RULES / f"{rules}.yaml"
+        path.write_text(f"extends: {tiny_file}\nsync: {sync}\n{mesh}\nrules: {where}\n{more}")
+        with pytest.raises(InputError) as raised:
+            prepare(load(path), num_devices=8)
+        return path, raised.value.problems
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sync", "key", "message"),
+    [
+        ("{axis: pod}", "axis", "the mesh has no axis 'pod'"),
+        ("{axis: fsdp}", "axis", "the batch is split over replica, fsdp: only the outermost, replica, can be exchanged apart"),
+        ("{axis: replica, every: 30}", "every", "30 is more than train.steps 20"),
+        ("{axis: replica, outer: {}}", "outer", "is a step on parameters, but every: 1 exchanges gradients"),
+        ("{axis: replica, every: 5, feedback: true}", "feedback", "is for gradients, but every: 5 exchanges parameters"),
+        ("{axis: replica, feedback: true}", "feedback", "returns what rounding to int8 took away, but wire is f32"),
+        ("{axis: replica, every: 5, outer: {momentum: 1}}", "outer.momentum", "1 never forgets a change"),
+    ],
+)
+def test_one_key(refused, sync, key, message):
+    path, problems = refused(sync)
+    assert any(problem.startswith(f"{path}:2: sync.{key}: {message}") for problem in problems), problems
+
+
+def test_an_axis_of_one_device(refused):
+    for mesh in ("mesh: {replica: 1, fsdp: 8}", "mesh: {replica: -1, fsdp: 8}"):
+        path, problems = refused("{axis: replica}", mesh)
+        (problem,) = problems
+        assert problem.startswith(f"{path}:2: sync.axis: the mesh has 1 device along replica, so nobody is there to exchange with")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("params: {'**/kernel': [replica, fsdp]}", "parameters"),
+        ("optimizer: {'**/kernel': [[replica, fsdp], null]}", "the optimizer state"),
+        ("signals: {head: {tensors: {logits: [null, null, replica]}}}", "another dim than the rows"),
+    ],
+)
+def test_a_rule_that_splits_anything_else_over_the_axis(refused, tmp_path, line, what):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"axes: {{batch: [replica]}}\ndefault: replicate\n{line}\n")
+    path, problems = refused("{axis: replica, every: 5}", rules=rules)
+    assert any(
+        p.startswith(f"{rules}:3: ") and f"splits {what} over replica, along which sync.axis ({path}:2) has whole replicas" in p
+        for p in problems
+    ), problems
+
+
+def test_a_batch_that_the_axis_does_not_split(refused, tmp_path):
+    path, problems = refused("{axis: fsdp}", "mesh: {data: 2, fsdp: 4}", "replicated")
+    assert any(p.startswith(f"{path}:2: sync.axis: the batch is split over data, not over fsdp") for p in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("sync", "more", "key"),
+    [
+        ("{axis: replica, every: 5}", "train: {ema: 0.99}", "train.ema"),
+        ("{axis: replica, every: 5}", "optimizer: {offload: host}", "optimizer.offload"),
+        ("{axis: replica}", "model: {fp8: true, dtype: bf16}", "model.fp8"),
+        ("{axis: replica, every: 5}", "model: {experts: {count: 4}}", "model.experts"),
+    ],
+)
+def test_sections_that_do_not_go_with_it(refused, sync, more, key):
+    _, problems = refused(sync, more=more)
+    assert any(f": {key}: " in p and "cannot be combined with sync" in p for p in problems), problems
+
+
+def test_a_pipeline(refused):
+    more = "pipeline: {signal: layers, microbatches: 2}"
+    _, problems = refused("{axis: data, every: 5}", "mesh: {data: 2, fsdp: 1, stage: 4, tensor: 1}", "pipeline", more)
+    assert any(": pipeline: a pipeline cannot be combined with sync: yet" in p for p in problems), problems

@@ -1,0 +1,96 @@
+"""What the `sync:` section needs of the rest of a run's file. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jgt.document import nearest
+from jgt.rules import Rules
+from jgt.rules.spec import SpecRule, axes_in, axes_of
+
+from ..models.config import OwnModel
+from .config import Run
+
+
+def sync_problems(run: Run) -> Iterator[str]:
+    """Everything that keeps a run from its `sync:` section, with file and line. Sizes of -1 are left to `replica_problems`."""
+    sync = run.config.sync
+    if sync is None:
+        return
+    yield from axis_problems(run)
+    yield from _kind_problems(run)
+    steps = run.config.train.steps
+    if run.config.train.epochs is None and steps is not None and sync.every > steps:
+        fits = f"Use at most {steps}, or more steps"
+        yield run.root.find("sync.every").problem(
+            f"{sync.every} is more than train.steps {steps}: there would be one exchange, at the end. {fits}"
+        )
+
+
+def replica_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
+    """An axis of one device. mesh: axis sizes, all of them known."""
+    sync = run.config.sync
+    if sync is not None and mesh.get(sync.axis) == 1:
+        yield _axis(run, f"the mesh has 1 device along {sync.axis}, so nobody is there to exchange with. Remove sync:, or raise the size")
+
+
+def axis_problems(run: Run) -> Iterator[str]:
+    """An axis that is missing, has one device, is not the outermost of the batch, or splits something other than the batch."""
+    sync = run.config.sync
+    assert sync is not None
+    if run.mesh and sync.axis not in run.mesh:
+        yield _axis(run, f"the mesh has no axis {sync.axis!r}. {nearest(sync.axis, run.mesh)}")
+        return
+    yield from replica_problems(run, run.mesh)
+    if run.config.rules is not None and run.rules == Rules():
+        # The rules could not be read, which is a problem of its own.
+        return
+    batch = run.batch_dims[0]
+    if sync.axis not in batch:
+        yield _axis(
+            run, f"the batch is split over {', '.join(batch) or 'no axis'}, not over {sync.axis}. Name one of its axes, or change its rule"
+        )
+    elif batch[0] != sync.axis:
+        remedy = f"Write it first ([{', '.join([sync.axis, *(a for a in batch if a != sync.axis)])}]), or name {batch[0]}"
+        yield _axis(run, f"the batch is split over {', '.join(batch)}: only the outermost, {batch[0]}, can be exchanged apart. {remedy}")
+    where = run.where("sync.axis")
+    for rule, what in _other_uses(run.rules, sync.axis, with_state=sync.every > 1):
+        why = f"splits {what} over {sync.axis}, along which sync.axis ({where}) has whole replicas"
+        yield f"{rule.where}: {rule.pattern}: {why}. Take {sync.axis} out of this rule, or name another axis there"
+
+
+def _other_uses(rules: Rules, axis: str, *, with_state: bool) -> Iterator[tuple[SpecRule, str]]:
+    """The rules that split anything but rows over an axis."""
+    for part in (rules, *rules.signals):
+        yield from ((rule, "parameters") for rule in part.params if axis in axes_in(rule.spec))
+        yield from ((rule, "the optimizer state") for rule in part.optimizer if with_state and axis in axes_in(rule.spec))
+    specs = [*rules.inputs, *(rule for signal in rules.signals for rule in (*signal.tensors, *signal.backward_tensors))]
+    specs += [rule for signal in rules.signals for rule in (signal.out, signal.backward_out) if rule is not None]
+    for rule in specs:
+        # The rows are the first dim.
+        if any(axis in axes_of(entry) for entry in tuple(rule.spec)[1:]):
+            yield rule, "another dim than the rows"
+
+
+def _kind_problems(run: Run) -> Iterator[str]:
+    """Sections that do not go with it."""
+    config, sync = run.config, run.config.sync
+    assert sync is not None
+    if run.pipeline is not None:
+        yield run.root.find("pipeline").problem("a pipeline cannot be combined with sync: yet. Remove one of them")
+    if not isinstance(config.model, OwnModel) and config.model.experts is not None:
+        yield run.root.find("model.experts").problem("experts cannot be combined with sync: yet. Remove one of them")
+    if sync.every > 1 and config.train.ema is not None:
+        yield run.root.find("train.ema").problem("an average of the parameters cannot be combined with sync.every above 1. Use null")
+    if sync.every > 1 and config.optimizer.offload == "host":
+        yield run.root.find("optimizer.offload").problem("host cannot be combined with sync.every above 1. Use none, or every: 1")
+    if sync.every == 1:
+        # Rows of several replicas meet in these, so that the sum of the replicas' gradients would be another gradient.
+        why = "cannot be combined with sync.every: 1, which keeps the rows of replicas apart. Use a larger every"
+        yield from (run.root.find(key).problem(f"code of your own {why}") for key in ("model.kind", "train.loss") if run.own(key))
+        if not isinstance(config.model, OwnModel) and config.model.fp8:
+            yield run.root.find("model.fp8").problem(f"true {why}")
+
+
+def _axis(run: Run, message: str) -> str:
+    return run.root.find("sync.axis").problem(message)

@@ -1,0 +1,98 @@
+"""Checkpoints between runs with another number of replicas: from another `sync.axis`, without `sync:`, or the other way round.
+
+Right after an exchange all replicas have the same parameters, so their number can change there. The moments have not been exchanged, and
+continue with their mean. In the middle of a phase the replicas differ, and only a run with as many can continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jgt.document import InputError
+
+from ..checkpoint.saved import SavedStep
+from ..config import Run
+from ..setup import Setup
+from ..setup.setup import COMPILED_ONCE, without_arrays
+from ..step.step import State, no_losses
+
+
+def saved_replicas(saved: SavedStep) -> int:
+    """The number of replicas whose parts a checkpoint has, each on its own; 0 without phases."""
+    shapes = {entry.path: entry.shape for entry in saved.manifest.arrays}
+    anchors = [path for path in shapes if path.startswith("anchor/")]
+    return shapes[f"params/{anchors[0].removeprefix('anchor/')}"][0] if anchors else 0
+
+
+def check_phase(run: Run, saved: SavedStep, replicas: int) -> None:
+    """Raises InputError if a checkpoint is in the middle of a phase of another number of replicas. replicas: those of the run, or 0."""
+    before, since = saved_replicas(saved), saved.manifest.phase
+    if not since or before == replicas:
+        return
+    here = f"{replicas} replicas" if replicas else "no replicas"
+    where = f"{run.where('sync.axis')}: sync.axis" if replicas else f"{run.where('sync')}: sync"
+    inside = f"is in the middle of a phase, {since} step{'s' * (since > 1)} after an exchange"
+    remedy = f"Resume with {before} up to an exchange, or to the end of the run, and change it then"
+    raise InputError([f"{where}: {saved.folder} {inside}, with {before} replicas, but this run has {here}. {remedy}"])
+
+
+def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool) -> tuple[State, State]:
+    """The shapes and shardings to read a checkpoint of so many replicas, from those of one replica's state.
+
+    momentum: whether the outer step's is read. A device reads its part of all replicas.
+    """
+
+    def shape(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)
+
+    def sharding(s: NamedSharding) -> NamedSharding:
+        return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
+
+    def lifted(state: State, fn: Any) -> State:
+        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in ("opt_state", "losses")}
+        return state._replace(**parts, params=(), anchor=state.params, momentum=state.params if momentum else ())
+
+    return lifted(one, shape), lifted(shardings, sharding)
+
+
+def merged(state: State) -> State:
+    """One state, from the state of several replicas right after an exchange."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        # Counts are equal.
+        return jnp.mean(x, axis=0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+    return state._replace(
+        params=state.anchor, opt_state=jax.tree.map(mean, state.opt_state), losses=jax.tree.map(mean, state.losses), anchor=()
+    )
+
+
+def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:
+    """The state of a checkpoint as this run has it in its own, from the state of a run with another number of replicas, or with none."""
+    phases = setup.phases
+
+    def convert(state: State) -> State:
+        one = merged(state) if has_replicas else state
+        return one if phases is None else phases.begun(one)
+
+    absent = without_arrays(jax.eval_shape(convert, saved))
+    return jax.jit(convert, out_shardings=setup.saved_shardings._replace(**absent), compiler_options=COMPILED_ONCE)(saved)
+
+
+def first_losses(setup: Setup) -> Any:
+    """`State.losses` before the first step, on the devices."""
+    losses, phases = no_losses(setup.run.config.train.skip_spikes), setup.phases
+    losses = losses if phases is None else phases.spread(State(0, (), (), losses)).losses
+    return jax.tree.map(jax.device_put, losses, setup.shardings.losses)
+
+
+def with_zeros(setup: Setup, state: State, names: Sequence[str]) -> State:
+    """The state with zeros for parts that it lacks."""
+    shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
+    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+    return state._replace(**zeros())

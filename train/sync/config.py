@@ -1,0 +1,53 @@
+"""The `sync:` section. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..sections import Count, Fraction, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """`sync.outer`: the outer step of DiLoCo (arXiv 2311.08105), Nesterov's momentum on the mean change of the parameters.
+
+    lr: the outer learning rate. With 1, and momentum 0, the step is the mean of the parameters.
+    momentum: below 1.
+    """
+
+    lr: Positive = 0.7
+    momentum: Fraction = 0.9
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Momentum that never fades."""
+        if self.momentum == 1:
+            yield "momentum", "1 never forgets a change. Use less, such as 0.9"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """The `sync:` section: how often the devices along an axis of the mesh agree, and what they send.
+
+    axis: an axis that splits the batch and no parameter, the outermost of those of the batch.
+    every: 1 adds up gradients in each step. More: the groups of devices train for themselves, and exchange parameters every so many steps.
+    outer: with every above 1, the step that the exchange takes. null: the mean of the parameters (local SGD, arXiv 1805.09767).
+    wire: the type in which numbers travel over the axis. int8: in blocks of 256 with one scale each.
+    feedback: with every 1 and int8, what rounding took away from a gradient is added to the next one.
+    """
+
+    axis: str
+    every: Count = 1
+    outer: OuterConfig | None = None
+    wire: Literal["f32", "bf16", "int8"] = "f32"
+    feedback: bool = False
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Keys that belong to another kind of exchange."""
+        if self.outer is not None and self.every == 1:
+            yield "outer", "is a step on parameters, but every: 1 exchanges gradients. Raise every, or remove the key"
+        if self.feedback and self.every > 1:
+            yield "feedback", f"is for gradients, but every: {self.every} exchanges parameters. Remove the key, or use every: 1"
+        elif self.feedback and self.wire != "int8":
+            yield "feedback", f"returns what rounding to int8 took away, but wire is {self.wire}. Use wire: int8, or remove the key"
