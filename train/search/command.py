@@ -122,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> None:
     problems: list[str] = []
     if arguments.config is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
-    others = [name for name in ("html", "lock", "check", "diff", "devices") if getattr(arguments, name, None) is not None]
+    others = [name for name in ("html", "lock", "check", "diff", "devices", "chip", "set", "sync") if getattr(arguments, name, None)]
     problems += [f"command line: --{name} cannot be combined with --search" for name in others]
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")

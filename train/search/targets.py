@@ -26,7 +26,6 @@ Begin = Callable[[Target], LayoutSearch]
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a choice of machines."""
     parser.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
-    parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
     parser.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="with --tokens: how many GPUs are needed to be done in so many days")
 
