@@ -2,8 +2,7 @@
 
     python benchmarks/settings.py [ROW ...] [--target h200:1x1] [--preset none] [--json] [--save]
 
-ms: the predicted time of a step. peak_gb: peak memory of the device. host_gb: offloaded to the host; the prediction leaves out the
-transfer over PCIe.
+ms: the predicted time of a step. peak_gb: peak memory of the device. host_gb: offloaded to the host.
 """
 
 from __future__ import annotations
