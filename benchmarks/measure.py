@@ -17,9 +17,9 @@ import jax
 
 from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
+from jgt.hardware.chip import parse_target
 from jgt.hlo.instruction import COLLECTIVES
 from jgt.hlo.text import Module
-from jgt.planner.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import load

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import ROOT, interleave, spread
-from jgt.planner.chip import Target, parse_target
+from jgt.hardware.chip import Target, parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import Run, load

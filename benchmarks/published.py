@@ -2,7 +2,7 @@
 
     python benchmarks/published.py [--json] [--save] [--preset none] [ROW ...]
 
-Each row has the model, the mesh and the batch of a published run, or of a test of one feature:
+Each row has the model, the mesh and the batch of a published run (runs.yaml), or of a test of one feature:
 
     mcore-70B       Megatron-Core: GPT 70B on 768 H100, replicas of 16-way ZeRO x 2 stages x tensor 8 (published: 2.18 s)
     sc21-145B       arXiv 2104.04473: GPT 145B on 1,536 A100, stage 8 x tensor 8 (published: 24.8 s)
@@ -22,26 +22,60 @@ Each row has the model, the mesh and the batch of a published run, or of a test 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.plans import Planner, run
+from jgt.document import InputError, Node, bind, read
 
-LLAMA, GPT = "configs/llama-70b.yaml", "configs/gpt-175b.yaml"
+LLAMA = "configs/llama-70b.yaml"
 LLAMA_70B = ["mesh={data: 1, fsdp: 32, tensor: 8}", "train={steps: 1, batch: 512, remat: block}"]
 LLAMA_8B = "{kind: llama, layers: 8, embed: 4096, heads: 32, kv_heads: 8, ffn: 14336, vocab: 128256, seq: 8192, dtype: bf16}"
 LLAMA_405B = "{kind: llama, layers: 126, embed: 16384, heads: 128, kv_heads: 8, ffn: 53248, vocab: 128256, seq: 8192, dtype: bf16}"
-LLAMA2_7B = "{kind: llama, layers: 32, embed: 4096, heads: 32, ffn: 11008, vocab: 32000, seq: 4096, dtype: bf16}"
 _LEAST_MS = 10
 
 
-def gpt(layers: int, embed: int, heads: int, vocab: int, seq: int) -> str:
-    """The model of a GPT, as an override."""
-    return f"model={{kind: gpt, layers: {layers}, embed: {embed}, heads: {heads}, vocab: {vocab}, seq: {seq}, dtype: bf16}}"
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A published run. step_s: its measured step. set: the sections of a run file for it. nic_gbs: of its network, if it is a slow one."""
+
+    target: str
+    step_s: float
+    set: Node
+    nic_gbs: float | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The sections as overrides of a run file."""
+        return [f"{name}={json.dumps(section.plain())}" for name, section in self.set.children.items()]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it has a pipeline."""
+        return "pipeline" in self.set.children
+
+    @property
+    def row(self) -> tuple[str, str, Sequence[str]]:
+        """As a row of this program."""
+        return LLAMA, self.target, self.overrides
+
+
+def read_runs(path: Path) -> dict[str, Run]:
+    """The runs of a file. Raises InputError."""
+    problems: list[str] = []
+    runs = {name: bind(node, Run, problems) for name, node in read(path).children.items()}
+    if problems:
+        raise InputError(problems)
+    return {name: run for name, run in runs.items() if run is not None}
+
+
+RUNS = read_runs(Path(__file__).with_name("runs.yaml"))
 
 
 def pipeline(schedule: str, microbatches: int, more: str = "") -> str:
@@ -50,27 +84,8 @@ def pipeline(schedule: str, microbatches: int, more: str = "") -> str:
 
 
 ROWS: dict[str, tuple[str, str, Sequence[str]]] = {
-    "mcore-70B": (
-        GPT,
-        "h100:96x8",
-        [
-            gpt(84, 8192, 64, 131072, 4096),
-            "mesh={data: 3, fsdp: 16, stage: 2, tensor: 8}",
-            "rules=rules/pipeline_sequence.yaml",
-            pipeline("interleaved", 8, ", virtual: 2"),
-            "train={steps: 1, batch: 384, remat: matmuls}",
-        ],
-    ),
-    "sc21-145B": (
-        GPT,
-        "a100:192x8",
-        [
-            gpt(80, 12288, 96, 51200, 2048),
-            "mesh={data: 24, fsdp: 1, stage: 8, tensor: 8}",
-            pipeline("interleaved", 48, ", virtual: 2, remat: layer"),
-            "train={steps: 1, batch: 2304}",
-        ],
-    ),
+    "mcore-70B": RUNS["mcore-70B"].row,
+    "sc21-145B": RUNS["sc21-145B"].row,
     "llama-8B": (
         LLAMA,
         "h100:1x4",
@@ -96,11 +111,7 @@ ROWS: dict[str, tuple[str, str, Sequence[str]]] = {
             "train={steps: 1, batch: 256}",
         ],
     ),
-    "toolbox-7B": (
-        LLAMA,
-        "h100:1x8",
-        [f"model={LLAMA2_7B}", "mesh={fsdp: 8}", "rules=rules/fsdp.yaml", "train={steps: 1, batch: 16, remat: matmuls}"],
-    ),
+    "toolbox-7B": RUNS["toolbox-7B-8"].row,
 }
 
 

@@ -75,6 +75,7 @@ ENGINE = [
         ("jgt", ["train"]),
         ("jgt", ["flax", "optax", "orbax", "grain"]),
         ("jgt/document", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
+        ("jgt/hardware", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/rules", ["jax", "numpy", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),

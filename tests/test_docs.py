@@ -14,11 +14,11 @@ import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
 from jgt.command.commands import find_commands
+from jgt.hardware.chip import chip_names
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
 from jgt.pipeline.config import Pipeline
 from jgt.planner.budget import LIMITS, read_budget
-from jgt.planner.chip import chip_names
 from jgt.planner.findings import FindingKind
 from jgt.rules import load
 from jgt.schedule import custom, find, schedules

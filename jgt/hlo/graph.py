@@ -46,12 +46,18 @@ def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction
     return runs
 
 
-def fraction_taken(module: Module, branch: str) -> Fraction:
-    """The fraction of a conditional's visits that take this branch; 1 if it is unknown.
+def branch_shares(module: Module, conditional: Instruction) -> list[Fraction] | None:
+    """The share of a conditional's visits that each of its branches is taken in; None if no branch says.
 
-    XLA does not know it. A pipeline does, from its schedule, and writes it as a named scope around what is in the branch.
+    XLA does not know it. A pipeline does, from its schedule, and writes it as a named scope around what is in the branch. Branches that
+    say nothing share what the others leave.
     """
-    return branch_share(i.op_name for i in module.computations[branch].instructions.values())
+    operations = [module.computations[name].instructions.values() for name in conditional.called]
+    said = [branch_share(conditional.op_name, (i.op_name for i in inside)) for inside in operations]
+    if all(share is None for share in said):
+        return None
+    left = max(1 - sum((share for share in said if share is not None), Fraction(0)), Fraction(0))
+    return [left / said.count(None) if share is None else share for share in said]
 
 
 def _runs_per_call(module: Module, caller: Instruction, called: str, further_rounds: int) -> Fraction:
@@ -59,7 +65,11 @@ def _runs_per_call(module: Module, caller: Instruction, called: str, further_rou
         trips = trip_count(module, caller, further_rounds)
         # The condition is evaluated once more than the body: the last time it ends the loop.
         return Fraction((1 if trips is None else trips) + (caller.attribute("condition") == called))
-    return fraction_taken(module, called) if caller.op == "conditional" else Fraction(1)
+    if caller.op == "conditional":
+        shares = branch_shares(module, caller) or [Fraction(1)] * len(caller.called)
+        # One computation may be both branches.
+        return sum((share for name, share in zip(caller.called, shares, strict=True) if name == called), Fraction(0))
+    return Fraction(1)
 
 
 def producers(module: Module, spot: Spot) -> Iterator[Spot]:

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 # `bf16[16,32]`, a scalar `f32[]`, and a dynamic dim `s32[<=8]`; the layout behind the dims is not read.
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+# The memory in which an array is, in its layout: `{0:S(5)}`, or none for the device's own.
+_MEMORY = re.compile(r"(?:pred|token|opaque|[a-z]+\d+\w*)\[[\d,<=]*\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 # One computation (`body=%body`), or several (`branch_computations={%first, %second}`).
 _CALLED = re.compile(
@@ -41,6 +43,9 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast"
 """The ops that exchange data between devices, without the suffix of an asynchronous pair."""
+
+HOST_SPACE = 5
+"""XLA's number of the host's memory; 0 is the device's."""
 
 
 class Array(NamedTuple):
@@ -78,6 +83,11 @@ class Instruction:
         return tuple(
             Array(dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(self.shape)
         )
+
+    @property
+    def memories(self) -> tuple[int, ...]:
+        """The number of the memory in which each array of the result is."""
+        return tuple(int(space or 0) for space in _MEMORY.findall(self.shape))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:

@@ -18,9 +18,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jgt.hlo.instruction import Instruction
+from jgt.hardware.rates import AttentionWork, MatmulWork
+from jgt.hlo.instruction import Array, Instruction
 from jgt.hlo.text import Computation, Module
-from jgt.program.kernels import custom_call_flops
+from jgt.program.kernels import attention_of, custom_call_flops
 
 CONTROL = {"while", "conditional", "call"}
 """Ops that run other computations, one instruction after another. A fusion is not one: it is a single kernel."""
@@ -31,15 +32,21 @@ _FREE = CONTROL | _NAMES | {"after-all", "opt-barrier", "add-dependency", "domai
 _GEMM = re.compile(r'custom_call_target="(__cublas\$(?:lt\$matmul\S*|gemm)|__onednn\$matmul|__triton_gemm)"')
 _CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(?:BiasActivation)?Forward"')
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\["?([\d",]*)\]')
+_BATCH = re.compile(r'"lhs_batch_dimensions":\["?([\d",]*)\]')
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCost:
-    """The work of one kernel. dtype: of its matmuls' operands, empty without a matmul; num_bytes: read from and written to memory."""
+    """The work of one kernel. matmuls: in it; attention: if it is one of fused attention; num_bytes: read from and written to memory."""
 
-    flops: int = 0
-    dtype: str = ""
+    matmuls: tuple[MatmulWork, ...] = ()
+    attention: AttentionWork | None = None
     num_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Of all its matmuls."""
+        return sum(matmul.flops for matmul in self.matmuls) + (self.attention.flops if self.attention else 0)
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -49,45 +56,66 @@ def is_kernel(instruction: Instruction) -> bool:
 
 def kernel_cost(module: Module, computation: Computation, instruction: Instruction) -> KernelCost:
     """The work of one run of an instruction, including the computation that it fuses."""
-    dots = list(_dots(module, computation, instruction))
     return KernelCost(
-        flops=sum(count for count, _ in dots),
-        # A kernel with several matmuls runs at the rate of the largest.
-        dtype=max(dots, default=(0, ""))[1],
+        matmuls=tuple(_matmuls(module, computation, instruction)),
+        attention=_attention(computation, instruction),
         num_bytes=_bytes(module, computation, instruction),
     )
 
 
-def _dots(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[int, str]]:
-    """The FLOPs and the element type of each matmul in an instruction.
+def _attention(computation: Computation, instruction: Instruction) -> AttentionWork | None:
+    """The work of a call of a library's attention."""
+    if instruction.op != "custom-call":
+        return None
+    arrays = [array for name in instruction.operands[:1] for array in computation.instructions[name].arrays]
+    return attention_of(instruction.text, arrays[0].dims) if arrays else None
 
-    Each element of a result takes a multiplication and an addition for every contracted index.
-    """
+
+def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[MatmulWork]:
+    """The matrix products of an instruction; a convolution is one of patches."""
     if instruction.op == "fusion":
         fused = module.computations[instruction.called[0]]
         for inner in fused.instructions.values():
-            yield from _dots(module, fused, inner)
+            yield from _matmuls(module, fused, inner)
         return
     operands = [computation.instructions[name] for name in instruction.operands]
     if not operands or not operands[0].arrays:
         return
-    left, is_call = operands[0].arrays[0], instruction.op == "custom-call"
+    left, is_call, shared = operands[0].arrays[0], instruction.op == "custom-call", ()
     if instruction.op == "dot":
         contracted = math.prod(left.dims[d] for d in instruction.dims("lhs_contracting_dims"))
+        shared = instruction.dims("lhs_batch_dims")
     elif is_call and _GEMM.search(instruction.text):
         # A call that does not say what it contracts is x @ w: it contracts the last dim of x.
-        found = _CONTRACTING.search(instruction.text)
-        contracted = math.prod(left.dims[int(n)] for n in re.findall(r"\d+", found[1])) if found else left.dims[-1]
+        found = _numbers(_CONTRACTING, instruction)
+        contracted, shared = math.prod(left.dims[n] for n in found or (-1,)), _numbers(_BATCH, instruction)
     elif instruction.op == "convolution" or (is_call and _CONVOLUTION.search(instruction.text)):
         right = operands[1].arrays[0]
         # dim_labels=b01f_01io->b01f names the dims of input, kernel and output. An output element takes the kernel without its `o` dim.
         label = instruction.attribute("dim_labels").partition("_")[2].partition("->")[0]
-        contracted = right.size // right.dims[label.index("o")]
-    else:
-        if is_call and (flops := custom_call_flops(instruction.text, left.dims)) is not None:
-            yield flops, left.dtype
+        channels = right.dims[label.index("o")]
+        contracted = right.size // channels
+        yield MatmulWork(left.dtype, 1, instruction.arrays[0].size // max(channels, 1), channels, contracted)
         return
-    yield 2 * instruction.arrays[0].size * contracted, left.dtype
+    else:
+        # A kernel whose FLOPs are known and whose shapes are not counts as a square one.
+        if is_call and attention_of(instruction.text, left.dims) is None and (flops := custom_call_flops(instruction.text, left.dims)):
+            rows = left.dims[0]
+            yield MatmulWork(left.dtype, 1, rows, max(flops // (2 * rows * left.dims[-1]), 1), left.dims[-1])
+        return
+    yield _matmul(left, instruction.arrays[0], contracted, math.prod(left.dims[d] for d in shared))
+
+
+def _matmul(left: Array, result: Array, contracted: int, batch: int) -> MatmulWork:
+    """A product by its left operand and its result: each element of the result takes a multiply-add for every contracted index."""
+    m = left.size // max(contracted * batch, 1)
+    return MatmulWork(left.dtype, batch, m, result.size // max(batch * m, 1), contracted)
+
+
+def _numbers(pattern: re.Pattern[str], instruction: Instruction) -> tuple[int, ...]:
+    """The numbers of a list in a call's configuration; empty if it has none."""
+    found = pattern.search(instruction.text)
+    return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
 
 
 def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

@@ -29,9 +29,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
+from jgt.hardware.chip import Target, chip_of
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
-from jgt.planner.chip import Target, chip_of
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program

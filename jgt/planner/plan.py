@@ -20,9 +20,10 @@ import jax
 
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
+from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.text import Module
-from jgt.planner.chip import Target, parse_target
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
@@ -30,8 +31,8 @@ from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.signals import SignalRow, signal_rows
-from jgt.planner.timeline import Network, Timeline
-from jgt.program.scopes import possible_rounds
+from jgt.planner.timeline import PARTS, Timeline
+from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
@@ -41,9 +42,10 @@ class Plan:
     """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
 
     versions: of jax and jaxlib. flops_per_device: matmul FLOPs of the traced program, with recompute and pipeline bubbles;
-    model_flops_per_device: without both. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh
-    axes, hidden ones included; exposed_ms: the time of waiting for them. assumptions: how all of it was counted, a sentence each.
-    seconds: the time that planning took.
+    model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is unknown. step_time_caveat: why the time
+    means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`); they add up to it. expected: the
+    bytes that the formulas predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of
+    waiting for them. assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
     """
 
     target: str
@@ -54,6 +56,9 @@ class Plan:
     flops_per_device: float
     model_flops_per_device: float
     step_time_ms: float | None
+    step_time_error: float | None
+    step_time_caveat: str
+    parts_ms: Mapping[str, float]
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]
     findings: tuple[Finding, ...]
@@ -134,6 +139,9 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         flops_per_device=sum(row.executed for row in traced) / num_devices,
         model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
         step_time_ms=None if network is None else walk.seconds * 1e3,
+        step_time_error=_error(target, module, memory),
+        step_time_caveat=_caveat(memory),
+        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
         collectives=sent,
         rematerializations=remats,
         findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
@@ -142,8 +150,26 @@ def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
         exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
+        assumptions=(*([caveat] if (caveat := _caveat(memory)) else []), *_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
+    )
+
+
+def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
+    """The error to expect of the step's time, by kind of layout; None if it is unknown, or if the time means nothing."""
+    if target is None or memory.fits is False:
+        return None
+    is_staged = any(PIPELINE in i.op_name for i in module.instructions())
+    return target.chip.error.get("pipeline" if is_staged else "several_hosts" if target.num_hosts > 1 else "one_host")
+
+
+def _caveat(memory: Memory) -> str:
+    """Why the step's time means nothing; empty if it means something."""
+    if memory.fits is not False:
+        return ""
+    return (
+        "the step does not fit, so its time means nothing: XLA scheduled it to save memory, with no collective beside a kernel. "
+        "Change the layout until it fits, then compare times"
     )
 
 
@@ -189,14 +215,13 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         )
         return
     chip = compiled.target.chip
+    links = ", ".join(f"{name} at {link.gbs:g} GB/s ({link.share:.0%})" for name, link in chip.links.items())
     yield (
-        f"{chip.name}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (matmuls reach {chip.efficiency.matmul:.0%}), {chip.hbm_gb:g} GB of memory "
-        f"at {chip.hbm_gbs:g} GB/s ({chip.efficiency.hbm:.0%}), NVLink at {chip.nvlink_gbs:g} GB/s and network at {chip.nic_gbs:g} GB/s "
-        f"for each GPU and direction ({chip.efficiency.link:.0%})"
+        f"{chip.name} at {chip.power_w:g} W: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
+        f"{chip.rates.matmul['bf16'].share:.0%}), {chip.hbm_gb:g} GB of memory at {chip.hbm_gbs:g} GB/s ({chip.rates.memory.share:.0%}); "
+        f"for each GPU and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
     )
     yield (
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "
         "prediction, not a measurement"
     )
-    if any(a.is_on_host for a in compiled.arguments) or compiled.memory.host_temp_size_in_bytes:
-        yield "transfers between the host's memory and the device's are counted in bytes, but take no time here"

@@ -12,44 +12,30 @@ Invariant: the seconds of a walk are its kernels' seconds plus its exposed secon
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jgt.console import axes_text
+from jgt.hardware.network import Network
 from jgt.hlo.collectives import is_collective, pieces, wire_bytes
-from jgt.hlo.graph import fraction_taken
+from jgt.hlo.graph import branch_shares
 from jgt.hlo.groups import Groups, participants_of
-from jgt.hlo.instruction import COLLECTIVES, Instruction
-from jgt.hlo.kernels import is_kernel, kernel_cost
+from jgt.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
+from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
 from jgt.hlo.origin import Origin, origin_at
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
-from jgt.planner.chip import Target
+from jgt.program.scopes import useful_share
 
+PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
+"""What a step's seconds are spent on. matmul, attention, memory: kernels, by what limits them. launch: the start of kernels. recompute:
+kernels that repeat a part of the forward pass. bubble: work of a pipeline's idle ticks, whose results are dropped. exposed: waiting for
+collectives."""
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Hosts with fast links inside, and a port for each GPU between them. hosts: the host of each device, in the mesh's order."""
-
-    target: Target
-    hosts: Sequence[int]
-
-    def seconds(self, groups: Groups, wire_bytes: int) -> float:
-        """The time of a ring collective in which every device sends `wire_bytes`; the slowest group counts."""
-        # How many members each host has in a group. Few shapes are different, so the time is computed once for each.
-        shapes = {tuple(sorted(collections.Counter(self.hosts[d] for d in group).values())) for group in groups}
-        return max((self._of_group(members, wire_bytes) for members in shapes), default=0.0)
-
-    def _of_group(self, members: tuple[int, ...], wire_bytes: int) -> float:
-        chip, share = self.target.chip, self.target.chip.efficiency.link
-        inside = wire_bytes / (chip.nvlink_gbs * 1e9 * share) if max(members) > 1 else 0.0
-        if len(members) == 1:
-            return inside + chip.latency_us.nvlink * 1e-6
-        # A host with g members runs g rings at once, each through the port of another GPU, so that a port carries a g-th. The
-        # host with the fewest members has the fewest ports.
-        between = wire_bytes / (members[0] * chip.nic_gbs * 1e9 * share)
-        return max(inside, between) + chip.latency_us.nic * 1e-6 * math.ceil(math.log2(len(members)))
+HOST_AXES = ("host memory",)
+"""What transfers between the memories of host and device are counted under, beside the mesh axes of collectives."""
 
 
 @dataclass
@@ -81,12 +67,14 @@ class Walk:
     """One run of a computation: its seconds, and its costs by signal and phase.
 
     links: seconds of all collectives by mesh axes, hidden or not. exposed: seconds of waiting, by the axes of the collective waited for.
+    parts: the seconds by what they are spent on, see `PARTS`; they add up to `seconds`.
     """
 
     seconds: float = 0.0
     costs: dict[Origin, Cost] = field(default_factory=lambda: collections.defaultdict(Cost))
     links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
     exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
+    parts: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
 
     @property
     def num_flops(self) -> float:
@@ -101,20 +89,39 @@ class Walk:
         for sums, more in ((self.links, other.links), (self.exposed, other.exposed)):
             for axes, seconds in more.items():
                 sums[axes] += seconds * times
+        for part, seconds in other.parts.items():
+            self.parts[part] += seconds * times
 
 
 @dataclass
 class _Run:
-    """A walk under way. links_free: when the last collective ends; ends: when each asynchronous one does, by name, and its axes."""
+    """A walk under way. free: when each of the links' lanes is; ends: when each asynchronous transfer does, by name, and its axes."""
 
     walk: Walk = field(default_factory=Walk)
-    links_free: float = 0.0
+    free: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     ends: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict[str, tuple[float, tuple[str, ...]]])
 
-    def occupy(self, name: str, seconds: float, axes: tuple[str, ...]) -> None:
-        """Starts a collective as soon as the links are free: two at once would share them, and take as long as one after the other."""
-        self.links_free = max(self.links_free, self.walk.seconds) + seconds
-        self.ends[name] = (self.links_free, axes)
+    def occupy(self, name: str, seconds: float, axes: tuple[str, ...], lane: str = "links") -> None:
+        """Starts a transfer as soon as its lane is free: two at once would share it, and take as long as one after the other."""
+        self.free[lane] = max(self.free[lane], self.walk.seconds) + seconds
+        self.ends[name] = (self.free[lane], axes)
+
+
+class _Kernel(NamedTuple):
+    """What the text says of a kernel. useful: the share of its runs whose results are used."""
+
+    cost: KernelCost
+    origin: Origin
+    useful: float
+
+
+class _Sent(NamedTuple):
+    """What the text says of a collective. num_bytes: sent by one device."""
+
+    groups: Groups
+    axes: tuple[str, ...]
+    num_bytes: int
+    origin: Origin
 
 
 class Timeline:
@@ -124,6 +131,15 @@ class Timeline:
         self._module, self._mesh, self._num_devices, self._network = module, mesh, num_devices, network
         # A computation that is called from several places takes the same time in each.
         self._walks: dict[str, Walk] = {}
+        # What the text says is the same on all networks.
+        self._kernels: dict[str, _Kernel] = {}
+        self._collectives: dict[str, _Sent] = {}
+
+    def on(self, network: Network) -> Timeline:
+        """The same program on another network. What was read from its text is not read again."""
+        other = copy.copy(self)
+        other._network, other._walks = network, {}
+        return other
 
     def step(self) -> Walk:
         """The whole program."""
@@ -139,28 +155,31 @@ class Timeline:
                 self._send(run, spot, instruction)
             elif instruction.op == "async-start" and is_collective(self._module, instruction):
                 self._send_all(run, instruction)
+            elif instruction.op == "copy-start":
+                self._move(run, instruction)
             elif instruction.op.endswith("-done"):
-                # The end of a copy or of an asynchronous kernel has no collective to wait for.
+                # The end of a copy inside the device or of an asynchronous kernel has nothing to wait for.
                 if instruction.operands[0] in run.ends:
                     self._wait(run, Spot(name, instruction.operands[0]))
             elif is_kernel(instruction):
-                self._compute(run.walk, computation, spot, instruction)
+                self._compute(run, computation, spot, instruction)
             else:
                 self._call(run.walk, instruction)
         self._walks[name] = run.walk
         return run.walk
 
     def _send(self, run: _Run, spot: Spot, collective: Instruction) -> None:
-        span = participants_of(collective, self._mesh, self._num_devices)
-        axes, seconds = span.axes, 0.0
-        if self._network is not None:
+        if spot.name not in self._collectives:
+            span = participants_of(collective, self._mesh, self._num_devices)
             # Arrays that XLA combined into one collective are counted one by one, as in the table of collectives.
             found = pieces(self._module, spot.computation, collective)
-            sent = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in found)
-            seconds = self._network.seconds(span.groups, sent)
-        run.walk.links[axes] += seconds
-        run.walk.costs[origin_at(self._module, spot)].roofline[axes_text(axes)] += seconds
-        run.occupy(spot.name, seconds, axes)
+            num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in found)
+            self._collectives[spot.name] = _Sent(span.groups, span.axes, num_bytes, origin_at(self._module, spot))
+        sent = self._collectives[spot.name]
+        seconds = 0.0 if self._network is None else self._network.seconds(sent.groups, sent.num_bytes, collective.kind)
+        run.walk.links[sent.axes] += seconds
+        run.walk.costs[sent.origin].roofline[axes_text(sent.axes)] += seconds
+        run.occupy(spot.name, seconds, sent.axes)
         # A synchronous collective ends before the next instruction begins.
         if not collective.op.endswith("-start"):
             self._wait(run, spot)
@@ -175,6 +194,16 @@ class Timeline:
         for key, cost in inner.costs.items():
             run.walk.costs[key].add(Cost(roofline=cost.roofline))
 
+    def _move(self, run: _Run, start: Instruction) -> None:
+        """A copy between the memories of host and device; one inside the device's memory is not a transfer."""
+        # (f32[8]{0}, f32[8]{0:S(5)}, u32[]): to, from, and a handle. Both directions run at once.
+        into, out = (memory == HOST_SPACE for memory in start.memories[:2])
+        if into == out or self._network is None:
+            return
+        seconds = start.arrays[0].num_bytes / (self._network.target.chip.host_gbs * 1e9)
+        run.walk.links[HOST_AXES] += seconds
+        run.occupy(start.name, seconds, HOST_AXES, "to host" if into else "from host")
+
     def _call(self, walk: Walk, instruction: Instruction) -> None:
         """An instruction that runs other computations; nothing for one that does no work at all."""
         if instruction.op == "while":
@@ -184,35 +213,54 @@ class Timeline:
             # The condition runs once more, to end the loop.
             walk.add(self._walk(instruction.attribute("condition")), trips + 1)
         elif instruction.op == "conditional":
-            # The slowest branch counts, as often as its name says that it is taken. Without times, FLOPs decide.
-            branches = [(self._walk(called), float(fraction_taken(self._module, called))) for called in instruction.called]
-            walk.add(*max(branches, key=lambda branch: (branch[0].seconds, branch[0].num_flops)))
+            shares = branch_shares(self._module, instruction)
+            branches = [self._walk(called) for called in instruction.called]
+            if shares is None:
+                # Nothing says which branch is taken: the slowest one counts. Without times, FLOPs decide.
+                walk.add(max(branches, key=lambda branch: (branch.seconds, branch.num_flops)))
+            else:
+                for branch, share in zip(branches, shares, strict=True):
+                    walk.add(branch, float(share))
         elif instruction.op in ("call", "async-start"):
             for called in instruction.called:
                 walk.add(self._walk(called))
 
-    def _compute(self, walk: Walk, computation: Computation, spot: Spot, instruction: Instruction) -> None:
+    def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
-        one = kernel_cost(self._module, computation, instruction)
-        cost = walk.costs[origin_at(self._module, spot)]
+        if spot.name not in self._kernels:
+            cost = kernel_cost(self._module, computation, instruction)
+            self._kernels[spot.name] = _Kernel(cost, origin_at(self._module, spot), float(useful_share(instruction.op_name)))
+        one, origin, useful = self._kernels[spot.name]
+        cost = run.walk.costs[origin]
         cost.flops += one.flops
         cost.hbm_bytes += one.num_bytes
         if self._network is None:
             return
         chip = self._network.target.chip
-        matmul = one.flops / (chip.peak_flops(one.dtype) * chip.efficiency.matmul) if one.flops else 0.0
-        memory = one.num_bytes / (chip.hbm_gbs * 1e9 * chip.efficiency.hbm)
-        seconds = max(matmul, memory) + chip.latency_us.launch * 1e-6
-        walk.seconds += seconds
+        matmul, attention = sum(map(chip.matmul_seconds, one.matmuls)), chip.attention_seconds(one.attention) if one.attention else 0.0
+        memory, launch = chip.memory_seconds(one.num_bytes), chip.rates.launch_us * 1e-6
+        alone = max(matmul + attention, memory) + launch
+        # A collective under way takes cores and memory from the kernel beside it.
+        beside = min(alone, max(run.free["links"] - run.walk.seconds, 0.0))
+        seconds = alone + beside * (chip.rates.beside - 1)
+        run.walk.seconds += seconds
         cost.compute += seconds
-        cost.roofline["matmul"] += matmul
+        cost.roofline["matmul"] += matmul + attention
         cost.roofline["memory"] += memory
+        busy = "memory" if memory > matmul + attention else "attention" if attention > matmul else "matmul"
+        run.walk.parts["bubble"] += seconds * (1 - useful)
+        if origin.phase == "recompute":
+            run.walk.parts["recompute"] += seconds * useful
+        else:
+            run.walk.parts[busy] += (seconds - launch) * useful
+            run.walk.parts["launch"] += launch * useful
 
     def _wait(self, run: _Run, start: Spot) -> None:
-        """Waits for a collective, by the spot that started it."""
+        """Waits for a transfer, by the spot that started it."""
         end, axes = run.ends[start.name]
         waited = max(end - run.walk.seconds, 0.0)
         run.walk.seconds += waited
         if waited:
             run.walk.exposed[axes] += waited
+            run.walk.parts["exposed"] += waited
         run.walk.costs[origin_at(self._module, start)].exposed += waited

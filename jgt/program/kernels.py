@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jgt.hardware.rates import AttentionWork
+
 Shape = tuple[int, ...]
 
 
@@ -60,6 +62,15 @@ def custom_call_flops(text: str, shape: Shape) -> int | None:
     return None
 
 
+def attention_of(text: str, query: Shape) -> AttentionWork | None:
+    """The work of a custom call, from its HLO and the shape of its first operand; None if it is not a kernel of attention."""
+    if CUDNN.custom_call is None or not CUDNN.custom_call.search(text):
+        return None
+    scores = _cudnn_scores(text)
+    is_backward = _CUDNN_BACKWARD.search(text) is not None
+    return AttentionWork(_cudnn_compiled_flops(text, query), scores[-1] if scores else 1, query[-1], is_backward)
+
+
 def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:
     """Two matmuls forward, four backward: backward computes the scores a second time, which is overhead and does not count."""
     query, key = shapes[:2]
@@ -71,11 +82,15 @@ def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Se
 
 def _cudnn_compiled_flops(text: str, query: Shape) -> int:
     """Two matmuls forward, five backward: the time of a plan is that of all FLOPs that the device executes."""
-    # The HLO gives the scores' shape [batch, heads, queries, keys] in the call's configuration, as JSON.
-    scores = _CUDNN_SCORES.search(re.sub(r"\s", "", text))
-    num_scores = math.prod(int(n) for n in re.findall(r"\d+", scores[1])) if scores else 0
-    is_backward = re.search(r'__cudnn\$fmha\w*Backward"', text) is not None
-    return _attention_flops(num_scores * query[-1], 5 if is_backward else 2, is_causal='CAUSAL"' in text)
+    scores = _cudnn_scores(text)
+    num_scores = math.prod(scores) if scores else 0
+    return _attention_flops(num_scores * query[-1], 5 if _CUDNN_BACKWARD.search(text) else 2, is_causal='CAUSAL"' in text)
+
+
+def _cudnn_scores(text: str) -> Shape:
+    """The shape of the scores, [batch, heads, queries, keys], which the call's configuration has as JSON."""
+    found = _CUDNN_SCORES.search(re.sub(r"\s", "", text))
+    return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
 
 
 def _attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) -> int:
@@ -83,6 +98,7 @@ def _attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) -
     return 2 * num_matmuls * multiply_adds // (2 if is_causal else 1)
 
 
+_CUDNN_BACKWARD = re.compile(r'__cudnn\$fmha\w*Backward"')
 _CUDNN_SCORES = re.compile(r'"intermediate_tensor_shape":\{[^\[]*"dimensions":\[([^\]]*)\]')
 
 CUDNN = CustomKernel(

@@ -108,10 +108,15 @@ def useful_share(name: str) -> Fraction:
     return _product(_USEFUL, name)
 
 
-def branch_share(names: Iterable[str]) -> Fraction:
-    """How often a branch is taken, from the names of the operations in it; 1 if none of them says."""
+def branch_share(conditional: str, names: Iterable[str]) -> Fraction | None:
+    """How often a branch is taken, from the names of its conditional and of the operations in it; None if none of them says.
+
+    The scopes of branches around the conditional are in both names. They say how often the conditional runs, not how it chooses.
+    """
+    around = len(_TAKEN.findall(conditional))
     # XLA adds operations without a name, so any operation with one has to do.
-    return next((taken_share(name) for name in names if _TAKEN.search(name)), Fraction(1))
+    found = next((found for name in names if len(found := _TAKEN.findall(name)) > around), None)
+    return None if found is None else math.prod((Fraction(int(taken), int(of)) for taken, of in found[around:]), start=Fraction(1))
 
 
 def _product(pattern: re.Pattern[str], name: str) -> Fraction:

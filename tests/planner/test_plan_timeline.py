@@ -4,19 +4,28 @@ import dataclasses
 
 import pytest
 
+from jgt.hardware.chip import Link, Target, load_chip
+from jgt.hardware.network import Network
+from jgt.hardware.rates import AttentionRate, MatmulRate, MemoryRate, Rates
 from jgt.hlo.text import Module
-from jgt.planner.chip import Efficiency, Latency, Target, load_chip
-from jgt.planner.timeline import Network, Timeline
+from jgt.planner.timeline import HOST_AXES, Timeline
 
 MESH = {"data": 2, "tensor": 4}
+RATES = Rates(
+    matmul={"bf16": MatmulRate(share=1)}, attention=AttentionRate(forward=1, backward=1), memory=MemoryRate(share=1), launch_us=0, beside=1
+)
 SLOW = dataclasses.replace(
     load_chip("h100"),
     tflops={"bf16": 1e-12, "tf32": 1e-12},
     hbm_gbs=float("inf"),
-    nvlink_gbs=1e-9,
-    nic_gbs=1e-9 / 4,
-    efficiency=Efficiency(matmul=1, hbm=1, link=1),
-    latency_us=Latency(launch=0, nvlink=0, nic=0),
+    host_gbs=1e-9 / 2,
+    power_w=1,
+    rated_w=1,
+    rates=RATES,
+    links={
+        "near": Link(gbs=1e-9, domain="host", share=1, start_us=0, hop_us=0),
+        "far": Link(gbs=1e-9 / 4, domain="all", share=1, start_us=0, hop_us=0),
+    },
 )
 DOT, SMALL, TINY = 2 * 8 * 8 * 8, 2 * 8 * 8, 2 * 8
 GATHER = 3 * 4 * 4
@@ -40,6 +49,13 @@ LINES = {
     "add": f"%add = f32[8,8] add(%x, %x), {NAMED % 'sig.mlp'}",
     "loop": '%loop = (s32[]) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}',
     "loop of unknown length": "%loop = (s32[]) while(%init), condition=%cond, body=%body",
+    "to host": "%keep = (f32[8]{0:S(5)}, f32[8], u32[]) copy-start(%v), " + NAMED % "sig.optimizer",
+    "to host done": "%kept = f32[8]{0:S(5)} copy-done(%keep)",
+    "from host": "%fetch = (f32[8], f32[8]{0:S(5)}, u32[]) copy-start(%v), " + NAMED % "sig.optimizer",
+    "from host done": "%fetched = f32[8] copy-done(%fetch)",
+    "inside": "%near = (f32[8], f32[8], u32[]) copy-start(%v)",
+    "inside done": "%nearer = f32[8] copy-done(%near)",
+    "sometimes": "%sometimes = f32[8,8] conditional(%flag, %x, %x), branch_computations={%taken, %other}",
     "branch": "%branch = f32[8,8] conditional(%flag, %x, %x), branch_computations={%one, %other}",
 }
 PARAMETERS = """\
@@ -63,6 +79,12 @@ OTHERS = f"""\
 %one (p: f32[8,8]) -> f32[8,8] {{
   %x = f32[8,8] parameter(0)
   ROOT {LINES["add"]}
+}}
+
+%taken (p: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  %v = f32[8] slice(%x)
+  ROOT {LINES["small"].replace("jit(f)/", "jit(f)/jgt.taken.3of4/")}
 }}
 
 %other (p: f32[8,8]) -> f32[8,8] {{
@@ -156,6 +178,32 @@ def test_the_longest_branch_counts():
     assert timeline("branch").seconds == DOT
 
 
+def test_branches_count_by_their_shares_and_the_rest_is_left_for_those_that_say_nothing():
+    assert timeline("sometimes").seconds == 0.75 * SMALL + 0.25 * DOT
+
+
+def test_a_transfer_to_the_host_runs_beside_kernels_and_beside_one_from_it():
+    transfer = 2 * 8 * 4
+    walk = timeline("to host", "from host", "tiny", "to host done", "from host done")
+    assert walk.seconds == transfer > TINY
+    assert walk.links == {HOST_AXES: 2 * transfer}
+    assert exposed(walk) == {"optimizer": transfer - TINY}
+    assert timeline("inside", "inside done").seconds == 0
+
+
+def test_a_kernel_beside_a_collective_takes_longer():
+    network = hosts(1, dataclasses.replace(SLOW, rates=dataclasses.replace(RATES, beside=1.5)))
+    assert timeline("start", "tiny", "done", "dot", network=network).seconds == GATHER + DOT
+    assert timeline("start", "dot", "done", network=network).seconds == DOT + GATHER * 0.5
+    assert timeline("dot", network=network).seconds == DOT
+
+
+def test_the_parts_add_up_to_the_step():
+    walk = timeline("small", "sync", "dot", "branch")
+    assert walk.parts == {"matmul": SMALL + 2 * DOT, "exposed": GATHER, "launch": 0, "bubble": 0}
+    assert sum(walk.parts.values()) == walk.seconds
+
+
 def test_flops_belong_to_signal_and_phase():
     walk = timeline("dot", "small", "small")
     assert {key: cost.flops for key, cost in walk.costs.items()} == {("mlp", "backward"): DOT, ("mlp", "forward"): 2 * SMALL}
@@ -168,7 +216,7 @@ def test_between_hosts_the_port_is_what_counts():
 
 
 def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes_and_a_launch():
-    chip = dataclasses.replace(SLOW, hbm_gbs=1e-9, latency_us=Latency(launch=7e6, nvlink=0, nic=0))
+    chip = dataclasses.replace(SLOW, hbm_gbs=1e-9, rates=dataclasses.replace(RATES, launch_us=7e6))
     assert DOT > 3 * 8 * 8 * 4
     assert timeline("dot", network=hosts(1, chip)).seconds == pytest.approx(DOT + 7)
     assert SMALL < (8 * 8 + 8 + 8) * 4

@@ -14,9 +14,9 @@ from counted import BATCH, EMBED, FFN, GOLDENS, MESHES, OUT, PROGRAMS, ROUNDS
 from plugin import needs_plugin
 
 import jgt
+from jgt.hardware.chip import parse_target
 from jgt.hlo.collectives import collectives
 from jgt.hlo.text import Module
-from jgt.planner.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
 from jgt.planner.plan import read_plan

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
 from jgt.planner.plan import plan
 from jgt.program.retarget import meshes_in, replace_mesh

@@ -11,7 +11,7 @@ from jax import P
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
 from jgt.planner.plan import plan
 from train.models.config import ModelConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from plugin import needs_plugin
 
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
 from train.config import load
 from train.setup.layout import batch_groups, make_mesh

@@ -12,7 +12,7 @@ from plugin import needs_plugin
 
 from jgt import document
 from jgt.document import InputError
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from jgt.program import kernels

@@ -10,7 +10,7 @@ from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 from plugin import needs_plugin
 
-from jgt.planner.chip import parse_target
+from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import load

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jgt.document import InputError, collect, locate
+from jgt.hardware.chip import Target, parse_target
 from jgt.planner.budget import overruns
-from jgt.planner.chip import Target, parse_target
 from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jgt.document import InputError
-from jgt.planner.chip import Target
+from jgt.hardware.chip import Target
 from jgt.planner.described import described, devices_of
 from jgt.planner.plan import Plan, plan
 

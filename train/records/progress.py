@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgt.planner.chip import chip_of
+from jgt.hardware.chip import chip_of
 
 from ..command_line import EndError
 from ..compiled.jax_cache import finish_trial

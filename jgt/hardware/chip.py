@@ -1,0 +1,146 @@
+"""The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
+
+Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
+except for the efficiencies, which say what share of the peaks large operations reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jgt.document import InputError, bind, read, suggestion
+from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
+
+_FOLDER = Path(__file__).parent / "chips"
+# `h100` alone matches too, so that the message can say what is missing.
+_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
+
+    gbs: GB/s in one direction for one device. domain: how many devices it connects: those of one host, all, or a number of them, which may
+    be those of several hosts. share: of gbs, for large messages. start_us, hop_us: microseconds of a collective, and of each of its hops
+    from one member of a ring to the next.
+    """
+
+    gbs: Amount
+    domain: Literal["host", "all"] | int
+    share: Share
+    start_us: Amount
+    hop_us: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One GPU and its links.
+
+    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
+    the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
+    error: the error to expect of a step's time, relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the
+    description that XLA compiles for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
+    """
+
+    name: str
+    tflops: dict[str, Amount]
+    hbm_gb: Amount
+    hbm_gbs: Amount
+    host_gbs: Amount
+    power_w: Amount
+    rated_w: Amount
+    rates: Rates
+    links: dict[str, Link]
+    error: dict[str, Amount] = field(default_factory=dict[str, float])
+    xla: str = ""
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
+        return self.tflops[self._type(dtype)] * 1e12
+
+    def matmul_seconds(self, work: MatmulWork) -> float:
+        """The time of a matmul whose operands are near."""
+        name = self._type(work.dtype)
+        rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
+        return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
+
+    def attention_seconds(self, work: AttentionWork) -> float:
+        """The time of a kernel of fused attention."""
+        return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
+
+    def memory_seconds(self, num_bytes: int) -> float:
+        """The time to read and write this many bytes of the device's memory."""
+        return self.rates.memory.seconds(num_bytes, self.hbm_gbs * 1e9)
+
+    @property
+    def _clock(self) -> float:
+        return clock_at(self.power_w, self.rated_w)
+
+    def _type(self, dtype: str) -> str:
+        # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
+        name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
+        return name if name in self.tflops else "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hosts with GPUs of one kind; the machine that plans needs none of them. text: the target as written, such as h100:8x8."""
+
+    chip: Chip
+    text: str
+    num_hosts: int
+    per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        """The number of GPUs on all hosts."""
+        return self.num_hosts * self.per_host
+
+
+def chip_names() -> list[str]:
+    """The names of all chips."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+# Asked for with every logged step of a run, for its MFU.
+@functools.cache
+def load_chip(name: str) -> Chip:
+    """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
+    problems: list[str] = []
+    chip = bind(read(_FOLDER / f"{name}.yaml"), Chip, problems)
+    if chip is None or problems:
+        raise InputError(problems)
+    return chip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
+    # The longest name first, should one be a part of another: GB200 and B200.
+    names = sorted(chip_names(), key=len, reverse=True)
+    same = next((name for name in names if load_chip(name).name == device_kind), None)
+    found = same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
+    return None if found is None else load_chip(found)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
+
+
+def parse_target(text: str) -> Target:
+    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError."""
+    match = _TARGET.fullmatch(text.strip())
+    name = match[1].lower() if match else text
+    if name not in chip_names():
+        raise InputError(
+            [
+                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, chip_names())} The chips are "
+                f"{', '.join(chip_names())}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
+            ]
+        )
+    if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
+        raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
+    return Target(chip=load_chip(name), text=f"{name}:{int(match[2])}x{int(match[3])}", num_hosts=int(match[2]), per_host=int(match[3]))
