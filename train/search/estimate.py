@@ -23,17 +23,14 @@ mesh with the same tensor parallelism, and how long a link is busy follows from 
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jgt.schedule.find import find_table
-from jgt.schedule.simulate import Simulation, simulate
-
 from ..models.config import ModelConfig, OwnModel
+from .columns import KEPT, Columns, bubble_of, in_flight, others_of
 from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
 from .space import STAGE, Candidate
@@ -43,8 +40,6 @@ SendTime = Callable[[dict[str, int], Sequence[str], float], float]
 
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
 """What is computed again, in shares of forward and backward pass together, before a plan says so."""
-KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 7.0, "attention": 14.0, "none": 20.0}
-"""What a layer keeps beside its input, in arrays of the input's size."""
 HIDDEN = {"gathers": 0.5, "sums": 0.3, "tensor": 0.1, "stage": 0.1}
 """Of the time of links, the share that kernels hide, before a plan says so."""
 _MEMORY = {
@@ -117,12 +112,12 @@ class Estimator:
 
     def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
         self.step, self.space = step, space
-        c = self._columns = _Columns(space)
+        c = self._columns = Columns(space)
         form = c.form
         kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
         launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
         self._state = step.state_bytes / c.split / c.zero1
-        self._bubble = np.array([_bubble(one) for one in space])
+        self._bubble = np.array([bubble_of(one) for one in space])
         schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
         self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
@@ -239,7 +234,7 @@ class Estimator:
         """Bytes of the kinds of arrays that a step has beside its state."""
         c, step = self._columns, self.step
         local, whole = step.parameters / c.split, step.parameters / c.model_split
-        alive = np.array([1.0 if one.stages is None else _simulated(*_table_of(one)).peak for one in self.space])
+        alive = np.array([in_flight(one) for one in self.space])
         inputs = step.layer_bytes * c.rows * alive / c.stages
         # A pass of its own for the gradients of weights reads what the layer has kept, whatever is recomputed.
         zb = np.array([one.stages is not None and one.stages.schedule.startswith("zb") for one in self.space])
@@ -262,41 +257,6 @@ class Estimator:
         }
 
 
-class _Columns:
-    """A space as arrays, [layouts] each.
-
-    others: the devices over which gradients are added up. model_split, split: the devices that share a weight where it is multiplied, and
-    where it is stored. whole: whether weights are whole for a step. names: kinds of recompute; remat: the index of a layout's.
-    """
-
-    def __init__(self, space: Sequence[Candidate]):
-        def axis(name: str) -> Numbers:
-            return np.array([one.sizes.get(name, 1) for one in space], float)
-
-        self.tensor, self.fsdp, self.stages, self.expert = axis("tensor"), axis("fsdp"), axis(STAGE), axis("expert")
-        self.rows, self.parts = (np.array([getattr(one, name) for one in space], float) for name in ("rows", "parts"))
-        self.virtual = np.array([one.stages.virtual or 1 if one.stages else 1 for one in space], float)
-        self.devices = np.array([math.prod(one.sizes.values()) for one in space], float)
-        self.others = np.array([math.prod(one.sizes[name] for name in _others(one)) for one in space], float)
-        outside = [[size for name, size in one.mesh if name not in one.batch_axes or name == "expert"] for one in space]
-        self.model_split = np.array([math.prod(sizes) for sizes in outside], float)
-        self.split = self.model_split * self.fsdp
-        # With ZeRO-1 parameters are stored like their state, and become whole for a step.
-        zero1 = np.array([one.rules == "jgt:zero1" for one in space])
-        self.zero1 = np.where(zero1, axis("data"), 1)
-        layered = np.array([one.stages is not None and one.stages.gather == "layer" for one in space])
-        self.whole = zero1 | ((self.stages > 1) & ~layered)
-        self.overlap = np.array(["overlap" in (one.rules or "") for one in space])
-        # overlap.yaml extends the rules that split the sequence.
-        self.sequence = self.overlap | np.array(["sequence" in (one.rules or "") for one in space])
-        self.names = sorted({_remat(one) for one in space})
-        self.remat = np.array([self.names.index(_remat(one)) for one in space])
-        self.remats = np.column_stack([self.remat == index for index in range(len(self.names))]).astype(float)
-        self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
-        split = [one.stages is not None and one.stages.schedule.startswith("zb") for one in space]
-        self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, split]).astype(float)
-
-
 _SCHEDULES = "1f1b", "zb", "interleaved"
 
 
@@ -304,21 +264,9 @@ def _with_prior(sizes: Mapping[str, Numbers], prior: Mapping[str, float]) -> tup
     return sizes, [prior.get(name, 1.0) for name in sizes]
 
 
-def _remat(candidate: Candidate) -> str:
-    """What decides what is computed again."""
-    if candidate.stages is not None and candidate.stages.remat != "none":
-        return candidate.stages.remat
-    return candidate.remat or "as set"
-
-
-def _others(candidate: Candidate) -> list[str]:
-    """The axes over which gradients are added up."""
-    return [axis for axis in candidate.batch_axes if axis not in ("fsdp", "expert") and candidate.sizes[axis] > 1]
-
-
 def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:
     """The seconds of a collective of a layout without any bytes, and for each byte; 0 if the layout has none."""
-    axes = {"gathers": ["fsdp"], "sums": _others(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
+    axes = {"gathers": ["fsdp"], "sums": others_of(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
     axes = [axis for axis in axes if candidate.sizes.get(axis, 1) > 1]
     return _rate(collective, candidate.mesh, tuple(axes)) if axes else (0.0, 0.0)
 
@@ -341,24 +289,3 @@ def _by_part(seconds: Mapping[str, float], candidate: Candidate) -> dict[str, fl
         elif set(axes) <= set(candidate.batch_axes) and "expert" not in axes:
             found["gathers" if "fsdp" in axes else "sums"] += value
     return found
-
-
-def _table_of(candidate: Candidate) -> tuple[str, int, int, int | None]:
-    assert candidate.stages is not None
-    s = candidate.stages
-    # A table of thousands of microbatches takes long to simulate, and its idle time is the same.
-    return s.schedule, candidate.sizes[STAGE], min(s.microbatches, 4 * candidate.sizes[STAGE]), s.virtual
-
-
-def _bubble(candidate: Candidate) -> float:
-    """The share of a pipeline's time in which a stage does nothing useful."""
-    if candidate.stages is None:
-        return 0.0
-    simulated, bubble = _table_of(candidate)[2], _simulated(*_table_of(candidate)).bubble
-    idle = bubble / (1 - bubble) * simulated
-    return idle / (idle + candidate.stages.microbatches)
-
-
-@functools.cache
-def _simulated(schedule: str, num_stages: int, microbatches: int, virtual: int | None) -> Simulation:
-    return simulate(find_table(schedule, num_stages, microbatches, virtual, "search"))
