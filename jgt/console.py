@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
 
 WIDTH_OF_FILES = 160
 """The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
+_BLANKS = re.compile(r" +$", re.MULTILINE)
 
 
-def make_console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
-    """A console on stdout, or on another file, as wide as the terminal. quiet: it prints nothing."""
-    is_terminal = (file or sys.stdout).isatty()
-    # highlight: rich would colour numbers and paths in messages as it sees fit.
-    return Console(file=file, quiet=quiet, highlight=False, width=None if is_terminal else WIDTH_OF_FILES)
+class _Trimmed(io.TextIOBase):
+    """A file that gets each line without the blanks at its end, with which rich fills tables. rich writes whole lines."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Writes the text."""
+        shown, encoding = _BLANKS.sub("", text), self._file.encoding or "utf-8"
+        # A bar has characters that an old encoding lacks.
+        self._file.write(shown.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the file."""
+        self._file.flush()
+
+
+def make_console(*, quiet: bool = False, file: TextIO | None = None, width: int | None = None) -> Console:
+    """A console on stdout, or on another file. width: instead of the terminal's, or of WIDTH_OF_FILES. quiet: it prints nothing."""
+    out = file or sys.stdout
+    if out.isatty():
+        # highlight: rich would colour numbers and paths in messages as it sees fit.
+        return Console(file=file, quiet=quiet, highlight=False, width=width)
+    return Console(file=cast("TextIO", _Trimmed(out)), quiet=quiet, highlight=False, width=width or WIDTH_OF_FILES)
 
 
 def make_table(title: str, columns: Sequence[str], texts: int) -> Table:
@@ -41,6 +64,24 @@ def size_text(count: float) -> str:
 def count_text(count: float) -> str:
     """Three significant digits, or all digits of the whole part, with commas between thousands: `0.0123`, `12,345`."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in the largest unit that leaves a number of at least 1, with two significant digits: `1.3 s`, `770 ms`, `95 us`."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        # As shown: 0.9996 s are 1.0 s.
+        value = float(f"{seconds * factor:.1e}")
+        if abs(value) >= 1 or unit == "us":
+            return f"{two_digits(value)} {unit}"
+    raise AssertionError
+
+
+def two_digits(value: float) -> str:
+    """A number with two significant digits and commas between thousands: `0.031`, `1.3`, `5,300`."""
+    rounded = float(f"{value:.1e}")
+    if abs(rounded) >= 10 or not rounded:
+        return f"{rounded:,.0f}"
+    return f"{rounded:.1f}" if abs(rounded) >= 1 else f"{rounded:.2g}"
 
 
 def axes_text(axes: Sequence[str]) -> str:

@@ -65,6 +65,11 @@ def _main(arguments: argparse.Namespace) -> int:
         resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
         check_places(run, resume)
         read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
+        if run.config.train.auto:
+            # Without a layout to choose, a start needs no search and nothing that a search imports.
+            from .search.auto import with_best_layout
+
+            run = with_best_layout(run, arguments, _num_processes(arguments), say)
         steps = read_step_range(arguments.profile, run)
         return _start(run, resume, steps, arguments)
     except InputError as error:
@@ -161,6 +166,12 @@ def _check_surroundings() -> None:
         Path.cwd()
     except OSError:
         raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
+
+
+def _num_processes(arguments: argparse.Namespace) -> int:
+    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
+    # A cluster that decides it later has several.
+    return 1 if cluster is None else cluster.num_processes or 2
 
 
 def _load(arguments: argparse.Namespace) -> Run:

@@ -141,6 +141,7 @@ class TrainConfig:
     steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes.
     epochs: instead of steps, passes of the whole run over the training data.
     batch: sequences in an update, over all devices.
+    auto: takes the best layout for the devices at hand, of those that the file leaves open.
     accumulate: the number of equal parts of the batch, which run one after another to save memory.
     loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
     remat: what the backward pass computes again instead of reading it from memory. matmuls: all of a layer but the results of its
@@ -165,6 +166,7 @@ class TrainConfig:
     steps: Count | None = 100
     epochs: Annotated[float, Bound(above=0, high=1_000_000)] | None = None
     batch: BatchSize = 32
+    auto: bool = False
     accumulate: BatchSize = 1
     loss: str | None = None
     remat: Literal["none", "matmuls", "attention", "block", "auto"] | tuple[str, ...] = "none"

@@ -1,23 +1,28 @@
 """The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
 
 Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
-except for the efficiencies, which say what share of the peaks large operations reach.
+except for the rates, which say what share of the peaks operations reach. A user may bring a chip file, or change single figures: a cluster
+has another network than the next one, with the same GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from jgt.document import InputError, bind, read, suggestion
+from jgt.document import Bound, InputError, Node, bind, collect, override, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+Positive = Annotated[float, Bound(above=0)]
+"""What times are divided by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Link:
     from one member of a ring to the next.
     """
 
-    gbs: Amount
+    gbs: Positive
     domain: Literal["host", "all"] | int
     share: Share
     start_us: Amount
@@ -47,12 +52,12 @@ class Chip:
     """
 
     name: str
-    tflops: dict[str, Amount]
-    hbm_gb: Amount
-    hbm_gbs: Amount
-    host_gbs: Amount
-    power_w: Amount
-    rated_w: Amount
+    tflops: dict[str, Positive]
+    hbm_gb: Positive
+    hbm_gbs: Positive
+    host_gbs: Positive
+    power_w: Positive
+    rated_w: Positive
     rates: Rates
     links: dict[str, Link]
     error: dict[str, Amount] = field(default_factory=dict[str, float])
@@ -110,10 +115,44 @@ def chip_names() -> list[str]:
 @functools.cache
 def load_chip(name: str) -> Chip:
     """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
+    return _chip(read(_FOLDER / f"{name}.yaml"))
+
+
+def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
+    """The chip of a file, with some of its figures changed, such as `hbm_gb=96`.
+
+    `nic_gbs=25` is short for `links.nic.gbs=25`. Raises InputError with every problem.
+    """
     problems: list[str] = []
-    chip = bind(read(_FOLDER / f"{name}.yaml"), Chip, problems)
-    if chip is None or problems:
-        raise InputError(problems)
+    root = read(path)
+    short = {f"{name}_gbs": f"links.{name}.gbs" for name in root.find("links").children}
+    figures = [*short, *_figures(root)]
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals or not key:
+            problems.append(f"--set {change}: a figure of the chip is written KEY=VALUE, for example nic_gbs=25")
+        elif key not in figures:
+            problems.append(f"--set {change}: the chip has no figure {key!r}.{suggestion(key, figures)} Its figures: {', '.join(figures)}")
+        else:
+            with collect(problems):
+                root = override(root, f"{short.get(key, key)}={value}")
+    return _chip(root, problems)
+
+
+def _figures(node: Node) -> Iterator[str]:
+    """The dotted keys of a chip file's numbers."""
+    for child in node.children.values():
+        if child.children:
+            yield from _figures(child)
+        elif isinstance(child.value, int | float):
+            yield child.key
+
+
+def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
+    found = list(problems)
+    chip = bind(root, Chip, found)
+    if chip is None or found:
+        raise InputError(found)
     return chip
 
 
@@ -130,17 +169,27 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
-def parse_target(text: str) -> Target:
-    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError."""
+def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
+    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError.
+
+    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: of figures, see `read_chip`.
+    """
     match = _TARGET.fullmatch(text.strip())
     name = match[1].lower() if match else text
-    if name not in chip_names():
+    own = None if file is None else Path(file).stem.lower()
+    names = [*chip_names(), *([] if own is None else [own])]
+    if name not in names:
         raise InputError(
             [
-                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, chip_names())} The chips are "
-                f"{', '.join(chip_names())}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
+                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, names)} The chips are "
+                f"{', '.join(names)}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
             ]
         )
+    if own is not None and name != own:
+        raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
-    return Target(chip=load_chip(name), text=f"{name}:{int(match[2])}x{int(match[3])}", num_hosts=int(match[2]), per_host=int(match[3]))
+    chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
+    # Plans of one target with different figures are plans of different hardware.
+    text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
+    return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]))

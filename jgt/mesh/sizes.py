@@ -32,7 +32,11 @@ def read_sizes(node: Node, problems: list[str]) -> dict[str, int]:
         return {}
     for axis, child in node.value.items():
         size = child.value
-        if not _NAME.fullmatch(axis):
+        name, colon, size_text = axis.partition(":")
+        if child.value is None and colon and _NAME.fullmatch(name) and re.fullmatch(r"-?\d+", size_text):
+            # YAML takes `fsdp:3` for a key without a value.
+            problems.append(child.problem(f"a blank is missing after the colon. Write {name}: {size_text}"))
+        elif not _NAME.fullmatch(axis):
             problems.append(child.problem("cannot name an axis. Use up to 64 letters, digits, _, - and ., beginning with a letter"))
         # bool is a subclass of int: `data: true` is not a size.
         elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):

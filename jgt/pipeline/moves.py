@@ -92,8 +92,11 @@ class Moves:
 
     def parts(self, var: Var, gradient: jax.Array) -> jax.Array:
         """One data shard's gradient as the shard_map returns it: stacked with the other shards', or their sum."""
+        if not self.layout.has_parts(var):
+            with self._signals_of(var), scopes.backward():
+                return _psum(gradient, self.layout.axes_of_parts(var))
         # Rounded in front of the border, or the partitioner could move the wide array.
-        return self._to_send(var, gradient)[None] if self.layout.has_parts(var) else _psum(gradient, self.layout.axes_of_parts(var))
+        return self._to_send(var, gradient)[None]
 
     def reduced(self, var: Var, parts: jax.Array) -> jax.Array:
         """The sum of all parts, laid out like the value: reduce-scattered over the batch's axes that it is stored over."""

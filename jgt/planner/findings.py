@@ -141,7 +141,7 @@ def _too_much_memory(memory: Memory) -> Iterator[Finding]:
         text = (
             f"the step needs {size_text(memory.peak_bytes)} on each device, {size_text(memory.args_bytes)} of it for arguments, but only "
             f"{size_text(usable)} are usable. Shard more, recompute more (train.remat), or make the batch of one step smaller. "
-            "The predicted time means little: XLA schedules a step that does not fit without running collectives beside kernels"
+            "The predicted time has no meaning: XLA schedules a step that does not fit without running collectives beside kernels"
         )
         yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from typing import cast
 
 import jax
 
@@ -23,6 +24,7 @@ from jgt.experts.advice import rule_of
 from jgt.hardware.chip import Target, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
+from jgt.hlo.origin import full_signal
 from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
@@ -30,28 +32,38 @@ from jgt.planner.flops import flops
 from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
-from jgt.planner.signals import SignalRow, signal_rows
+from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow, located, signal_rows
+from jgt.planner.step.advice import Advice, Facts, advice
+from jgt.planner.step.spans import Panel, panels
+from jgt.planner.step.speed import PipelineSchedule, Speed, Workload, schedule_of, speed_of
 from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
+
+VERSION = 1
+"""Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
+_DIGITS = 6
+"""The significant digits of numbers in the JSON. A prediction has far fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
 
-    versions: of jax and jaxlib. flops_per_device: matmul FLOPs of the traced program, with recompute and pipeline bubbles;
-    model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is unknown. step_time_caveat: why the time
-    means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`); they add up to it. expected: the
-    bytes that the formulas predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of
-    waiting for them. assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
+    versions: of jax and jaxlib. hosts: the host of each device, in the mesh's order. flops_per_device: matmul FLOPs of the traced program,
+    with recompute and pipeline bubbles; model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is
+    unknown. step_time_caveat: why the time means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`);
+    they add up to it. timeline: the step on the device and its links. schedule: of the pipeline. expected: the bytes that the formulas
+    predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of waiting for them.
+    assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
     """
 
     target: str
     versions: Mapping[str, str]
     devices: int
     mesh: Mapping[str, int]
+    hosts: tuple[int, ...]
     memory: Memory
     flops_per_device: float
     model_flops_per_device: float
@@ -59,9 +71,13 @@ class Plan:
     step_time_error: float | None
     step_time_caveat: str
     parts_ms: Mapping[str, float]
+    speed: Speed | None
+    schedule: PipelineSchedule | None
+    timeline: tuple[Panel, ...]
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]
     findings: tuple[Finding, ...]
+    advice: tuple[Advice, ...]
     signals: tuple[SignalRow, ...]
     parameters: tuple[Parameter, ...]
     expected: tuple[Expected, ...]
@@ -83,11 +99,12 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
         memory = asdict(self.memory) | {"fits": self.memory.fits}
-        sent = [asdict(c) | {"total_bytes": c.total_bytes} for c in self.collectives]
-        values: dict[str, object] = {**asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
+        rules = {row.signal: row.rule for row in self.signals}
+        sent = [asdict(c) | {"total_bytes": c.total_bytes, "rule": rules.get(c.signal, "")} for c in self.collectives]
+        values: dict[str, object] = {"version": VERSION, **asdict(self), "memory": memory, "collectives": sent, "warnings": self.warnings}
         # Two plans of the same program have the same JSON.
         del values["seconds"]
-        return values
+        return cast("dict[str, object]", _rounded(values))
 
 
 def plan(
@@ -96,63 +113,103 @@ def plan(
     target: str | Target | None = None,
     rules: RulesLike | None = None,
     flags: Mapping[str, str] | None = None,
+    workload: Workload | None = None,
 ) -> Plan:
     """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
     Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
     extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
-    the costs. flags: XLA's, by name, such as those that the run will have. Raises InputError if the target is unknown, or if its devices
-    and the mesh do not fit.
+    the costs. flags: XLA's, by name, such as those that the run will have. workload: what the program does not say, such as the tokens of
+    a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
-    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known)
+    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known, workload)
 
 
-def read_plan(compiled: Compiled, rules: Rules | None = None) -> Plan:
+def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload | None = None) -> Plan:
     """Reads the plan of a compiled function."""
+    work = workload or Workload()
     module, mesh, num_devices, target = compiled.module, dict(compiled.mesh.shape), compiled.mesh.size, compiled.target
     # Without a target nothing is known of the links between the devices.
     network = None if target is None else Network(target=target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
-    sent = collectives(module, mesh, num_devices)
-    walk = Timeline(module, mesh, num_devices, network).step()
+    timeline = Timeline(module, mesh, num_devices, network)
+    walk = timeline.step()
     traced = flops(compiled.program)
     # By convention the first argument contains the parameters and their optimizer state.
     state = [a for a in compiled.arguments if a.position == 0]
     params = parameters_of(compiled.program, state, num_devices)
     # A forward pass alone has no gradients, although its parameters have a layout for them.
     is_trained = any(row.phase == "backward" for row in traced)
+    schedule = None if work.pipeline is None else schedule_of(work.pipeline, mesh)
+    sent = located(collectives(module, mesh, num_devices), params, "" if schedule is None else schedule.where)
     memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
     # From here on, counts that were made independently of each other are compared.
     usage = usage_of(compiled, params)
     formulas = expected(compiled, params, usage)
     exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
+    if schedule is not None:
+        rows = tuple(replace(row, rule=schedule.where) if row.signal == PIPELINE_SIGNAL else row for row in rows)
     remats = rematerializations(compiled.lines, module)
+    # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
+    executed = sum(row.executed for row in traced) / num_devices
+    useful = sum(row.useful for row in traced if row.phase != "recompute") / num_devices
+    names = {row.signal for row in rows}
+    step_ms = None if network is None else walk.seconds * 1e3
+    parts = {part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]}
+    exposed = {axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()}
+    facts = Facts(
+        work=work,
+        mesh=mesh,
+        memory=memory,
+        schedule=schedule,
+        step_ms=step_ms,
+        parts_ms=parts,
+        exposed_ms=exposed,
+        rows=rows,
+        sent=sent,
+    )
     return Plan(
         target="cpu" if target is None else target.text,
         versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
         devices=num_devices,
         mesh=mesh,
+        hosts=tuple(d.process_index for d in compiled.mesh.devices.flat),
         memory=memory,
-        # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
-        flops_per_device=sum(row.executed for row in traced) / num_devices,
-        model_flops_per_device=sum(row.useful for row in traced if row.phase != "recompute") / num_devices,
-        step_time_ms=None if network is None else walk.seconds * 1e3,
+        flops_per_device=executed,
+        model_flops_per_device=useful,
+        step_time_ms=step_ms,
         step_time_error=_error(target, module, memory),
         step_time_caveat=_caveat(memory),
-        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
+        parts_ms=parts,
+        speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
+        schedule=schedule,
+        timeline=tuple(panels(module.entry, timeline.tracks, lambda signal: full_signal(signal, names))),
         collectives=sent,
         rematerializations=remats,
         findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
+        advice=advice(facts),
         signals=rows,
         parameters=params,
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
-        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        assumptions=(*([caveat] if (caveat := _caveat(memory)) else []), *_assumptions(compiled), *_rounds(module, mesh, sent)),
+        exposed_ms=exposed,
+        assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
+
+
+def _rounded(value: object) -> object:
+    """A plain value without digits that nobody can mean."""
+    if isinstance(value, float):
+        # A whole number keeps its digits: FLOPs are compared exactly.
+        return value if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(child) for name, child in cast("Mapping[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(child) for child in cast("Sequence[object]", value)]
+    return value
 
 
 def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
@@ -168,7 +225,7 @@ def _caveat(memory: Memory) -> str:
     if memory.fits is not False:
         return ""
     return (
-        "the step does not fit, so its time means nothing: XLA scheduled it to save memory, with no collective beside a kernel. "
+        "the step does not fit, and XLA scheduled it to save memory, with no collective beside a kernel. "
         "Change the layout until it fits, then compare times"
     )
 

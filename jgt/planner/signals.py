@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jgt.console import axes_text
 from jgt.hlo.collectives import Collective
@@ -19,6 +19,9 @@ from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.timeline import Cost, Walk
 from jgt.rules import Rules
+
+PIPELINE_SIGNAL = "pipeline"
+"""The signal, in tables, of what a pipeline adds to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +96,24 @@ def signal_rows(
             exposed_ms=cost.exposed * 1e3 if timed else None,
             roofline_ms={part: seconds * 1e3 for part, seconds in cost.roofline.items() if seconds},
         )
+
+
+def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str) -> tuple[Collective, ...]:
+    """The collectives, each with the line that causes it. where: file:line of the pipeline's section.
+
+    What a pipeline adds to the model has no line of its own in the user's program: it would have the one that calls the whole step. What
+    it sends between stages is caused by its section. What it gathers, and the gradients that it reduces, are those of parameters.
+    """
+    # Only stages permute: the lines of these collectives are those that call the pipelined function.
+    calls = {c.source for c in sent if c.signal == PIPELINE_SIGNAL and c.kind == "collective-permute"}
+    largest: dict[str, Parameter] = {}
+    for p in sorted(params, key=lambda p: -p.local_bytes):
+        for signal in p.signals:
+            largest.setdefault(signal, p)
+
+    def cause(c: Collective) -> str:
+        if c.signal == PIPELINE_SIGNAL:
+            return where
+        return largest[c.signal].source if c.signal in largest else ""
+
+    return tuple(replace(c, source=cause(c) or c.source) if c.source in calls else c for c in sent)

@@ -24,9 +24,10 @@ from jgt.hlo.graph import branch_shares
 from jgt.hlo.groups import Groups, participants_of
 from jgt.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
 from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
-from jgt.hlo.origin import Origin, origin_at
+from jgt.hlo.origin import NONE, Origin, origin_at, origin_of
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
+from jgt.planner.step.spans import Lane, Span, Track
 from jgt.program.scopes import useful_share
 
 PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
@@ -98,13 +99,20 @@ class _Run:
     """A walk under way. free: when each of the links' lanes is; ends: when each asynchronous transfer does, by name, and its axes."""
 
     walk: Walk = field(default_factory=Walk)
+    track: Track = field(default_factory=Track)
     free: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     ends: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict[str, tuple[float, tuple[str, ...]]])
 
-    def occupy(self, name: str, seconds: float, axes: tuple[str, ...], lane: str = "links") -> None:
+    def occupy(self, name: str, seconds: float, axes: tuple[str, ...], origin: Origin, lane: str = "links") -> None:
         """Starts a transfer as soon as its lane is free: two at once would share it, and take as long as one after the other."""
-        self.free[lane] = max(self.free[lane], self.walk.seconds) + seconds
+        start = max(self.free[lane], self.walk.seconds)
+        self.free[lane] = start + seconds
         self.ends[name] = (self.free[lane], axes)
+        self.draw("links", start, self.free[lane], axes_text(axes), origin)
+
+    def draw(self, lane: Lane, start: float, end: float, kind: str, origin: Origin, trips: int = 1, loop: str = "") -> None:
+        """Adds a span to the timeline."""
+        self.track.add(Span(lane=lane, start=start, end=end, kind=kind, signal=origin.signal, phase=origin.phase, trips=trips), loop)
 
 
 class _Kernel(NamedTuple):
@@ -131,6 +139,8 @@ class Timeline:
         self._module, self._mesh, self._num_devices, self._network = module, mesh, num_devices, network
         # A computation that is called from several places takes the same time in each.
         self._walks: dict[str, Walk] = {}
+        self.tracks: dict[str, Track] = {}
+        """The timeline of each computation, by its name."""
         # What the text says is the same on all networks.
         self._kernels: dict[str, _Kernel] = {}
         self._collectives: dict[str, _Sent] = {}
@@ -138,7 +148,7 @@ class Timeline:
     def on(self, network: Network) -> Timeline:
         """The same program on another network. What was read from its text is not read again."""
         other = copy.copy(self)
-        other._network, other._walks = network, {}
+        other._network, other._walks, other.tracks = network, {}, {}
         return other
 
     def step(self) -> Walk:
@@ -164,8 +174,8 @@ class Timeline:
             elif is_kernel(instruction):
                 self._compute(run, computation, spot, instruction)
             else:
-                self._call(run.walk, instruction)
-        self._walks[name] = run.walk
+                self._call(run, instruction)
+        self._walks[name], self.tracks[name] = run.walk, run.track
         return run.walk
 
     def _send(self, run: _Run, spot: Spot, collective: Instruction) -> None:
@@ -179,7 +189,7 @@ class Timeline:
         seconds = 0.0 if self._network is None else self._network.seconds(sent.groups, sent.num_bytes, collective.kind)
         run.walk.links[sent.axes] += seconds
         run.walk.costs[sent.origin].roofline[axes_text(sent.axes)] += seconds
-        run.occupy(spot.name, seconds, sent.axes)
+        run.occupy(spot.name, seconds, sent.axes, sent.origin)
         # A synchronous collective ends before the next instruction begins.
         if not collective.op.endswith("-start"):
             self._wait(run, spot)
@@ -187,7 +197,7 @@ class Timeline:
     def _send_all(self, run: _Run, start: Instruction) -> None:
         """A computation of collectives that runs asynchronously: one collective, over the axes that take longest."""
         inner = self._walk(start.called[0])
-        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]))
+        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]), _main_origin(inner))
         for axes, seconds in inner.links.items():
             run.walk.links[axes] += seconds
         # Its seconds occupy the links here; they are exposed, if at all, where the end is waited for.
@@ -202,14 +212,16 @@ class Timeline:
             return
         seconds = start.arrays[0].num_bytes / (self._network.target.chip.host_gbs * 1e9)
         run.walk.links[HOST_AXES] += seconds
-        run.occupy(start.name, seconds, HOST_AXES, "to host" if into else "from host")
+        run.occupy(start.name, seconds, HOST_AXES, origin_of(start.op_name) or Origin(NONE, "forward"), "to host" if into else "from host")
 
-    def _call(self, walk: Walk, instruction: Instruction) -> None:
+    def _call(self, run: _Run, instruction: Instruction) -> None:
         """An instruction that runs other computations; nothing for one that does no work at all."""
+        walk, start = run.walk, run.walk.seconds
+        trips, loop = 1, ""
         if instruction.op == "while":
             known = trip_count(self._module, instruction)
-            trips = 1 if known is None else known
-            walk.add(self._walk(instruction.attribute("body")), trips)
+            trips, loop = 1 if known is None else known, instruction.attribute("body")
+            walk.add(self._walk(loop), trips)
             # The condition runs once more, to end the loop.
             walk.add(self._walk(instruction.attribute("condition")), trips + 1)
         elif instruction.op == "conditional":
@@ -224,6 +236,9 @@ class Timeline:
         elif instruction.op in ("call", "async-start"):
             for called in instruction.called:
                 walk.add(self._walk(called))
+        if walk.seconds > start:
+            longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
+            run.draw("device", start, walk.seconds, "loop" if loop else "kernels", _main_origin(longest), trips, loop)
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
@@ -243,6 +258,7 @@ class Timeline:
         # A collective under way takes cores and memory from the kernel beside it.
         beside = min(alone, max(run.free["links"] - run.walk.seconds, 0.0))
         seconds = alone + beside * (chip.rates.beside - 1)
+        run.draw("device", run.walk.seconds, run.walk.seconds + seconds, "kernels", origin)
         run.walk.seconds += seconds
         cost.compute += seconds
         cost.roofline["matmul"] += matmul + attention
@@ -259,8 +275,15 @@ class Timeline:
         """Waits for a transfer, by the spot that started it."""
         end, axes = run.ends[start.name]
         waited = max(end - run.walk.seconds, 0.0)
-        run.walk.seconds += waited
+        origin = origin_at(self._module, start)
         if waited:
+            run.draw("device", run.walk.seconds, end, "waiting", origin)
             run.walk.exposed[axes] += waited
             run.walk.parts["exposed"] += waited
-        run.walk.costs[origin_at(self._module, start)].exposed += waited
+        run.walk.seconds += waited
+        run.walk.costs[origin].exposed += waited
+
+
+def _main_origin(walk: Walk) -> Origin:
+    """The signal and the phase in which a walk spends most of its time."""
+    return max(walk.costs, key=lambda origin: walk.costs[origin].compute + walk.costs[origin].exposed, default=Origin(NONE, "forward"))

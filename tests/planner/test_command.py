@@ -11,11 +11,12 @@ import pytest
 from plugin import needs_plugin
 
 from jgt import document
-from jgt.hardware.chip import chip_names
+from jgt.hardware.chip import chip_names, parse_target
 from jgt.planner import described as topology
 from train.plan.__main__ import main
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
+CHIPS = Path(__file__).parents[2] / "jgt" / "hardware" / "chips"
 GPUS = "h100:1x8"
 RUN = {
     "run": {"name": "small"},
@@ -93,6 +94,41 @@ def test_devices_that_the_mesh_does_not_have(refused, arguments):
     place, _, said = problem.partition(": ")
     assert place.startswith("run.yaml:") and int(place.rpartition(":")[2]) in (line, line + 1)
     assert "16" in said and "8" in said
+
+
+def test_a_chip_file_and_figures_of_a_chip(refused):
+    Path("mine.yaml").write_text((CHIPS / "h100.yaml").read_text())
+    target = parse_target("mine:2x8", "mine.yaml", ["nic_gbs=25", "hbm_gb=96"])
+    assert (target.chip.links["nic"].gbs, target.chip.hbm_gb, target.text) == (25, 96, "mine:2x8 with nic_gbs=25, hbm_gb=96")
+    (problem,) = refused("run.yaml", "--target", GPUS, "--chip", "mine.yaml")
+    assert "describes the chip 'mine'" in problem and "--target mine:8x8" in problem
+    problems = refused("run.yaml", "--target", GPUS, "--set", "nic_gsb=25", "--set", "hbm_gb=0", "--set", "nic_gbs")
+    assert problems[0].startswith("--set nic_gsb=25: the chip has no figure 'nic_gsb'. Did you mean 'nic_gbs'? Its figures: ")
+    assert "hbm_gbs" in problems[0] and "KEY=VALUE" in problems[1] and "must be greater than 0" in problems[2]
+
+
+def test_options_about_a_target_need_one(refused):
+    problems = refused("run.yaml", "--set", "nic_gbs=25", "--price", "prices.yaml")
+    assert [problem.split(" is about")[0] for problem in problems] == ["--set", "--price"]
+
+
+def test_prices_that_are_none(refused):
+    Path("prices.yaml").write_text("h10: 2\nh200: free\n")
+    problems = refused("run.yaml", "--target", GPUS, "--price", "prices.yaml")
+    assert problems[0].startswith("prices.yaml:1: h10: is not a chip") and problems[1].startswith(
+        "prices.yaml:2: h200: must be the dollars"
+    )
+    assert problems[2] == "prices.yaml: the price of h100 is missing. Add a line such as h100: 2.5"
+
+
+def test_a_blank_after_the_colon_is_missing(refused):
+    (problem,) = refused("run.yaml", "mesh={data:8}")
+    assert problem.endswith("mesh.data:8: a blank is missing after the colon. Write data: 8")
+
+
+def test_two_layouts_need_a_run(refused):
+    (problem,) = refused("--diff", "mesh={data: 8}", "mesh={tensor: 8}")
+    assert problem.endswith("the run's file is missing. Write jgt plan run.yaml --diff A B")
 
 
 def test_a_config_is_needed(refused):
@@ -180,6 +216,15 @@ def test_two_rules_files_side_by_side(command):
     assert any(line.split()[:3] == ["layers/mlp", "all-reduce", "tensor"] for line in out.splitlines())
 
 
+def test_two_meshes_side_by_side(command):
+    other = f"mesh={{data: 8}} rules={RULES / 'replicated.yaml'}"
+    code, out, err = command("--diff", "run.yaml", other)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "What differs" and any(line.split() == ["mesh", *["data", "2", "x", "tensor", "4", "data", "8"]] for line in lines)
+    assert not [line for line in lines if line.endswith(" ")]
+
+
 def test_two_runs_side_by_side(command):
     write("b.yaml", rules=str(RULES / "replicated.yaml"), mesh={"data": 8})
     code, out, err = command("--diff", "run.yaml", "b.yaml", "--json")
@@ -199,6 +244,9 @@ def test_a_plan_for_gpus(command):
     found = json.loads(out)
     assert code == 1 and "budget.step_ms: " in err and "ms per step, but 1e-06 is allowed" in err
     assert found["target"] == GPUS and found["memory"]["fits"] is True and found["step_time_ms"] > 0
+    assert found["version"] == 1 and found["timeline"] and found["step_time_caveat"] == ""
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["step_time_ms"], rel=1e-4)
+    assert found["speed"]["tokens_per_s"] == pytest.approx(8 * 16 / found["step_time_ms"] * 1e3, rel=1e-4)
     assert found["assumptions"][0].startswith("XLA's flags: xla_gpu_enable_latency_hiding_scheduler=true, ")
 
 

@@ -10,8 +10,8 @@ import jgt
 from jgt import document
 from jgt.document import InputError
 from jgt.planner.budget import Limit, overruns, read_budget
-from jgt.planner.compare import changes, lock_text, read_lock, write_lock
 from jgt.planner.plan import plan
+from jgt.planner.view.lock import changes, lock_text, read_lock, write_lock
 from jgt.signal import context
 
 MESH = jgt.make_mesh({"data": 2, "tensor": 4})

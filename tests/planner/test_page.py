@@ -13,8 +13,9 @@ import pytest
 
 import jgt
 from jgt.planner.findings import Finding
-from jgt.planner.page import page, write_page
 from jgt.planner.plan import plan
+from jgt.planner.step.spans import Panel, Span
+from jgt.planner.view.page import page, write_page
 from jgt.signal import context
 
 CHROMIUM = shutil.which("chromium", path="/usr/bin")
@@ -94,7 +95,7 @@ def test_the_page_shows_every_signal_and_collective(small):
         # A bar, and a row of the table.
         assert texts.count(row.signal) >= 2
     assert {c.source for c in small.collectives} <= set(texts)
-    assert "data 2 x tensor 4 = 8 devices; along a row: tensor" in texts
+    assert "data 2 x tensor 4 = 8 devices; inside a host: data, tensor" in texts
 
 
 def test_the_json_inside_is_the_plan(small, tmp_path):
@@ -110,6 +111,31 @@ def test_hostile_names_are_escaped(hostile):
     assert HOSTILE in reader.texts
     assert f"{HOSTILE}: attn: too much" in reader.texts
     assert data_of(text)["collectives"][0]["source"] == HOSTILE
+
+
+def test_a_timed_step_is_drawn_and_one_that_does_not_fit_is_not(small):
+    spans = (Span(lane="device", start=0.0, end=7.5, kind="kernels", signal="attn", phase="forward"),)
+    panel = Panel(title="the step", trips=1, ms=10.0, spans=spans)
+    timed = dataclasses.replace(
+        small, step_time_ms=10.0, parts_ms={"matmul": 7.5, "exposed": 2.5}, exposed_ms={"tensor": 2.5}, timeline=(panel,)
+    )
+    text = page(timed)
+    assert 'class="c' in text and 'style="left:0.00%;width:75.00%" title="attn, forward: 7.5 ms"' in text
+    texts = Reader(text).texts
+    assert "waiting for tensor " in texts and "10 ms" in texts
+    texts = Reader(page(dataclasses.replace(timed, step_time_caveat="it is too large"))).texts
+    assert "The time has no meaning: it is too large" in texts and "waiting for tensor " not in texts
+
+
+def test_paths_of_this_machine_are_shortened(small):
+    first, *others = small.collectives
+    text = page(dataclasses.replace(small, collectives=(dataclasses.replace(first, source="/home/me/work/models/llama.py:12"), *others)))
+    assert "models/llama.py:12" in Reader(text).texts and "/home/me" not in text
+
+
+def test_columns_without_text_are_left_out(small):
+    heads = [data for data in Reader(page(small)).texts if data in ("rule", "ms", "signal")]
+    assert "signal" in heads and "rule" not in heads
 
 
 # ---------------------------------------------------------------------------------------------- in a browser

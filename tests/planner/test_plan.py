@@ -211,5 +211,4 @@ def test_a_time_has_an_error_unless_the_step_does_not_fit():
     tight = jgt.plan(lambda x: x @ x, x, target=small)
     assert tight.memory.fits is False
     assert tight.step_time_error is None
-    assert tight.step_time_caveat.startswith("the step does not fit, so its time means nothing")
-    assert tight.step_time_caveat in tight.assumptions
+    assert tight.step_time_caveat.startswith("the step does not fit")

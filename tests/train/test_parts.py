@@ -14,7 +14,7 @@ from train.config import load
 from train.data.opening import open_data
 from train.run.start import Feed
 from train.setup import prepare
-from train.setup.layout import apart_axes
+from train.setup.apart import apart_axes
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
 PIPELINE = "pipeline={signal: layers, microbatches: 2}"

@@ -5,4 +5,5 @@ from .config import Config as Config
 from .config import Run as Run
 from .load import batch_problems as batch_problems
 from .load import load as load
+from .load import rules_document as rules_document
 from .sync import replica_problems as replica_problems

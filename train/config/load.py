@@ -129,13 +129,13 @@ def _without_nulls(config: Config) -> Config:
 def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Path, problems: list[str]) -> tuple[Node | None, Rules]:
     """The document of the rules, if there is one, and the rules: without any, each device has the whole model and its rows of the batch."""
     if config.rules is None:
-        # A pipeline has a message of its own.
-        problems += () if config.pipeline is not None else _axes_that_need_rules(config.mesh, mesh)
+        # A pipeline has a message of its own, and `auto` chooses rules for the axes.
+        problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
         return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
     if config.mesh is None:
         problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
-    rules_root, rules = _rules_root(config.rules, folder, problems), Rules()
+    rules_root, rules = rules_document(config.rules, folder, problems), Rules()
     if rules_root is not None:
         with collect(problems):
             rules = rules_from_node(rules_root)
@@ -206,7 +206,7 @@ def _readable_sections(root: Node) -> Config:
     return Config(**values)
 
 
-def _rules_root(node: Node, folder: Path, problems: list[str]) -> Node | None:
+def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None:
     """The mapping of the rules, which is inline or in a file of its own. None if it cannot be read."""
     if isinstance(node.value, dict):
         return node

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jgt.document import InputError, collect, locate
-from jgt.hardware.chip import Target, parse_target
+from jgt.document import InputError
+from jgt.hardware.chip import Target
 from jgt.planner.budget import overruns
-from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
 from ..config import Run, load
+from ..search.command import add_arguments, search
+from .asked import Asked, read_asked
 
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
@@ -32,20 +33,25 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
     arguments = parser().parse_args(argv)
+    if arguments.search:
+        return search(arguments)
     try:
-        target, runs = _read(arguments)
-        from jgt.planner.compare import changes, read_lock, write_lock
+        asked = read_asked(arguments)
+        from jgt.planner.view.lock import read_lock
 
-        from .make import make_exchange, make_plan
+        from .make import make_exchange, make_plan, use_devices
 
         locked = None if arguments.check is None else read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
+        if asked.target is None:
+            # Of two runs, the larger one decides: JAX fixes the number of its devices when it starts.
+            use_devices(asked.runs, arguments.devices)
         if arguments.sync:
-            return _compare_policies(arguments, target, runs)
-        plans = [make_plan(run, target, arguments.devices) for run in runs]
-        exchange = make_exchange(runs[0], target, arguments.devices) if len(runs) == 1 else None
+            return _compare_policies(arguments, asked.target, _with_policies(arguments, asked))
+        plans = [make_plan(run, asked.target, arguments.devices, price=asked.price) for run in asked.runs]
+        exchange = make_exchange(asked.runs[0], asked.target, arguments.devices) if len(asked.runs) == 1 else None
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -54,10 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
-    plan = plans[0]
+    return _report(arguments, plans[0], exchange, asked.runs[0], locked)
+
+
+def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
+    """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
+    from jgt.planner.view.lock import changes, write_lock
+
     _show(arguments, plan, exchange)
     if arguments.html is not None:
-        from jgt.planner.page import write_page
+        from jgt.planner.view.page import write_page
 
         write_page(plan, Path(arguments.html))
         print(f"Wrote {arguments.html}", file=sys.stderr)
@@ -65,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_lock(plan, Path(arguments.lock))
         print(f"Wrote {arguments.lock}", file=sys.stderr)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
-    problems = overruns(plan, runs[0].budget)
+    problems = overruns(plan, run.budget)
     if locked is not None and (lines := changes(plan, locked)):
         problems.append(
             f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"
@@ -76,62 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Target | None, list[Run]]:
-    """The target, and the run to plan or the two runs to compare. Raises InputError with all problems."""
-    problems: list[str] = []
-    target: Target | None = None
-    with collect(problems):
-        target = None if arguments.target is None else parse_target(arguments.target)
-    if arguments.config is None and arguments.diff is None:
-        problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
-        raise InputError(problems)
-    if arguments.diff is not None:
-        alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
-        problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
-    # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
-    count = arguments.devices if target is None else target.num_devices
-    devices = [] if count is None else [f"devices.virtual_cpu={count}"]
-    runs: list[Run] = []
-    for config, more in _runs(arguments):
-        with collect(problems):
-            runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
-    if arguments.sync and arguments.diff is not None:
-        problems.append("--sync is for a single run and cannot be combined with --diff")
-    elif arguments.sync and runs:
-        with collect(problems):
-            runs = _with_policies(arguments, runs[0], devices)
-    if problems:
-        raise InputError(problems)
-    return target, runs
-
-
-def _with_policies(arguments: argparse.Namespace, run: Run, devices: Sequence[str]) -> list[Run]:
-    """The run with each of the policies that --sync compares. Raises InputError for a run without `sync:`."""
-    from .sync import policies
-
-    sync = run.config.sync
-    if sync is None:
-        example = f"sync={{axis: {next(iter(run.mesh))}}}"
-        raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
-    code = read_code(arguments.code)
-    return [load(arguments.config, [*arguments.overrides, policy, *devices], code=code) for policy in policies(sync.axis)]
-
-
-def _runs(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Each run's file and its own overrides. With --config, the files of --diff are rules for that run; otherwise they are runs."""
-    if arguments.diff is None:
-        return [(arguments.config, [])]
-    if arguments.config is None:
-        return [(path, []) for path in arguments.diff]
-    # A path in an override is relative to the run's file, but the paths of --diff are relative to the working directory.
-    return [(arguments.config, [f"rules={locate(path, SHIPPED_RULES).resolve()}"]) for path in arguments.diff]
-
-
 def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) -> None:
     if arguments.json:
         print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
         return
-    from jgt.planner.table import print_plan
+    from jgt.planner.view.table import print_plan
 
     print_plan(plan)
     if exchange is not None:
@@ -140,10 +101,23 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         print_exchange(plan, exchange)
 
 
+def _with_policies(arguments: argparse.Namespace, asked: Asked) -> tuple[Run, ...]:
+    """The run with each of the policies that --sync compares. Raises InputError for a run without `sync:`."""
+    from .sync import policies
+
+    run = asked.runs[0]
+    sync = run.config.sync
+    if sync is None:
+        example = f"sync={{axis: {next(iter(run.mesh))}}}"
+        raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
+    code = read_code(arguments.code)
+    return tuple(load(arguments.config, [*arguments.overrides, policy, *asked.devices], code=code) for policy in policies(sync.axis))
+
+
 def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[Run]) -> int:
     """Prints what `every` and `wire` would cost. runs: one for each of `sync.policies`."""
     from .make import make_exchange, make_plan
-    from .sync import print_policies, rows_of
+    from .sync import policy_rows, print_policies
 
     assert runs[0].config.sync is not None
     axis, found = runs[0].config.sync.axis, list[tuple["Plan", "Plan | None"]]()
@@ -153,7 +127,7 @@ def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs
         is_known = exchange is not None and any(one is not None for _, one in found)
         step = found[-1][0] if is_known else make_plan(run, target, arguments.devices)
         found.append((step, None if exchange is None else exchange.plan))
-    rows = rows_of(axis, found)
+    rows = policy_rows(axis, found)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -162,7 +136,7 @@ def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.planner.compare import differences, print_differences
+    from jgt.planner.view.compare import differences, print_differences
 
     if arguments.json:
         print(json.dumps(differences(plans[0], plans[1]), indent=1))
@@ -182,13 +156,21 @@ def parser() -> RunParser:
         metavar="CHIP:HOSTSxGPUS",
         help="plan for GPUs, such as h100:8x8: 8 hosts with 8 H100s (needs the extra jgt[plan-gpu]); default: CPU devices",
     )
+    parser.add_argument(
+        "--chip", metavar="FILE", help="a chip file of your own; --target names it by the file's name: mine:8x8 for mine.yaml"
+    )
+    figure = "change a figure of the chip, such as nic_gbs=25; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=figure)
+    parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
     parser.add_argument("--devices", type=whole_number, metavar="N", help="plan for N CPU devices; default: the number in the run's file")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
     parser.add_argument("--sync", action="store_true", help="compare what sync.every and sync.wire would cost, as a table")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, or, with --config, two rules files for that run")
+    both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
+    add_arguments(parser)
     return parser
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -13,20 +14,25 @@ from jgt.document import InputError
 from jgt.hardware.chip import Target
 from jgt.planner.described import described, devices_of
 from jgt.planner.plan import Plan, plan
+from jgt.planner.step.speed import Setting, Workload
 
 from ..config import Run
 from ..models.remat import Remat
+from ..records.summary import tokens_per_sample
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
 from .sync import Exchange, formula_bytes
 
+_SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradients", "optimizer.offload")
+"""The keys that a plan may advise to change."""
 
-def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
+
+def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price: float | None = None) -> Plan:
     """Plans the training step of a run.
 
-    num_devices: without a target, the CPU devices to plan for; None takes the number of the run's file. Raises InputError if there
-    are fewer, or if rules, mesh and shapes do not fit.
+    num_devices: without a target, the CPU devices to plan for; None takes the number of the run's file. price: dollars for an hour of one
+    device. Raises InputError if there are fewer devices, or if rules, mesh and shapes do not fit.
     """
     jax.config.update("jax_platforms", "cpu")
     again = _maker(run, target, num_devices)
@@ -37,7 +43,8 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     plans: list[Plan] = []
 
     def fits(setup: Setup) -> Setup | None:
-        plans.append(plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags))
+        work = _workload(setup, price)
+        plans.append(plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags, workload=work))
         return None if plans[-1].memory.fits is False else setup
 
     setup = again(None)
@@ -46,6 +53,35 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None) -> Plan:
     else:
         fits(setup)
     return plans[-1]
+
+
+def _workload(setup: Setup, price: float | None) -> Workload:
+    """What the run says of its step and the program does not."""
+    run, sizes = setup.run, dict(setup.mesh.shape)
+    config, tokens = run.config, tokens_per_sample(setup)
+    shards = math.prod(sizes[axis] for axis in run.batch_dims[0])
+    parts = config.train.accumulate * (1 if run.pipeline is None else run.pipeline.microbatches)
+    settings = {key: Setting(value=attrgetter(key)(config), where=run.where(key)) for key in _SETTINGS if _has(config, key)}
+    settings["train.remat"] = Setting(value=setup.remat, where=run.where("train.remat"))
+    if setup.attention is not None:
+        settings["model.attention"] = Setting(value=setup.attention.kernel.name, where=run.where("model.attention"))
+    if run.pipeline is not None:
+        for key in ("microbatches", "schedule", "remat"):
+            settings[f"pipeline.{key}"] = Setting(value=getattr(run.pipeline, key), where=run.where(f"pipeline.{key}"))
+    return Workload(
+        tokens=None if tokens is None else tokens * config.train.batch,
+        flops=None if tokens is None else tokens * config.train.batch * config.model.flops_per_token(setup.num_parameters),
+        rows=config.train.batch // (parts * shards),
+        pipeline=run.pipeline,
+        price=price,
+        settings=settings,
+    )
+
+
+def _has(config: object, key: str) -> bool:
+    """Whether a config has a dotted key: a model or an optimizer of the user's own lacks some."""
+    section, name = key.split(".")
+    return hasattr(getattr(config, section), name)
 
 
 def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> Exchange | None:
@@ -74,11 +110,22 @@ def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable
     return described_setup
 
 
+def use_devices(runs: Sequence[Run], num_devices: int | None) -> None:
+    """Starts JAX with enough CPU devices for all of these runs: it fixes their number when it starts."""
+    _start(max(_num_devices(run, num_devices) for run in runs))
+    jax.devices()
+
+
+def _start(num_devices: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):
+        # In a process that has used JAX already, this has no effect.
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
 def _devices(run: Run, num_devices: int | None) -> list[Any]:
     count = _num_devices(run, num_devices)
-    with contextlib.suppress(RuntimeError):
-        # JAX fixes the number of its devices when it starts, so this has no effect in a process that has used it already.
-        jax.config.update("jax_num_cpu_devices", count)
+    _start(count)
     if len(jax.devices()) < count:
         raise InputError([f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"])
     return jax.devices()[:count]

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.text import Text
-
 from jgt.console import axes_text, make_console, make_table, size_text
 from jgt.planner.plan import Plan
 
@@ -55,7 +53,7 @@ def formula_bytes(setup: Setup, wire: str) -> int:
 def print_exchange(step: Plan, exchange: Exchange) -> None:
     """Writes the plan of an exchange to stdout, for a person."""
     console = make_console()
-    console.print(Text(f"Exchange, every {exchange.every} steps", style="bold"))
+    console.print(f"Exchange, every {exchange.every} steps", style="bold", markup=False, highlight=False)
     table = make_table("What one device sends in an exchange", ["collective", "sent over", "sent"], 2)
     for row in exchange.plan.collectives:
         table.add_row(f"{row.kind} {row.dtype}", axes_text(row.axes), size_text(row.total_bytes))
@@ -64,7 +62,7 @@ def print_exchange(step: Plan, exchange: Exchange) -> None:
     if step.step_time_ms is not None and exchange.ms_a_step is not None:
         whole = step.step_time_ms + exchange.ms_a_step
         took = f"An exchange takes {exchange.plan.step_time_ms:.2f} ms, or {exchange.ms_a_step:.3f} ms a step"
-        console.print(Text(f"{took}: {exchange.ms_a_step / whole:.1%} of {whole:.2f} ms"), soft_wrap=True)
+        console.print(f"{took}: {exchange.ms_a_step / whole:.1%} of {whole:.2f} ms", markup=False, highlight=False, soft_wrap=True)
 
 
 def policies(axis: str) -> Iterator[str]:
@@ -75,7 +73,7 @@ def policies(axis: str) -> Iterator[str]:
         yield f"sync={{axis: {axis}, every: 2, wire: {wire}}}"
 
 
-def rows_of(axis: str, plans: Sequence[tuple[Plan, Plan | None]]) -> list[dict[str, object]]:
+def policy_rows(axis: str, plans: Sequence[tuple[Plan, Plan | None]]) -> list[dict[str, object]]:
     """The table: by policy the bytes over the axis and the time in a step, on average. plans: of `policies`, step and exchange."""
 
     def sent(plan: Plan) -> int:
@@ -105,4 +103,4 @@ def print_policies(axis: str, rows: Sequence[Mapping[str, object]]) -> None:
     console = make_console()
     console.print(table)
     note = "sent: over this axis, exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
-    console.print(Text(note, style="dim"), soft_wrap=True)
+    console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)

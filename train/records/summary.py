@@ -49,6 +49,19 @@ def describe_size(setup: Setup) -> str:
     return f"Model: {setup.num_parameters:,} parameters. A step is {step}"
 
 
+def describe_sync(setup: Setup) -> Iterator[str]:
+    """A line about `sync:`, with the size of a checkpoint that has a state for each replica; none without the section."""
+    sync = setup.run.config.sync
+    if sync is None:
+        return
+    line = f"Sync: {setup.mesh.shape[sync.axis]} replicas along {sync.axis} exchange"
+    if setup.phases is None:
+        yield f"{line} gradients in each step, as {sync.wire}"
+        return
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(setup.saved_shapes))
+    yield f"{line} parameters every {sync.every} steps, as {sync.wire}. A checkpoint has the state of each of them: {size_text(size)}"
+
+
 def tokens_per_sample(setup: Setup) -> int | None:
     """The tokens of a sample; None if the inputs of the model are not tokens."""
     inputs = setup.batch_shapes.get("inputs")

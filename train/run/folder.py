@@ -31,13 +31,15 @@ from ..profile.steps import PROFILE
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""
+CHOICE = "layout.json"
+"""The layout that the run has chosen for its devices (`train.auto`)."""
 LOGS = "logs"
 """The folder for the output of the launcher's processes."""
 _LOCK = "lock"
-_NOT_MOVED = ("data", LOGS, _LOCK)
-"""Stays when an earlier run is moved away: encoded text serves any run, and the launcher has its logs open while the run starts."""
+_NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
+"""Stays when an earlier run is moved away: encoded text and a layout serve any run, and the launcher's logs are open while a run starts."""
 _FILES = re.compile(
-    rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|loggers\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
+    rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
 )
 _FOLDERS = ("checkpoints", COPY, CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 

@@ -6,6 +6,7 @@ continue with their mean. In the middle of a phase the replicas differ, and only
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jgt.document import InputError
 
 from ..checkpoint.saved import SavedStep
 from ..config import Run
-from ..step.step import State
+from ..setup import Setup
+from ..setup.setup import COMPILED_ONCE, without_arrays
+from ..step.step import State, no_losses
 
 
 def saved_replicas(saved: SavedStep) -> int:
@@ -67,3 +70,29 @@ def merged(state: State) -> State:
     return state._replace(
         params=state.anchor, opt_state=jax.tree.map(mean, state.opt_state), losses=jax.tree.map(mean, state.losses), anchor=()
     )
+
+
+def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:
+    """The state of a checkpoint as this run has it in its own, from the state of a run with another number of replicas, or with none."""
+    phases = setup.phases
+
+    def convert(state: State) -> State:
+        one = merged(state) if has_replicas else state
+        return one if phases is None else phases.begun(one)
+
+    absent = without_arrays(jax.eval_shape(convert, saved))
+    return jax.jit(convert, out_shardings=setup.saved_shardings._replace(**absent), compiler_options=COMPILED_ONCE)(saved)
+
+
+def first_losses(setup: Setup) -> Any:
+    """`State.losses` before the first step, on the devices."""
+    losses, phases = no_losses(setup.run.config.train.skip_spikes), setup.phases
+    losses = losses if phases is None else phases.spread(State(0, (), (), losses)).losses
+    return jax.tree.map(jax.device_put, losses, setup.shardings.losses)
+
+
+def with_zeros(setup: Setup, state: State, names: Sequence[str]) -> State:
+    """The state with zeros for parts that it lacks."""
+    shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
+    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+    return state._replace(**zeros())

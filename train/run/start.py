@@ -36,7 +36,7 @@ from ..setup import Setup
 from ..sink import say
 from ..step.step import State
 from .identity import Resume, check_model, check_origin
-from .replicas import check_phase, lifted_shapes, merged, saved_replicas
+from .replicas import check_phase, first_losses, lifted_shapes, saved_replicas, with_replicas, with_zeros
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -143,11 +143,11 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
         shapes, shardings = lifted_shapes(one, of_one, before, momentum=setup.shapes.momentum != ()) if before else (one, of_one)
     absent = _absent(saved, shapes)
     found = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
-    state = setup.from_saved(found if before == now else setup.with_replicas(merged if before else _unchanged, found))
+    state = setup.from_saved(found if before == now else with_replicas(setup, found, has_replicas=before > 0))
     if "losses" in absent:
-        state = state._replace(losses=jax.tree.map(jax.device_put, setup.no_losses(), setup.shardings.losses))
+        state = state._replace(losses=first_losses(setup))
     if "residual" in absent or "momentum" in absent:
-        state = setup.with_zeros(state, [name for name in ("residual", "momentum") if name in absent])
+        state = with_zeros(setup, state, [name for name in ("residual", "momentum") if name in absent])
     return setup.with_average(state) if "average" in absent else state
 
 
@@ -164,10 +164,6 @@ def _absent(saved: SavedStep, shapes: State) -> dict[str, Any]:
         if wanted.items() - entries.items() or (name == "average" and not wanted):
             absent[name] = ()
     return absent
-
-
-def _unchanged(state: State) -> State:
-    return state
 
 
 class Feed:

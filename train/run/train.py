@@ -36,7 +36,7 @@ from ..profile.steps import StepRange
 from ..records.console import Screen
 from ..records.loggers import open_loggers
 from ..records.records import Records
-from ..records.summary import describe_data, describe_size, describe_start
+from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..sections import Fault
 from ..setup import Setup, compiled_to_fit, prepare, with_remat
 from ..sink import describe_lost, say
@@ -162,6 +162,8 @@ def _introduce(screen: Screen, setup: Setup, data: Data) -> None:
     screen.setup(setup)
     screen.say(describe_data(data.fingerprint))
     screen.say(describe_size(setup))
+    for line in describe_sync(setup):
+        screen.say(line)
 
 
 def _note_fault(records: Records, fault: Fault) -> None:

@@ -16,9 +16,9 @@ from jgt.experts import can_count, exchange_at, served
 from jgt.pipeline.layout import axes_inside
 
 from ..config import Run
-from ..models.config import OwnModel
 from ..models.experts.balance import Observe
 from ..models.tables import Groups
+from .apart import apart_axes
 
 
 def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
@@ -60,26 +60,6 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return (math.prod(sizes),) if on_cpu and sizes else sizes
-
-
-def apart_axes(run: Run, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of the batch along which devices add up the gradients of all parts of a batch before they send any (`Apart`).
-
-    These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
-    No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.
-    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself.
-    """
-    config = run.config
-    model, is_sum = config.model, config.train.loss is None
-    if run.pipeline is not None or not is_sum or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
-        return ()
-    sync, split = config.sync, run.rules.axes_of_parameters()
-    free = [axis for axis in run.batch_dims[0] if mesh.shape.get(axis, 1) > 1 and axis not in split]
-    if sync is not None and sync.every > 1:
-        free = [axis for axis in free if axis != sync.axis]
-    if config.train.accumulate == 1:
-        free = [axis for axis in free if sync is not None and axis == sync.axis]
-    return tuple(free)
 
 
 def exchange_metrics(run: Run, mesh: Mesh | AbstractMesh) -> Observe | None:

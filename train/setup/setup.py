@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 
@@ -24,14 +23,14 @@ from ..models.model import Model
 from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
-from ..step.parts import Apart, Parts, Wired
+from ..step.parts import Parts
 from ..step.schedule import Settings, settings_of_step
-from ..step.step import State, make_eval_step, make_train_step, no_losses
+from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.phases import Phases
-from .layout import apart_axes
+from .apart import apart_of, residual_shardings
 
-_COMPILED_ONCE = {"xla_backend_optimization_level": 1}
+COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
 
 
@@ -111,15 +110,11 @@ class Setup:
         losses = jax.tree.map(lambda _: whole, one.losses)
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
         average = () if one.average == () else place.gradients
-        variables, residual = place.inputs(one.variables, "variables"), () if one.residual == () else self._residual_shardings
+        variables, residual = (
+            place.inputs(one.variables, "variables"),
+            () if one.residual == () else residual_shardings(self.run, self.mesh, self.placement),
+        )
         return State(whole, place.params, moments, losses, variables, average, residual=residual)
-
-    @property
-    def _residual_shardings(self) -> Any:
-        """Of what each replica's gradient has lost on its way, [R, ...]; as the model has its parameters."""
-        wired = self._wired
-        assert wired is not None
-        return jax.tree.map(wired.replicas.lifted, wired.shardings)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
@@ -129,20 +124,20 @@ class Setup:
         """The inverse of `to_save`. The state may lack its losses, average, momentum or residual."""
         if not self._reshapes:
             return state
-        absent = _without_arrays(state)
-        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(state)
+        absent = without_arrays(state)
+        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
         """The model's parameters, of those that the state has."""
         if self.storage is None:
             return params
-        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=_COMPILED_ONCE)(params)
+        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=COMPILED_ONCE)(params)
 
     def stored_params(self, params: Any) -> Any:
         """The inverse of `model_params`."""
         if self.storage is None:
             return params
-        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=_COMPILED_ONCE)(params)
+        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=COMPILED_ONCE)(params)
 
     def _enter(self, state: State) -> State:
         return self._converted(state, cast(Storage, self.storage).entered)
@@ -156,7 +151,7 @@ class Setup:
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
-        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=_COMPILED_ONCE)
+        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -171,7 +166,7 @@ class Setup:
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
         # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
-        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=_COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
+        return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def settings(self, step: int) -> np.ndarray:
         """The settings of a step, f32[3]: the third argument of the compiled step."""
@@ -204,29 +199,10 @@ class Setup:
 
         return state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params)
 
-    def with_replicas(self, merge: Callable[[State], State], saved: State) -> State:
-        """The state of a checkpoint as this run has it in its own, from that of a run with another number of replicas.
-
-        merge: from the checkpoint's state to that of one replica.
-        """
-
-        def convert(state: State) -> State:
-            one = merge(state)
-            return one if self.phases is None else self.phases.begun(one)
-
-        absent = _without_arrays(jax.eval_shape(convert, saved))
-        return jax.jit(convert, out_shardings=self.saved_shardings._replace(**absent), compiler_options=_COMPILED_ONCE)(saved)
-
-    def with_zeros(self, state: State, names: Sequence[str]) -> State:
-        """The state with zeros for parts that it lacks."""
-        shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (self.shapes, self.shardings))
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
-        return state._replace(**zeros())
-
-    def no_losses(self) -> Any:
-        """`State.losses` before the first step."""
-        losses = no_losses(self.run.config.train.skip_spikes)
-        return losses if self.phases is None else self.phases.spread(State(0, (), (), losses)).losses
+    def with_average(self, state: State) -> State:
+        """The state with an average of the parameters that starts here, if the run has one."""
+        first = functools.partial(first_average, ema=self.run.config.train.ema)
+        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
 
     @functools.cached_property
     def _cast(self) -> Callable[[Any], Any]:
@@ -247,7 +223,11 @@ class Setup:
         step = make_train_step(
             self.objective,
             self.make_optimizer,
-            parts=Parts(count=1 if self.run.pipeline is not None else config.accumulate, pin=pin, apart=self._apart),
+            parts=Parts(
+                count=1 if self.run.pipeline is not None else config.accumulate,
+                pin=pin,
+                apart=apart_of(self.run, self.mesh, self.placement),
+            ),
             clips=optimizer.clip is not None,
             spikes=config.skip_spikes,
             update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
@@ -265,34 +245,6 @@ class Setup:
             # The new state takes the memory of the old one.
             donate_argnums=0,
         )
-
-    @property
-    def _apart(self) -> Apart | None:
-        """How gradients stay apart while the parts of a batch are added up; None: they do not."""
-        axes, sync = apart_axes(self.run, self.mesh), self.run.config.sync
-        if not axes:
-            return None
-        # With phases the step is one replica's, whose rows the other axes split.
-        own = () if self.phases is None or sync is None else (sync.axis,)
-        batch = tuple(axis for axis in self.run.batch_dims[0] if axis not in own)
-        # As without parts: backward leaves the gradient of a parameter in the type in which the model reads it.
-        widens = self.run.config.optimizer.gradients == "f32"
-        dtypes = [p.dtype if p.read is None or not p.read.once or widens else p.read.dtype for p in self.placement.parameters]
-        return Apart(
-            replicas=Replicas(mesh=self.mesh, axes=axes, batch=batch),
-            shardings=self.placement.used,
-            dtypes=jax.tree.unflatten(self.placement.tree, dtypes),
-            wired=self._wired,
-        )
-
-    @property
-    def _wired(self) -> Wired | None:
-        """How gradients cross the axis of `sync`; None without it, and with phases."""
-        sync = self.run.config.sync
-        if sync is None or self.phases is not None:
-            return None
-        replicas = Replicas(mesh=self.mesh, axes=(sync.axis,), batch=self.run.batch_dims[0])
-        return Wired(replicas=replicas, shardings=self.placement.params, wire=sync.wire, feedback=sync.feedback)
 
     def exchange(self) -> Any:
         """The exchange at the end of a phase under jax.jit: state → state. The state's buffers are donated."""
@@ -335,7 +287,7 @@ class Setup:
         return jitted.lower(params, shapes.variables, rows_of(self.element, batch)).compile()
 
 
-def _without_arrays(state: State) -> dict[str, Any]:
+def without_arrays(state: State) -> dict[str, Any]:
     """The parts that a state may lack, and does, for the shardings of such a state."""
     return {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
 

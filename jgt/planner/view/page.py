@@ -1,28 +1,32 @@
-"""A plan as one HTML page: totals, a drawing of the mesh, a bar and a row for each signal, and all collectives.
+"""A plan as one HTML page: totals, drawings of the step, the memory and the mesh, a row for each signal, and all collectives.
 
 The terminal shows what matters most; the page shows everything, in tables that a click sorts. It is meant to be mailed and to be opened
 years later, so it is one file: style, script and the plan's JSON are inside, and it loads nothing from anywhere.
 
-Invariant: every text is escaped. Names of signals and paths of files may contain anything, also `</script>`.
+Invariant: every text is escaped. Names of signals and paths of files may contain anything, also `</script>`. A path of this machine, which
+means nothing to the page's reader, loses its beginning.
 """
 
 from __future__ import annotations
 
+import collections
 import html
-import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from jgt.console import axes_text, count_text, size_text
+from jgt.console import axes_text, count_text, size_text, time_text, two_digits
 from jgt.planner.plan import Plan
-from jgt.planner.table import largest_costs
+from jgt.planner.view.costs import largest_costs
+from jgt.planner.view.drawings import list_of, memory_drawing, mesh_drawing, time_drawing, timeline_drawing
+from jgt.planner.view.table import step_text
 
-_MOST_DRAWN = 64
-"""The most devices that the drawing of a mesh shows: the first ones of a larger mesh."""
 _MOST_ON_A_LINE = 24
 """The most characters of a cell that is not broken into lines."""
+_ABSOLUTE = re.compile(r"(?<![\w.</-])/(?:[\w.@+-]+/){2,}(?=[\w.@+-]+/[\w.@+-]+)")
+"""The beginning of an absolute path, all but its last two names."""
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -32,27 +36,39 @@ def write_page(plan: Plan, path: Path) -> None:
 
 def page(plan: Plan) -> str:
     """The page's HTML."""
-    style, script = (resources.files("jgt.planner").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (resources.files("jgt.planner.view").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     title = f"jgt plan: {plan.target}, {plan.devices} devices"
+    caveat = "" if not plan.step_time_caveat else f'<p class="caveat">{_text(f"The time has no meaning: {plan.step_time_caveat}")}</p>'
     parts = [
         f"<h1>{_text(title)}</h1>",
         f'<div class="tiles">{"".join(_tiles(plan))}</div>',
-        _section("Mesh", _mesh(plan)),
+        "" if plan.schedule is None else f"<p>{_text(f'pipeline: {plan.schedule.text}')}</p>",
+        caveat,
+        _section("What the time of the step is spent on", time_drawing(plan)),
+        _section("Memory of one device", memory_drawing(plan)),
+        _section("Findings", list_of(plan.warnings) if plan.findings else ""),
+        _section("What would help", list_of((a.text for a in plan.advice), "ol") if plan.advice else ""),
+        _section("Mesh", mesh_drawing(plan)),
+        _section("The step over time", timeline_drawing(plan)),
         _section("Time by signal" if plan.step_time_ms is not None else "Bytes sent by signal", _bars(plan)),
         _section("Signals", _signals(plan)),
-        _section("Findings", _list(plan.warnings)) if plan.findings else "",
-        _section("Largest costs", _list([line.partition(" ")[2] for line in largest_costs(plan)], "ol")),
-        _section("Memory of one device", _memory(plan)),
+        _section("Largest costs", list_of([line.partition(" ")[2] for line in largest_costs(plan)], "ol")),
+        _section("Memory by kind", _memory(plan)),
         _section("Collectives", _collectives(plan)),
-        _section("Assumptions", _list(plan.assumptions)),
+        _section("Assumptions", list_of(plan.assumptions)),
     ]
     # Inside a script element HTML knows no escapes, but JSON does: without a "<" the element cannot be closed too early.
     data = json.dumps(plan.to_json()).replace("<", "\\u003c")
-    return (
+    return _shortened(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{style}</style></head>\n<body><main>\n{''.join(parts)}\n</main>"
         f'<script type="application/json" id="plan">{data}</script><script>{script}</script></body></html>\n'
     )
+
+
+def _shortened(text: str) -> str:
+    """A text whose absolute paths have lost their beginnings."""
+    return _ABSOLUTE.sub("", text.replace(f"{Path.cwd()}/", ""))
 
 
 def _text(value: object) -> str:
@@ -60,11 +76,8 @@ def _text(value: object) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{content}</section>\n"
-
-
-def _list(lines: Sequence[str], kind: str = "ul") -> str:
-    return f"<{kind}>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + f"</{kind}>"
+    """A section; none without content."""
+    return f"<section><h2>{_text(title)}</h2>{content}</section>\n" if content else ""
 
 
 def _tiles(plan: Plan) -> Iterator[str]:
@@ -75,31 +88,19 @@ def _tiles(plan: Plan) -> Iterator[str]:
         ("sent in a step", size_text(plan.sent_bytes), "by one device"),
         ("FLOPs in a step", f"{count_text(plan.flops_per_device / 1e12)} TFLOP", "of one device, with recompute and bubbles"),
     ]
-    if plan.step_time_ms is not None:
-        rate = count_text(plan.model_flops_per_device / plan.step_time_ms / 1e9)
-        tiles.insert(0, ("predicted step", f"{plan.step_time_ms:,.1f} ms", f"{rate} TFLOP/s of the model"))
+    if plan.step_time_ms is not None and not plan.step_time_caveat:
+        tiles.insert(0, ("predicted step", step_text(plan), "compare layouts by it"))
+    if plan.speed is not None and not plan.step_time_caveat:
+        speed = plan.speed
+        if speed.tokens_per_s is not None:
+            tiles.insert(1, ("tokens/s", two_digits(speed.tokens_per_s), f"{two_digits(speed.tokens_per_s / plan.devices)} on each device"))
+        tiles.insert(2, ("MFU", f"{speed.mfu:.0%}", f"{two_digits(speed.model_tflops_per_device)} TFLOP/s of the model on each device"))
+        if speed.dollars_per_million_tokens is not None and speed.dollars_per_hour is not None:
+            cost = f"${two_digits(speed.dollars_per_million_tokens)}"
+            tiles.insert(3, ("a million tokens", cost, f"${two_digits(speed.dollars_per_hour)} an hour"))
     for name, value, note in tiles:
         state = " bad" if memory.fits is False and name == "peak memory" else ""
         yield f'<div class="tile{state}"><span>{_text(name)}</span><b>{_text(value)}</b><small>{_text(note)}</small></div>'
-
-
-def _mesh(plan: Plan) -> str:
-    """The mesh as rows of boxes, a box for each device: the last axis along a row, the others down the rows."""
-    # A mesh on which every axis has the size 1 is drawn as one device.
-    axes = [(axis, size) for axis, size in plan.mesh.items() if size > 1] or [("device", 1)]
-    *outer, (inner, columns) = axes
-    # Whole rows only, at least one.
-    shown = max(_MOST_DRAWN // columns, 1)
-    rows = list(itertools.islice(itertools.product(*(range(size) for _, size in outer)), shown))
-    lines: list[str] = []
-    for row in rows:
-        label = " ".join(f"{axis} {place}" for (axis, _), place in zip(outer, row, strict=True))
-        cells = "".join(f'<i title="{_text(f"{label} {inner} {n}".strip())}"></i>' for n in range(min(columns, _MOST_DRAWN)))
-        lines.append(f"<tr><th>{_text(label)}</th><td>{cells}</td></tr>")
-    left = plan.devices - len(rows) * columns
-    more = f"<p>and {left} more devices</p>" if left > 0 else ""
-    shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
-    return f'<p>{_text(shape)} = {plan.devices} devices; along a row: {_text(inner)}</p><table class="mesh">{"".join(lines)}</table>{more}'
 
 
 def _bars(plan: Plan) -> str:
@@ -112,7 +113,7 @@ def _bars(plan: Plan) -> str:
     most = max((sum(parts) for _, parts in values), default=0.0) or 1.0
     lines: list[str] = []
     for signal, (compute, waiting) in sorted(values, key=lambda item: -sum(item[1])):
-        shown = f"{compute + waiting:,.2f} ms" if timed else size_text(waiting)
+        shown = time_text((compute + waiting) / 1e3) if timed else size_text(waiting)
         bars = (("compute", compute), ("waiting", waiting))
         parts = "".join(f'<i class="{kind}" style="width:{100 * value / most:.2f}%"></i>' for kind, value in bars)
         lines.append(f'<tr><th>{_text(signal)}</th><td class="bar">{parts}</td><td>{_text(shown)}</td></tr>')
@@ -125,8 +126,10 @@ _Cell = tuple[str, str | float] | str | int
 
 
 def _table(name: str, columns: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> str:
-    """A table that a click on a heading sorts. Columns of numeric keys align right."""
+    """A table that a click on a heading sorts. Columns of numeric keys align right; columns without any text are left out."""
     cells = [[cell if isinstance(cell, tuple) else (cell, cell) for cell in row] for row in rows]
+    used = [n for n in range(len(columns)) if any(str(row[n][0]) for row in cells)]
+    columns, cells = [columns[n] for n in used], [[row[n] for n in used] for row in cells]
     # The script sorts by `data-key`, so "1.2 GB" sorts by its bytes.
     numeric = [all(isinstance(row[n][1], int | float) and not _is_long(row[n][0]) for row in cells) for n in range(len(columns))]
     kinds = [' class="number"' if is_number else "" for is_number in numeric]
@@ -149,7 +152,7 @@ def _size(count: float) -> tuple[str, float]:
 
 
 def _ms(value: float | None) -> tuple[str, float]:
-    return ("" if value is None else f"{value:,.2f}", value or 0.0)
+    return (two_digits(value) if value else "", value or 0.0)
 
 
 def _signals(plan: Plan) -> str:
@@ -158,7 +161,7 @@ def _signals(plan: Plan) -> str:
             over = ", ".join(f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1]))
             parts = sorted(row.roofline_ms.items(), key=lambda i: -i[1])
             # The widest part of the roofline is what the signal is bound by, so the column sorts by it.
-            roofline = (", ".join(f"{part} {ms:,.2f}" for part, ms in parts), parts[0][1] if parts else 0.0)
+            roofline = (", ".join(f"{part} {two_digits(ms)}" for part, ms in parts), parts[0][1] if parts else 0.0)
             sizes = [_size(n) for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
             flops = (count_text(row.flops / 1e9) if row.flops else "", row.flops)
             yield [row.signal, "; ".join(row.specs), *sizes, over, flops, _ms(row.compute_ms), _ms(row.exposed_ms), roofline]
@@ -168,9 +171,21 @@ def _signals(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    columns = ["signal", "phase", "kind", "type", "axes", "bytes", "count", "total", "source"]
+    columns = ["signal", "phase", "kind", "type", "axes", "bytes", "count", "total", "source", "rule"]
+    rules = collections.defaultdict(str, {row.signal: row.rule for row in plan.signals})
     rows = (
-        (c.signal, c.phase, c.kind, c.dtype, axes_text(c.axes), _size(c.bytes), c.count, _size(c.total_bytes), c.source)
+        (
+            c.signal,
+            c.phase,
+            c.kind,
+            c.dtype,
+            axes_text(c.axes),
+            _size(c.bytes),
+            c.count,
+            _size(c.total_bytes),
+            c.source,
+            rules.get(c.signal, ""),
+        )
         for c in plan.collectives
     )
     return _table("collectives", columns, rows)
@@ -182,4 +197,4 @@ def _memory(plan: Plan) -> str:
     rows = [(name, name, count) for name, count in memory.groups.items()]
     rows += [(f"activations for the backward pass: {signal}", signal, count) for signal, count in memory.activations.items()]
     rows += [(name, name, count) for name, count in totals.items()]
-    return _table("memory", ["memory", "size"], (((name, key), _size(count)) for name, key, count in rows))
+    return _table("memory", ["memory", "size"], (((name, key), _size(count)) for name, key, count in rows if count))

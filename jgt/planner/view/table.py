@@ -1,0 +1,222 @@
+"""A plan for a person, in the terminal: the step and its speed, tables, findings, advice, and the largest costs.
+
+A plan is long, and its reader has one question: what should I change? So the text goes from the whole to the detail. First the step in
+a few lines, what its time is spent on and what its memory holds; then what travels over each axis beside what the formulas say, and a line
+for each signal; after that what is wrong, and what would help.
+
+Invariant: rows that are too small to matter are left out, but totals count them.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
+from jgt.planner.plan import Plan
+from jgt.planner.signals import SignalRow
+from jgt.planner.view.bars import bar, gauge
+from jgt.planner.view.costs import largest_costs
+
+_NUM_SPECS, _NUM_AXES = 1, 2
+"""The specs, and the mesh axes, that one line shows."""
+_BAR = 40
+"""The cells of the longest bar."""
+_SMALLEST = 1e-3
+"""The share of the step below which a part of its time is left out."""
+_WIDEST = 1_000
+"""The width of output that does not go to a terminal: as wide as the tables need."""
+
+
+def print_plan(plan: Plan) -> None:
+    """Writes a plan to stdout."""
+    console = make_console(width=None if sys.stdout.isatty() else _WIDEST)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    title = f"Plan for {plan.target}: {mesh} = {plan.devices} devices, compiled in {plan.seconds:.1f} s with jax {plan.versions['jax']}"
+    console.print(Text(title, style="bold"))
+    # Findings and costs are not wrapped, so that each stays one line for `grep`.
+    for line in summary(plan):
+        console.print(Text(line), soft_wrap=True)
+    for table in (_time(plan), _memory(plan), _axes(plan), _signals(plan)):
+        if table.row_count:
+            console.print(table)
+    lists = {
+        f"Findings: {len(plan.findings)}": [f"! {finding.text}" for finding in plan.findings],
+        "What would help": [f"{number}. {found.text}" for number, found in enumerate(plan.advice, 1)],
+        "Largest costs": largest_costs(plan),
+    }
+    for name, lines in lists.items():
+        console.print(
+            *([Text(name, style="bold")] if lines else []),
+            *[Text(f"  {line}") for line in lines],
+            sep="\n",
+            end="\n" if lines else "",
+            soft_wrap=True,
+        )
+    for line in plan.assumptions:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def summary(plan: Plan) -> list[str]:
+    """The step in a few lines: its time and speed, its cost, its FLOPs, and its schedule."""
+    lines: list[str] = []
+    if plan.step_time_ms is not None and plan.step_time_caveat:
+        lines.append(f"step: the time of {time_text(plan.step_time_ms / 1e3)} has no meaning: {plan.step_time_caveat}")
+    elif plan.step_time_ms is not None:
+        lines.append(f"step: {step_text(plan)}{''.join(f', {text}' for text in speed_texts(plan))}")
+    if plan.schedule is not None:
+        lines.append(f"pipeline: {plan.schedule.text}")
+    useful, executed = (count_text(count / 1e12) for count in (plan.model_flops_per_device, plan.flops_per_device))
+    lines.append(f"FLOPs of one device: {useful} TFLOP of the model, {executed} TFLOP with recompute and bubbles")
+    return lines
+
+
+def step_text(plan: Plan) -> str:
+    """The time of the step with its error: `1.3 s ± 12%`."""
+    error = "" if plan.step_time_error is None else f" ± {plan.step_time_error:.0%}"
+    return f"{time_text((plan.step_time_ms or 0.0) / 1e3)}{error}"
+
+
+def speed_texts(plan: Plan) -> list[str]:
+    """Tokens/s, MFU and cost; none if the step has no time."""
+    speed = plan.speed
+    if speed is None or plan.step_time_caveat:
+        return []
+    texts = (
+        []
+        if speed.tokens_per_s is None
+        else [f"{two_digits(speed.tokens_per_s)} tokens/s ({two_digits(speed.tokens_per_s / plan.devices)} each)"]
+    )
+    texts.append(f"MFU {speed.mfu:.0%} ({two_digits(speed.model_tflops_per_device)} TFLOP/s each)")
+    if speed.dollars_per_million_tokens is not None:
+        texts.append(f"${two_digits(speed.dollars_per_million_tokens)} for a million tokens")
+    if speed.dollars_per_hour is not None:
+        texts.append(f"${two_digits(speed.dollars_per_hour)} an hour")
+    return texts
+
+
+def time_rows(plan: Plan) -> list[tuple[str, float]]:
+    """What the step's time is spent on, and milliseconds: the parts, with the waiting by mesh axes."""
+    waiting = sum(plan.exposed_ms.values()) or 1.0
+    rows: list[tuple[str, float]] = []
+    for part, ms in plan.parts_ms.items():
+        if part == "exposed":
+            # What waits in a bubble is a part of the waiting here.
+            axes = sorted(plan.exposed_ms.items(), key=lambda item: -item[1])
+            rows += [(f"waiting for {name}", ms * exposed / waiting) for name, exposed in axes]
+        else:
+            rows.append((PART_NAMES.get(part, part), ms))
+    return rows
+
+
+PART_NAMES = {
+    "matmul": "matmuls",
+    "attention": "fused attention",
+    "memory": "memory-bound kernels",
+    "launch": "launches of kernels",
+    "recompute": "recompute",
+    "bubble": "bubble of the pipeline",
+}
+"""The parts of a step's time as a person reads them."""
+
+
+def _time(plan: Plan) -> Table:
+    table = make_table("Time of the step", ["spent on", "time", "share", ""], 1)
+    table.columns[-1].justify = "left"
+    step = plan.step_time_ms or 1.0
+    for name, ms in time_rows(plan) if plan.step_time_ms is not None and not plan.step_time_caveat else ():
+        if ms >= _SMALLEST * step:
+            table.add_row(name, time_text(ms / 1e3), f"{ms / step:.1%}", bar(ms / step, _BAR))
+    return table
+
+
+def _signals(plan: Plan) -> Table:
+    times = ["ms", "exposed ms"] if plan.step_time_ms is not None else []
+    columns = ["signal", "spec", "sent over", "parameters", "activations", "sent", "GFLOP", *times]
+    table = make_table("Signals, for one device and step", columns, 3)
+    for row in plan.signals:
+        if not _is_notable(plan, row):
+            continue
+        over = [f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])]
+        sizes = [size_text(n) if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
+        flops = count_text(row.flops / 1e9) if row.flops else ""
+        values = [two_digits(row.compute_ms or 0.0), two_digits(row.exposed_ms or 0.0)] if times else []
+        # rich would read the brackets of a spec as markup in a str.
+        table.add_row(*map(Text, [row.signal, _specs(row), _first(over, _NUM_AXES), *sizes, flops, *values]))
+    return table
+
+
+def _is_notable(plan: Plan, row: SignalRow) -> bool:
+    """Whether a signal has parameters or matmuls, or a thousandth of the bytes sent or of the time."""
+    total = sum((r.compute_ms or 0) + (r.exposed_ms or 0) for r in plan.signals)
+    time = (row.compute_ms or 0) + (row.exposed_ms or 0)
+    # Without a target all times are 0, and then none of them is notable.
+    return bool(row.parameter_bytes or row.flops or sum(row.sent.values()) > 1e-3 * plan.sent_bytes or time > 1e-3 * total > 0)
+
+
+def _specs(row: SignalRow) -> str:
+    # Replicated parameters, such as scales of norms, are shown only where there is nothing else.
+    shown = [s for s in row.specs if not s.endswith(" []")] or list(row.specs)
+    # The parameter with the most dims is the one that matters: a matrix before its bias.
+    return _first(sorted(shown, key=lambda spec: -spec.count(",")), _NUM_SPECS)
+
+
+def _first(texts: Sequence[str], number: int) -> str:
+    """The first texts of a list, and how many more there are. Each row is one line, so that the table stays short."""
+    return ", ".join(texts[:number]) + (f" +{len(texts) - number}" if len(texts) > number else "")
+
+
+def _memory(plan: Plan) -> Table:
+    memory = plan.memory
+    table = make_table("Memory of one device", ["memory", "size", ""], 1)
+    table.columns[-1].justify = "left"
+    # With a limit, bars end at it; otherwise the longest one is the peak.
+    most = memory.hbm_bytes or memory.peak_bytes or 1
+    for name, count in memory_rows(plan):
+        table.add_row(name, size_text(count), bar(count / most, _BAR))
+    limit, drawn = "", bar(memory.peak_bytes / most, _BAR)
+    if memory.hbm_bytes is not None:
+        free = f"{1 - memory.peak_bytes / memory.hbm_bytes:.0%} free" if memory.fits else "DOES NOT FIT"
+        limit = f" of {size_text(memory.hbm_bytes)}, {'fits, ' if memory.fits else ''}{free}"
+        # A step that does not fit has a bar that crosses the limit.
+        scale = max(memory.peak_bytes / memory.hbm_bytes, 1.0)
+        drawn = gauge(memory.peak_bytes / memory.hbm_bytes / scale, 1 / scale, _BAR)
+    table.add_row("peak", size_text(memory.peak_bytes), drawn + limit)
+    return table
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, int]]:
+    """The memory of a device by kind, without the peak. Kinds without bytes are left out."""
+    memory = plan.memory
+    rows = [
+        *memory.groups.items(),
+        ("temporary: activations, gradients, buffers", memory.temp_bytes),
+        ("  including gradients", memory.gradient_bytes),
+        ("  including activations for the backward pass", sum(memory.activations.values())),
+        ("in the host's memory", memory.host_bytes),
+    ]
+    return [(name, count) for name, count in rows if count]
+
+
+def _axes(plan: Plan) -> Table:
+    """The bytes sent over each mesh axis, beside the formulas' figure."""
+    timed = bool(plan.links_ms) and plan.step_time_ms is not None
+    table = make_table(
+        "Sent over each axis, by one device in a step", ["axes", "formula", "compiled", *(["time", "exposed"] if timed else [])], 1
+    )
+    sent: collections.Counter[str] = collections.Counter()
+    formulas: collections.Counter[str] = collections.Counter()
+    for c in plan.collectives:
+        sent[axes_text(c.axes)] += c.total_bytes
+    for e in plan.expected:
+        formulas[axes_text(e.axes)] += e.bytes
+    for axes in sorted({*sent, *formulas}, key=lambda a: -sent[a]):
+        if sent[axes] >= 1e-4 * plan.sent_bytes or axes in formulas:
+            times = [time_text(plan.links_ms.get(axes, 0) / 1e3), time_text(plan.exposed_ms.get(axes, 0) / 1e3)] if timed else []
+            table.add_row(axes, size_text(formulas[axes]), size_text(sent[axes]), *times)
+    table.add_row("total", size_text(formulas.total()), size_text(plan.sent_bytes), *(["", ""] if timed else []))
+    return table

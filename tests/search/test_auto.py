@@ -1,0 +1,107 @@
+"""`train.auto`: a run takes the best layout for its devices, keeps it, and chooses anew on others."""
+
+import argparse
+import json
+
+import pytest
+
+from jgt.document import InputError
+from jgt.hardware.chip import parse_target
+from train.code.files import Code
+from train.config import load
+from train.search import auto
+from train.search.auto import target_at_hand, with_best_layout
+from train.search.plans import Answer
+from train.search.search import Try
+
+FILE = """
+run: {name: mine}
+model: {kind: llama, layers: 2, embed: 64, heads: 4, kv_heads: 4, ffn: 128, vocab: 256, seq: 32}
+train: {batch: 16, auto: true}
+"""
+
+
+class Planned:
+    """A search that plans the first layouts with rules of its space, whatever they are."""
+
+    searches: list[str] = []
+
+    def __init__(self, *, target, space, question, **_):
+        self.target, self.tries, self.question = target, [], question
+        for rank, one in enumerate([c for c in space if c.rules == "jgt:fsdp_tensor"][:2], 1):
+            plan = Answer(seconds=float(rank), peak_bytes=10**9, fits=True, flops=1.0, exposed={"tensor": 0.1 * rank})
+            self.tries.append(Try(candidate=one, plan=plan, estimate=None))
+
+    def run(self):
+        Planned.searches.append(self.target.text)
+
+    def ranked(self):
+        return self.tries
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A start of the run on a target; returns the run, and the lines that it said."""
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    monkeypatch.setattr(auto, "LayoutSearch", Planned)
+    Planned.searches = []
+
+    def start(target, *overrides, num_processes=1):
+        monkeypatch.setattr(auto, "target_at_hand", lambda run, where: parse_target(target))
+        arguments = argparse.Namespace(config=str(path), overrides=[f"run.dir={tmp_path / 'mine'}", *overrides], code=[])
+        said = []
+        run = with_best_layout(load(arguments.config, arguments.overrides, code=Code()), arguments, num_processes, said.append)
+        return run, said
+
+    return start
+
+
+def test_the_best_layout_is_taken_and_kept(start, tmp_path):
+    run, said = start("h100:1x8")
+    assert run.rules_root is not None
+    assert run.mesh["tensor"] > 1
+    assert "train.auto: h100:1x8: fsdp_tensor" in said[0]
+    assert "next:" in said[1]
+    kept = json.loads((tmp_path / "mine" / "layout.json").read_text())
+    assert kept["asked"]["target"] == "h100:1x8"
+    again, said = start("h100:1x8")
+    assert again.mesh == run.mesh
+    assert "chosen at an earlier start" in said[0]
+    assert Planned.searches == ["h100:1x8"]
+
+
+def test_other_devices_or_other_keys_choose_anew(start):
+    start("h100:1x8")
+    run, _ = start("h100:1x4")
+    assert run.mesh != start("h100:1x8")[0].mesh
+    start("h100:1x8", "train.batch=32")
+    assert Planned.searches == ["h100:1x8", "h100:1x4", "h100:1x8", "h100:1x8"]
+
+
+def test_what_the_file_sets_stays(start):
+    run, _ = start("h100:1x8", "train.remat=block", "mesh={tensor: 4, data: -1}")
+    assert run.config.train.remat == "block"
+    assert run.mesh["tensor"] == 4
+
+
+def test_a_damaged_choice_is_refused_by_name(start, tmp_path):
+    start("h100:1x8")
+    (tmp_path / "mine" / "layout.json").write_text("[1")
+    with pytest.raises(InputError, match=r"layout\.json: is damaged"):
+        start("h100:1x8")
+
+
+def test_several_processes_are_refused(start):
+    with pytest.raises(InputError, match=r"run.yaml:4: train.auto: is for a run of one process, and this one has 4"):
+        start("h100:1x8", num_processes=4)
+
+
+def test_devices_without_times_are_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    run = load(str(path), ["devices.virtual_cpu=8"])
+    if "cpu" in auto.chip_names():
+        pytest.skip("this version has times for CPUs")
+    with pytest.raises(InputError, match="there are no times for the device cpu"):
+        target_at_hand(run, "train.auto")

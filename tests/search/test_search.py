@@ -1,0 +1,159 @@
+"""The search itself, with plans of a made-up machine: it finds what is fastest there, by few plans, and never loses what it has found."""
+
+import concurrent.futures
+import math
+from dataclasses import replace
+
+import pytest
+
+from jgt.hardware.chip import parse_target
+from train.code.files import Code
+from train.config import load
+from train.search.answer import accuracy, answer_json, print_answer, run_document, why_slower, write_run
+from train.search.plans import Answer, Plans, Question
+from train.search.search import LayoutSearch, Try
+from train.search.space import Open, candidates
+
+MODEL = "model={kind: llama, layers: 16, embed: 256, heads: 8, kv_heads: 8, ffn: 1024, vocab: 1024, seq: 1024}"
+FLOPS, PARAMETERS, LAYERS = 1e18, 2e10, 2e9
+"""Of the made-up model: FLOPs of a step, parameters, and bytes of what `block` keeps for a row."""
+
+
+class MadeUp:
+    """Answers as if a machine had been planned for, whose times no estimate has been told."""
+
+    def __init__(self, *, raises=None, refuses=lambda _: False):
+        self.asked, self.workers, self.num_found = [], 2, 0
+        self._raises, self._refuses = raises, refuses
+
+    def ask(self, question):
+        self.asked.append(question)
+        if self._raises is not None and len(self.asked) > self._raises:
+            raise KeyboardInterrupt
+        done = concurrent.futures.Future()
+        one = SPACE[question.overrides]
+        done.set_result(Answer(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
+        return done
+
+    def close(self):
+        pass
+
+
+def made_up(one):
+    devices = math.prod(one.sizes.values())
+    again = {"block": 0.31, "matmuls": 0.04, "none": 0.0}[one.remat or "block"]
+    bubble = 0.0 if one.stages is None else (one.sizes["stage"] - 1) / one.stages.microbatches / (one.stages.virtual or 1)
+    compute = FLOPS * (1 + again) * (1 + bubble) / devices / 4e14 * (1.3 if one.stages else 1) * (1 + 0.2 / one.rows)
+    tensor = 0.2 * math.log2(one.sizes.get("tensor", 1))
+    split = math.prod(size for axis, size in one.mesh if axis not in ("data", "replica"))
+    kept = LAYERS * one.rows * {"block": 1, "matmuls": 7, "none": 13}[one.remat or "block"] / one.sizes.get("tensor", 1)
+    peak = 16 * PARAMETERS / split + kept / one.sizes.get("stage", 1)
+    return Answer(
+        seconds=compute + tensor,
+        peak_bytes=round(peak),
+        args_bytes=round(12 * PARAMETERS / split),
+        activations=round(kept),
+        fits=peak < 0.95 * 80e9,
+        flops=FLOPS * (1 + again) / devices,
+        model_flops=FLOPS / devices,
+        parameter_bytes=round(4 * PARAMETERS / split),
+        exposed={"tensor": tensor},
+        sent={},
+    )
+
+
+SPACE = {}
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{MODEL.replace('=', ': ', 1)}\ntrain: {{batch: 128, remat: auto}}\nmesh: {{data: -1}}\n")
+    return str(path)
+
+
+@pytest.fixture
+def make_search(run_file):
+    """A search on 32 devices, and what it printed."""
+
+    def make(**options):
+        target, said = parse_target("h100:4x8"), []
+        space = candidates(Open.read(run_file, ["mesh=null"], Code()), 32)
+        SPACE.clear()
+        SPACE.update({tuple(one.overrides): one for one in space})
+        question = Question(config=run_file, overrides=(), code=(), target=target.text, devices=32)
+        search = LayoutSearch(question=question, target=target, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
+        return search, said
+
+    return make
+
+
+def test_the_fastest_is_found_by_few_plans(make_search):
+    search, _ = make_search()
+    search.run()
+    plans = [made_up(one) for one in search.space]
+    fastest = min(plan.seconds for plan in plans if plan.fits)
+    assert search.best.plan.seconds <= 1.03 * fastest
+    assert len(search.tries) < 60 < len(search.space) / 20
+    assert search.ranked() == sorted(search.ranked(), key=lambda t: t.plan.seconds)
+
+
+def test_an_interrupted_search_keeps_what_it_has(make_search):
+    search, said = make_search(raises=5)
+    search.run()
+    assert len(search.tries) == 5
+    assert search.best is not None
+    assert "best so far" in said[-1]
+
+
+def test_layouts_that_cannot_be_compiled_are_passed_by(make_search):
+    search, said = make_search(refuses=lambda one: one.stages is not None or one.remat == "matmuls")
+    search.run()
+    assert search.best.candidate.remat in ("none", "block")
+    assert any("refused" in line for line in said)
+
+
+def test_the_written_file_is_the_layout(make_search, run_file, tmp_path):
+    search, _ = make_search()
+    search.run()
+    for one in [search.best, *[t for t in search.tries if t.candidate.stages and t.plan.is_usable][:1]]:
+        path = tmp_path / "deep" / "best.yaml"
+        path.parent.mkdir(exist_ok=True)
+        write_run(path, run_document(run_file, ["train.steps=7", "mesh=null"], one, path.parent), one, "h100:4x8")
+        run = load(path, ["devices.virtual_cpu=32"])
+        expected = load(run_file, ["devices.virtual_cpu=32", "train.steps=7", *one.candidate.overrides])
+        assert (run.mesh, run.rules, run.pipeline) == (expected.mesh, expected.rules, expected.pipeline)
+        assert replace(run.config.train) == replace(expected.config.train)
+        assert {limit.key for limit in run.budget} == {"peak_gb", "step_ms"}
+
+
+def test_the_answer_says_why_and_how_sure(make_search, capsys):
+    search, _ = make_search()
+    search.run()
+    print_answer(search, "made up", batch_tokens=128 * 1024)
+    text = capsys.readouterr().out
+    assert "not planned" in text
+    assert "The estimates differ from their plans by" in text
+    found = answer_json(search, 128 * 1024)
+    assert found["best"][0]["plan"]["seconds"] == search.best.plan.seconds
+    assert accuracy(search.tries)["time"] < 0.25
+
+
+def test_a_loser_is_told_its_largest_difference(make_search):
+    search, _ = make_search()
+    one = search.space[0]
+    best = Try(candidate=one, plan=Answer(seconds=1.0, flops=1e15, exposed={"tensor": 0.1}), estimate=None)
+    waits = Try(candidate=one, plan=Answer(seconds=1.5, flops=1e15, exposed={"tensor": 0.6}), estimate=None)
+    computes = Try(candidate=one, plan=Answer(seconds=1.3, flops=1.3e15, exposed={"tensor": 0.1}), estimate=None)
+    assert why_slower(waits, best) == "+50%: waits 0.6 s for tensor, the best 0.1"
+    assert why_slower(computes, best) == "+30%: computes 30% more"
+
+
+def test_a_worker_that_dies_takes_only_its_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.search.plans._WORKER", "raise SystemExit(3)")
+    plans = Plans(tmp_path, workers=1)
+    question = Question(config="none.yaml", overrides=(), code=(), target="h100:1x8", devices=8)
+    answer = plans.ask(question).result()
+    plans.close()
+    assert "died" in answer.problems[0]
+    assert not list(tmp_path.iterdir())

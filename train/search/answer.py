@@ -1,0 +1,175 @@
+"""What a search found, for people, for programs and for the trainer: a table, JSON, a picture, and a run's file."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jgt.console import make_console, make_table
+from jgt.document import Node, override, read
+from jgt.document.reader import dump
+
+from .search import LayoutSearch, Try, layout_text
+
+_HEADROOM = 1.05
+"""What the budget of a written file allows beyond its own plan."""
+_NOTABLE = 0.01
+
+
+def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
+    """The best layouts and why the others are slower, what was left out, and how good the estimates were."""
+    console, ranked = make_console(), search.ranked()
+    memory = search.target.chip.hbm_gb
+    columns = ("", "layout", "s", "estimated", "tokens/s", f"GB of {memory:.0f}", "waits s", "bubble", "why not")
+    table = make_table(f"{name} on {search.target.text}", columns, 2)
+    table.columns[-1].justify = "left"
+    for rank, one in enumerate(ranked[: search.top], 1):
+        table.add_row(*_row(rank, one, ranked[0], batch_tokens))
+    console.print(table)
+    for line in _notes(search):
+        console.print(line)
+
+
+def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
+    plan, estimate = one.plan, one.estimate
+    return [
+        str(rank),
+        layout_text(one.candidate),
+        f"{plan.seconds:.3g}",
+        "" if estimate is None else f"{estimate.seconds:.3g}",
+        f"{batch_tokens / plan.seconds:,.0f}",
+        f"{plan.peak_bytes / 1e9:.1f}",
+        waits_text(plan.exposed or {}),
+        "" if estimate is None or not estimate.bubble else f"{estimate.bubble:.0%}",
+        "" if one is best else why_slower(one, best),
+    ]
+
+
+def waits_text(exposed: Mapping[str, float]) -> str:
+    """The axes that a device waits for most: `tensor 1.2, fsdp 0.3`."""
+    notable = sorted(((seconds, axes) for axes, seconds in exposed.items() if seconds >= 0.001), reverse=True)[:2]
+    return ", ".join(f"{axes} {seconds:.2g}" for seconds, axes in notable) or "none"
+
+
+def why_slower(one: Try, best: Try) -> str:
+    """The largest part of the difference between two plans: `+9 %: waits 4.9 s for tensor, the best 0`."""
+    mine, its = one.plan, best.plan
+    differences: list[tuple[float, str]] = []
+    for axes in {*(mine.exposed or {}), *(its.exposed or {})}:
+        here, there = ((p.exposed or {}).get(axes, 0.0) for p in (mine, its))
+        differences.append((here - there, f"waits {here:.2g} s for {axes}, the best {there:.2g}"))
+    compute = [p.seconds - sum((p.exposed or {}).values()) for p in (mine, its)]
+    work = mine.flops / its.flops - 1 if its.flops else 0.0
+    what = f"computes {work:.0%} more" if work > _NOTABLE else "its kernels are slower"
+    differences.append((compute[0] - compute[1], what))
+    _, text = max(differences)
+    return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
+
+
+def _notes(search: LayoutSearch) -> Iterator[str]:
+    refused = [t for t in search.tries if t.plan.problems]
+    too_large = [t for t in search.tries if not t.plan.problems and not t.plan.fits]
+    pruned = search.pruned()
+    parts = [f"{count:,} {reason}" for reason, count in sorted(pruned.items(), key=lambda item: -item[1])]
+    planned = f"{len(search.tries)} of {len(search.space):,} layouts were planned ({search.plans.num_found} from the cache)"
+    yield f"{planned}; not planned: {'; '.join(parts) or 'none'}"
+    if too_large:
+        nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
+        limit = search.target.chip.hbm_gb * 0.95
+        size = nearest.plan.peak_bytes / 1e9
+        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {layout_text(nearest.candidate)}"
+    if refused:
+        yield f"{len(refused)} were refused, such as {layout_text(refused[0].candidate)}: {refused[0].plan.problems[0]}"
+    errors = accuracy(search.tries)
+    if errors:
+        yield f"The estimates differ from their plans by {errors['time']:.0%} in time and {errors['memory']:.0%} in memory (medians)"
+
+
+def accuracy(tries: Sequence[Try]) -> dict[str, float]:
+    """The median relative errors of the estimates of layouts that fit; empty without any."""
+    known = [t for t in tries if t.estimate is not None and t.plan.is_usable]
+    if not known:
+        return {}
+    return {
+        "time": statistics.median(abs(t.estimate.seconds / t.plan.seconds - 1) for t in known if t.estimate),
+        "memory": statistics.median(abs(t.estimate.peak_bytes / t.plan.peak_bytes - 1) for t in known if t.estimate),
+    }
+
+
+def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
+    """The answer as plain values. Seconds and bytes are one device's in a step."""
+
+    def one(t: Try) -> dict[str, Any]:
+        values = {"layout": layout_text(t.candidate), **t.candidate.to_document(), "plan": asdict(t.plan)}
+        estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
+        return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
+
+    others = [t for t in search.tries if not t.plan.is_usable]
+    return {
+        "version": 1,
+        "target": search.target.text,
+        "layouts": len(search.space),
+        "best": [one(t) for t in search.ranked()],
+        "others": [one(t) for t in others],
+        "pruned": search.pruned(),
+        "accuracy": accuracy(search.tries),
+    }
+
+
+# -- a run's file ----------------------------------------------------------------------------------------------------------
+
+
+def run_document(config: str, overrides: Sequence[str], best: Try, folder: Path) -> dict[str, Any]:
+    """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
+
+    folder: of the file that will be written, to which the path of the user's file is relative.
+    """
+    root = Node({}, "search")
+    for assignment in overrides:
+        root = override(root, assignment)
+    own, layout = root.plain(), best.candidate.to_document()
+    extended = read(config)
+    document: dict[str, Any] = {"extends": _relative(config, folder), **(own if isinstance(own, dict) else {})}
+    for key in ("mesh", "pipeline"):
+        document[key] = _replacing(extended.children.get(key), layout.get(key))
+    if "rules" in layout:
+        document["rules"] = layout["rules"]
+    elif document.get("rules", 0) is None:
+        del document["rules"]
+    document["train"] = {**(document.get("train") or {}), **layout["train"]}
+    plan = best.plan
+    document["budget"] = {"peak_gb": _rounded(plan.peak_bytes / 1e9 * _HEADROOM), "step_ms": _rounded(plan.seconds * 1e3 * _HEADROOM)}
+    return {key: value for key, value in document.items() if value is not None or key in extended.children}
+
+
+def write_run(path: Path, document: Mapping[str, Any], best: Try, target: str) -> None:
+    """Writes the file. Raises OSError."""
+    plan = best.plan
+    head = [
+        f"# The best layout that a search found for {target}: {plan.seconds:.3g} s a step and {plan.peak_bytes / 1e9:.1f} GB by its plan.",
+        f"#   jgt plan {path.name} --target {target}",
+    ]
+    path.write_text("\n".join(head) + "\n" + dump(dict(document)))
+
+
+def _replacing(node: Node | None, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Values that replace a mapping of the file that is extended: keys that it has and they have not become null."""
+    if values is None:
+        return None
+    before = dict.fromkeys(node.children) if node is not None and isinstance(node.value, dict) else {}
+    return {**before, **values}
+
+
+def _relative(config: str, folder: Path) -> str:
+    return Path(os.path.relpath(Path(config).resolve(), folder.resolve())).as_posix()
+
+
+def _rounded(value: float) -> float:
+    """Rounded up to three digits."""
+    scale = 10 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / scale) * scale:.6g}")

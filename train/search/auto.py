@@ -1,0 +1,138 @@
+"""`train.auto: true`: a run takes the best layout for the devices at hand.
+
+The layout has to be known before JAX starts, because XLA reads its flags then, and a pipeline has flags of its own. So a process of its own
+looks at the devices, and a search plans for what it finds. The run directory keeps the layout. A later start on the same devices takes it
+from there, and one on other devices searches again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, read_bytes
+from jgt.hardware.chip import Target, chip_names, parse_target
+
+from ..code.files import read_code
+from ..config import Run, load
+from ..run.folder import CHOICE, write_whole
+from .answer import why_slower
+from .estimate import Shape
+from .plans import Plans, Question, plans_folder
+from .search import LayoutSearch, Try, layout_text
+from .space import Open, candidates
+
+SECONDS, TOP = 120, 3
+"""For the search at a start: its time, and the layouts that fit among which it chooses at least."""
+_MAX_BYTES = 100_000
+_LOOK = "import json, jax; d = jax.local_devices(); print(json.dumps([len(d), d[0].device_kind]))"
+
+Say = Callable[[str], None]
+
+
+def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int, say: Say) -> Run:
+    """The run with the best layout for this machine's devices.
+
+    arguments: the command line, with `config`, `overrides` and `code`. say: prints a line for a person. Raises InputError if the run has
+    several processes, if there are no times for these devices, and if no layout fits them.
+    """
+    where = f"{run.where('train.auto')}: train.auto"
+    if num_processes != 1:
+        remedy = "Search with jgt plan --search --write FILE, and start all processes with that file"
+        raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
+    target = target_at_hand(run, where)
+    path, code = run.config.run.path / CHOICE, read_code(arguments.code)
+    opened = Open.read(arguments.config, arguments.overrides, code)
+    # What decides the choice beside the devices.
+    asked = {"target": target.text, "batch": run.config.train.batch, "set": sorted(arguments.overrides)}
+    known = _read(path)
+    if known is not None and known["asked"] == asked:
+        say(f"train.auto: {target.text}: {known['layout']}, chosen at an earlier start ({path})")
+        chosen = known["overrides"]
+    else:
+        search = LayoutSearch(
+            question=Question(
+                config=arguments.config,
+                overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
+                code=tuple(arguments.code),
+                target=target.text,
+                devices=target.num_devices,
+            ),
+            target=target,
+            space=candidates(opened, target.num_devices),
+            plans=Plans(plans_folder()),
+            seconds=SECONDS,
+            top=TOP,
+            model=Shape.of(run.config.model),
+            say=say,
+        )
+        chosen = _chosen(search, path, asked, where, say)
+    return load(arguments.config, [*arguments.overrides, *chosen], code=code)
+
+
+def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, say: Say) -> list[str]:
+    """Searches, says what is best and why, and keeps it in the run directory. Returns overrides."""
+    search.run()
+    ranked = search.ranked()
+    if not ranked:
+        raise InputError([f"{where}: no layout fits {search.target.text}. Search with jgt plan --search to see what is missing"])
+    best = ranked[0]
+    for line in reasons(search.target, ranked, len(search.tries)):
+        say(line)
+    overrides = best.candidate.overrides
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"asked": asked, "layout": layout_text(best.candidate), "overrides": overrides, "seconds": best.plan.seconds}
+    write_whole(path, json.dumps(found, indent=1) + "\n")
+    return overrides
+
+
+def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
+    """What was chosen, and why not the next best: lines of the log. ranked: layouts that fit, the best first."""
+    best, *others = ranked
+    size = f"{best.plan.peak_bytes / 1e9:.1f} of {target.chip.hbm_gb:.0f} GB"
+    lines = [f"train.auto: {target.text}: {layout_text(best.candidate)}: {best.plan.seconds:.3g} s a step and {size} by its plan"]
+    lines += [f"  the best of {planned} plans; next: {layout_text(one.candidate)}: {why_slower(one, best)}" for one in others[:1]]
+    return lines
+
+
+def target_at_hand(run: Run, where: str) -> Target:
+    """The devices of this machine as a target. Raises InputError if there are no times for them."""
+    count, kind = _devices(run, where)
+    # The longest name first, should one be the beginning of another.
+    names = sorted(chip_names(), key=len, reverse=True)
+    chip = next((name for name in names if name.upper() in kind.upper()), None)
+    if chip is None:
+        known = ", ".join(sorted(names))
+        raise InputError([f"{where}: there are no times for the device {kind}, so layouts cannot be compared. Known chips: {known}"])
+    return parse_target(f"{chip}:1x{count}")
+
+
+def _devices(run: Run, where: str) -> tuple[int, str]:
+    """How many devices this process will have, and JAX's name of their kind."""
+    if run.config.devices.virtual_cpu is not None:
+        return run.config.devices.virtual_cpu, "cpu"
+    # In this process JAX must not start yet.
+    found = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
+    lines = found.stdout.splitlines()
+    if found.returncode or not lines:
+        why = next(iter(reversed(found.stderr.splitlines())), "no reason given")
+        raise InputError([f"{where}: JAX finds no devices: {why}"])
+    count, kind = json.loads(lines[-1])
+    return int(count), str(kind)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The layout of an earlier start; None if there is none. Raises InputError if the file is damaged."""
+    if not path.is_file():
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(read_bytes(path, _MAX_BYTES))
+        if isinstance(values, dict) and {"asked", "layout", "overrides"} <= values.keys():
+            return values
+    raise InputError([f"{path}: is damaged: it is not a layout. Remove it, and the next start searches again"])

@@ -1,0 +1,217 @@
+"""`jgt plan --search`: the command around a search."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from jgt.document import InputError, collect
+from jgt.hardware.chip import Target, parse_target
+
+from ..code.files import read_code
+from ..config import load
+from .answer import answer_json, print_answer, run_document, write_run
+from .estimate import Shape
+from .plans import Answer, Plans, Question, plans_folder
+from .search import LayoutSearch, Try, layout_text
+from .space import LAYOUT, Open, candidates
+from .targets import add_target_arguments, is_choice, read_job, search_targets, show_offers
+
+SECONDS, TOP = 300, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a search."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the file leaves them open",
+    )
+    group.add_argument("--free", action="store_true", help="search what the file sets, too; values on the command line stay")
+    group.add_argument("--time", type=_seconds, default=SECONDS, metavar="S", help=f"seconds that a search may take ({SECONDS})")
+    group.add_argument("--top", type=_count, default=TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({TOP})")
+    group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
+    group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
+    group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
+    add_target_arguments(parser)
+
+
+def search(arguments: argparse.Namespace) -> int:
+    """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong."""
+    if is_choice(arguments):
+        return _choose(arguments)
+    try:
+        found = _search(arguments)
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    config, tokens = arguments.config, _tokens(arguments)
+    _say_given(arguments)
+    own = _own_layout(arguments, found)
+    found.run()
+    best = found.best
+    if best is None:
+        print(_nothing_fits(found), file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({**answer_json(found, tokens), "own": None if own is None else asdict(own)}, indent=1))
+    else:
+        print_answer(found, Path(config).stem, batch_tokens=tokens)
+        if own is not None and own.is_usable:
+            gain = f"the best takes {best.plan.seconds / own.seconds:.2f} of its time"
+            print(f"{config} as it is: {own.seconds:.3g} s, {own.peak_bytes / 1e9:.1f} GB; {gain}")
+    return _write(arguments, found, best)
+
+
+def _choose(arguments: argparse.Namespace) -> int:
+    """Searches on one or several targets, and says what they cost; exit codes as in `search`."""
+
+    def begin(target: Target) -> LayoutSearch:
+        return _search(argparse.Namespace(**{**vars(arguments), "target": target.text}))
+
+    try:
+        _check(arguments)
+        targets, job = read_job(arguments, _tokens(arguments))
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    _say_given(arguments)
+    found = search_targets(targets, job, begin)
+    first = found[0][1]
+    if len(targets) == 1 and first is not None and first.best is not None and not arguments.json:
+        print_answer(first, Path(arguments.config).stem, batch_tokens=job.batch_tokens)
+    show_offers([offer for offer, _ in found], job, as_json=arguments.json)
+    if first is None or first.best is None:
+        print("jgt plan: no target has a layout that fits. Use more or larger devices, or a smaller train.batch", file=sys.stderr)
+        return 1
+    return _write(arguments, first, first.best)
+
+
+def _say_given(arguments: argparse.Namespace) -> None:
+    if (given := _opened(arguments).given) and not arguments.free:
+        keys = ", ".join(given)
+        print(f"{arguments.config} and the command line set {keys}. They stay; --free searches what the file sets, too", file=sys.stderr)
+
+
+def _write(arguments: argparse.Namespace, found: LayoutSearch, best: Try) -> int:
+    """Writes the files that the command line asks for; the exit code."""
+    try:
+        if arguments.write is not None:
+            path = Path(arguments.write)
+            document = run_document(arguments.config, arguments.overrides, best, path.parent)
+            write_run(path, document, best, found.target.text)
+            print(f"Wrote {path}", file=sys.stderr)
+        if arguments.picture is not None:
+            importlib.import_module(".picture", __package__).draw_search(found, Path(arguments.picture))
+            print(f"Wrote {arguments.picture}", file=sys.stderr)
+    except OSError as error:
+        print(f"jgt plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises InputError for options that do not fit each other, and for a run's file that cannot be read."""
+    problems: list[str] = []
+    if arguments.config is None:
+        problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
+    others = [name for name in ("html", "lock", "check", "diff", "devices", "chip", "set", "sync") if getattr(arguments, name, None)]
+    problems += [f"command line: --{name} cannot be combined with --search" for name in others]
+    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
+    if arguments.config is not None:
+        with collect(problems):
+            _opened(arguments)
+    if problems:
+        raise InputError(problems)
+
+
+def _search(arguments: argparse.Namespace) -> LayoutSearch:
+    """A search that has not begun. Raises InputError with all problems."""
+    problems: list[str] = []
+    with collect(problems):
+        _check(arguments)
+    target = None
+    with collect(problems):
+        if arguments.target is None:
+            raise InputError(
+                ["command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare"]
+            )
+        target = parse_target(arguments.target)
+    if problems or target is None:
+        raise InputError(problems)
+    opened = _opened(arguments)
+    space = candidates(opened, target.num_devices)
+    question = Question(
+        config=str(arguments.config),
+        overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
+        code=tuple(arguments.code),
+        target=target.text,
+        devices=target.num_devices,
+    )
+    return LayoutSearch(
+        question=question,
+        target=target,
+        space=space,
+        plans=Plans(None if arguments.no_cache else plans_folder()),
+        seconds=arguments.time,
+        top=arguments.top,
+        model=Shape.of(opened.run.config.model),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+def _opened(arguments: argparse.Namespace) -> Open:
+    given = {text.partition("=")[0] for text in arguments.overrides}
+    free = [key for key in LAYOUT if arguments.free and not any(key == name or name.startswith(f"{key}.") for name in given)]
+    return Open.read(arguments.config, arguments.overrides, read_code(arguments.code), free)
+
+
+def _own_layout(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | None:
+    """The plan of the layout that the run's file has; None if it has none for this target, or if it was not asked for."""
+    if not arguments.free:
+        return None
+    overrides = (*arguments.overrides, f"devices.virtual_cpu={found.target.num_devices}")
+    with contextlib.suppress(InputError):
+        load(arguments.config, overrides, code=read_code(arguments.code))
+        question = replace(found.question, overrides=overrides)
+        return found.plans.ask(question).result()
+    return None
+
+
+def _tokens(arguments: argparse.Namespace) -> int:
+    config = _opened(arguments).run.config
+    return config.train.batch * (config.model.seq or 1)
+
+
+def _nothing_fits(found: LayoutSearch) -> str:
+    """The nearest layout, and what it lacks."""
+    planned = [t for t in found.tries if not t.plan.problems]
+    if not planned:
+        return "jgt plan: no layout was planned in the time there was. Give it more with --time"
+    nearest = min(planned, key=lambda t: t.plan.peak_bytes)
+    limit = found.target.chip.hbm_gb * 0.95
+    needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {layout_text(nearest.candidate)}"
+    remedy = "Use more or larger devices, or a smaller train.batch"
+    return f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. {needs}. {remedy}"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value

@@ -1,0 +1,364 @@
+"""What a layout should take, before it is planned: closed forms whose constants come from the plans that a search has made.
+
+The forms know no model. From the first plan they take what every training step has: parameters, FLOPs, and the input of a layer. From a
+layout they take how these divide over the mesh:
+
+    matmuls     the step's FLOPs over the devices
+    memory      kernels between matmuls, by the bytes that they read and write
+    recompute   what the backward pass computes again, as a share of the matmuls
+    launch      the starts of kernels: as many as there are parts of the batch
+    bubble      what the schedule's simulation says, of all of these
+    gathers     weights that are gathered, and gradients that are scattered, for each part of the batch
+    sums        gradients that are added up over the other axes of the batch
+    tensor      rows around each matmul
+    stage       rows between stages
+
+Of the last four, kernels hide a share. A device holds state, gradients, weights that are whole for a while, what layers keep for each
+microbatch in flight, and what one layer works with.
+
+A plan has the same parts, and each corrects its own form (`parts.py`). What a device computes for a row of the batch is the same on any
+mesh with the same tensor parallelism, and how long a link is busy follows from bytes, so a few plans correct thousands of estimates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jgt.schedule.find import find_table
+from jgt.schedule.simulate import Simulation, simulate
+
+from ..models.config import ModelConfig, OwnModel
+from .parts import Factor, Numbers, Portion, Sum
+from .plans import Answer
+from .space import STAGE, Candidate
+
+SendTime = Callable[[dict[str, int], Sequence[str], float], float]
+"""(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
+
+AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
+"""What is computed again, in shares of forward and backward pass together, before a plan says so."""
+KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 7.0, "attention": 14.0, "none": 20.0}
+"""What a layer keeps beside its input, in arrays of the input's size."""
+HIDDEN = {"gathers": 0.5, "sums": 0.3, "tensor": 0.1, "stage": 0.1}
+"""Of the time of links, the share that kernels hide, before a plan says so."""
+_MEMORY = {
+    "constant": 1.0,
+    "weights": 4.0,
+    "gradients": 1.0,
+    "added": 1.0,
+    "whole weights": 1.0,
+    "whole gradients": 1.0,
+    "input": 1.0,
+    "input of stages": 1.0,
+    "work": 12.0,
+    "logits": 3.0,
+}
+"""How often a device holds arrays of these sizes."""
+_TRAFFIC = {"rows": 20.0, "rows of inputs": 10.0, "whole rows": 5.0, "weights": 2.0, "weights of stages": 2.0, "update": 2.0}
+"""How often memory-bound kernels read or write them."""
+_BYTES, _WIDE = 2, 4
+"""Of a weight where it is multiplied, and where it is stored."""
+_LOGITS = 2**30
+"""The trainer computes logits in as many parts as make one of them at most this large."""
+_ROOMY = 0.7
+"""The share of the memory below which XLA overlaps whatever it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a run's file says of its model. layers: their number, or a guess. logits_bytes: of one row of the batch, in f32."""
+
+    layers: int = 32
+    logits_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelConfig | OwnModel) -> Shape:
+        """What the section `model:` says."""
+        return cls(layers=getattr(model, "layers", cls.layers), logits_bytes=4.0 * (model.seq or 1) * (model.vocab or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a model's step has on any mesh. flops: of the model. parameters: their number. state_bytes: of parameters and optimizer state.
+
+    layer_bytes: what `block` keeps of one row of the batch. batch: rows. peak: FLOP/s of a device in matmuls. hbm: bytes/s. memory: the
+    bytes that a program may use.
+    """
+
+    flops: float
+    parameters: float
+    state_bytes: float
+    layer_bytes: float
+    batch: int
+    peak: float
+    hbm: float
+    memory: float | None
+    model: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of a step, and bytes of a device; parts of the seconds by name."""
+
+    seconds: float
+    peak_bytes: float
+    parts: dict[str, float]
+    bubble: float
+
+
+class Estimator:
+    """Estimates all layouts of a space, and learns from plans. seconds, peak_bytes: the estimates, in the order of the space."""
+
+    def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
+        self.step, self.space = step, space
+        c = self._columns = _Columns(space)
+        form = c.form
+        kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
+        launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
+        self._state = step.state_bytes / c.split / c.zero1
+        self._bubble = np.array([_bubble(one) for one in space])
+        schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
+        self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
+        # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
+        self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
+        self._again = {name: Portion(kernels, AGAIN.get(name, 0.1)) for name in c.names}
+        self._idle = Factor(np.array(schedules), np.ones(len(space)))
+        self._traffic = Sum(*_with_prior(self._moved(), _TRAFFIC))
+        self._memory = Sum(*_with_prior(self._sizes(), _MEMORY))
+        looped = (c.stages == 1) & (c.parts > 1)
+        hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
+        linked = {name: np.column_stack([form, c.remats]) for name in HIDDEN}
+        # Whether gradients are added up once a step, or for each part of the batch.
+        linked["sums"] = np.column_stack([form, np.where(looped, np.log2(c.parts), 0)])
+        linked["stage"] = np.column_stack([form, c.remats, np.log2(c.virtual)])
+        links = self._link_seconds(collective)
+        self._links = {name: Factor(linked[name], links[name]) for name in HIDDEN}
+        self._hidden = {name: Portion(hidden, share) for name, share in HIDDEN.items()}
+        self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
+        self._update()
+
+    def estimate(self, index: int) -> Estimate:
+        """The estimate of a layout by its index, corrected by all plans so far."""
+        parts = {name: float(values[index]) for name, values in self._parts.items()}
+        return Estimate(
+            seconds=float(self.seconds[index]),
+            peak_bytes=float(self.peak_bytes[index]),
+            parts=parts,
+            bubble=float(self._bubble[index]),
+        )
+
+    def learn(self, index: int, plan: Answer) -> None:
+        """Takes a plan of this layout into account."""
+        self._memory.learn(index, plan.peak_bytes - float(self._state[index]))
+        # On a machine whose plans have no parts, the whole is all there is.
+        if plan.seconds and not plan.parts:
+            self._totals.append((index, plan.seconds))
+        if parts := plan.parts:
+            self._learn_kernels(index, parts)
+            busy = sum(seconds for name, seconds in parts.items() if name not in ("bubble", "exposed"))
+            links, exposed = (_by_part(found or {}, self.space[index]) for found in (plan.links, plan.exposed))
+            for name, found in links.items():
+                self._links[name].learn(index, found)
+                if found > 0 and busy > 0:
+                    hidden = (found - exposed.get(name, 0.0)) / min(found, busy)
+                    # A short time says little about what is hidden of a long one.
+                    weight = min(1.0, 10 * found / plan.seconds)
+                    self._hidden[name].learn(index, hidden, weight, float(self._full(plan.peak_bytes)))
+        self._update()
+
+    def _learn_kernels(self, index: int, parts: Mapping[str, float]) -> None:
+        matmuls = parts.get("matmul", 0.0) + parts.get("attention", 0.0)
+        memory, launch, again = (parts.get(name, 0.0) for name in ("memory", "launch", "recompute"))
+        self._matmuls.learn(index, matmuls)
+        self._launch.learn(index, launch)
+        self._traffic.learn(index, memory * self.step.hbm)
+        if matmuls > 0:
+            self._again[self._columns.names[self._columns.remat[index]]].learn(index, again / matmuls)
+        if bubble := float(self._bubble[index]):
+            self._idle.learn(index, parts.get("bubble", 0.0) / ((matmuls + memory + launch + again) * bubble / (1 - bubble)))
+
+    def _update(self) -> None:
+        """The estimates, from the forms as they are now."""
+        matmuls, c = self._matmuls.values, self._columns
+        again = np.choose(c.remat, [self._again[name].values() for name in c.names])
+        memory = self._traffic.values / self.step.hbm
+        parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values}
+        busy = sum(parts.values(), np.zeros(len(self.space)))
+        parts["bubble"] = busy * self._bubble / (1 - self._bubble) * self._idle.values
+        self.peak_bytes = self._state + self._memory.values
+        full = self._full(self.peak_bytes)
+        for name, links in self._links.items():
+            parts[name] = links.values - np.minimum(links.values, busy) * self._hidden[name].values(full)
+        total = sum(parts.values(), np.zeros(len(self.space)))
+        # What no part explains.
+        rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))
+        self._parts, self.seconds = {name: values * rest for name, values in parts.items()}, total * rest
+
+    def _full(self, peak_bytes: Numbers | float) -> Numbers | float:
+        """How near to the limit of the memory a step is. There XLA gives up overlap to save memory."""
+        if self.step.memory is None:
+            return 0.0 * peak_bytes
+        return 2 * np.clip((peak_bytes / self.step.memory - _ROOMY) / (1 - _ROOMY), 0, 1)
+
+    # -- the forms --------------------------------------------------------------------------------------------------------
+
+    def _link_seconds(self, collective: SendTime) -> dict[str, Numbers]:
+        """Seconds of the collectives of each layout, hidden ones included, by what they are for."""
+        c, step = self._columns, self.step
+        weights = step.parameters * _BYTES / c.model_split
+        rows = step.layer_bytes * c.rows * c.parts / c.stages
+        passes = np.where(c.whole, 1, c.parts)
+        # Gathered for the forward and the backward pass, and the gradients scattered.
+        sent = {"gathers": 3 * passes * weights * (c.fsdp - 1) / c.fsdp, "sums": 2 * weights / c.fsdp * (c.others - 1) / c.others}
+        # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward.
+        sent["tensor"] = 8 * rows * (c.tensor - 1) / c.tensor
+        sent["stage"] = 2 * c.parts * c.virtual * step.layer_bytes / step.model.layers * c.rows
+        found: dict[str, Numbers] = {}
+        # The time of a collective is a start and a rate, which few meshes share.
+        for name in HIDDEN:
+            rates = np.array([_start_and_rate(collective, one, name) for one in self.space])
+            found[name] = rates[:, 0] + rates[:, 1] * sent[name]
+        return found
+
+    def _moved(self) -> dict[str, Numbers]:
+        """Bytes that memory-bound kernels may read or write, a number of times."""
+        c, step = self._columns, self.step
+        rows = step.layer_bytes * c.rows * c.parts / c.stages
+        weights = np.where(c.parts > 1, step.parameters * _BYTES / c.model_split * c.parts, 0)
+        found = {"rows": np.where(c.keeps, rows / c.tensor, 0), "rows of inputs": np.where(c.keeps, 0, rows / c.tensor)}
+        found |= {"whole rows": np.where(c.sequence | (c.tensor == 1), 0, rows), "update": self._state}
+        return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
+
+    def _sizes(self) -> dict[str, Numbers]:
+        """Bytes of the kinds of arrays that a step has beside its state."""
+        c, step = self._columns, self.step
+        local, whole = step.parameters / c.split, step.parameters / c.model_split
+        alive = np.array([1.0 if one.stages is None else _simulated(*_table_of(one)).peak for one in self.space])
+        inputs = step.layer_bytes * c.rows * alive / c.stages
+        # A pass of its own for the gradients of weights reads what the layer has kept, whatever is recomputed.
+        zb = np.array([one.stages is not None and one.stages.schedule.startswith("zb") for one in self.space])
+        kept = {"kept for zb": np.where(zb, KEPT["none"] * inputs / c.tensor, 0)}
+        kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
+        inputs = np.where(c.sequence, inputs / c.tensor, inputs)
+        return {
+            "constant": np.full(len(self.space), 3e8),
+            "weights": whole * c.stages / step.model.layers * _BYTES,
+            "gradients": np.where(c.whole, 0, local * _WIDE),
+            # Sums over the parts of a batch are there beside the gradients of a part.
+            "added": np.where(c.whole | (c.parts == 1), 0, local * _WIDE),
+            "whole weights": np.where(c.whole, whole * _BYTES, 0),
+            "whole gradients": np.where(c.whole, whole * _WIDE, 0),
+            "input": np.where(c.stages == 1, inputs, 0),
+            "input of stages": np.where(c.stages > 1, inputs, 0),
+            "work": step.layer_bytes / step.model.layers * c.rows / c.tensor,
+            "logits": np.minimum(step.model.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
+            **{name: sizes for name, sizes in kept.items() if sizes.any()},
+        }
+
+
+class _Columns:
+    """A space as arrays, [layouts] each.
+
+    others: the devices over which gradients are added up. model_split, split: the devices that share a weight where it is multiplied, and
+    where it is stored. whole: whether weights are whole for a step. names: kinds of recompute; remat: the index of a layout's.
+    """
+
+    def __init__(self, space: Sequence[Candidate]):
+        def axis(name: str) -> Numbers:
+            return np.array([one.sizes.get(name, 1) for one in space], float)
+
+        self.tensor, self.fsdp, self.stages, self.expert = axis("tensor"), axis("fsdp"), axis(STAGE), axis("expert")
+        self.rows, self.parts = (np.array([getattr(one, name) for one in space], float) for name in ("rows", "parts"))
+        self.virtual = np.array([one.stages.virtual or 1 if one.stages else 1 for one in space], float)
+        self.devices = np.array([math.prod(one.sizes.values()) for one in space], float)
+        self.others = np.array([math.prod(one.sizes[name] for name in _others(one)) for one in space], float)
+        outside = [[size for name, size in one.mesh if name not in one.batch_axes or name == "expert"] for one in space]
+        self.model_split = np.array([math.prod(sizes) for sizes in outside], float)
+        self.split = self.model_split * self.fsdp
+        # With ZeRO-1 parameters are stored like their state, and become whole for a step.
+        zero1 = np.array([one.rules == "jgt:zero1" for one in space])
+        self.zero1 = np.where(zero1, axis("data"), 1)
+        layered = np.array([one.stages is not None and one.stages.gather == "layer" for one in space])
+        self.whole = zero1 | ((self.stages > 1) & ~layered)
+        self.overlap = np.array(["overlap" in (one.rules or "") for one in space])
+        # overlap.yaml extends the rules that split the sequence.
+        self.sequence = self.overlap | np.array(["sequence" in (one.rules or "") for one in space])
+        self.names = sorted({_remat(one) for one in space})
+        self.remat = np.array([self.names.index(_remat(one)) for one in space])
+        self.remats = np.column_stack([self.remat == index for index in range(len(self.names))]).astype(float)
+        self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
+        split = [one.stages is not None and one.stages.schedule.startswith("zb") for one in space]
+        self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, split]).astype(float)
+
+
+_SCHEDULES = "1f1b", "zb", "interleaved"
+
+
+def _with_prior(sizes: Mapping[str, Numbers], prior: Mapping[str, float]) -> tuple[Mapping[str, Numbers], list[float]]:
+    return sizes, [prior.get(name, 1.0) for name in sizes]
+
+
+def _remat(candidate: Candidate) -> str:
+    """What decides what is computed again."""
+    if candidate.stages is not None and candidate.stages.remat != "none":
+        return candidate.stages.remat
+    return candidate.remat or "as set"
+
+
+def _others(candidate: Candidate) -> list[str]:
+    """The axes over which gradients are added up."""
+    return [axis for axis in candidate.batch_axes if axis not in ("fsdp", "expert") and candidate.sizes[axis] > 1]
+
+
+def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:
+    """The seconds of a collective of a layout without any bytes, and for each byte; 0 if the layout has none."""
+    axes = {"gathers": ["fsdp"], "sums": _others(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
+    axes = [axis for axis in axes if candidate.sizes.get(axis, 1) > 1]
+    return _rate(collective, candidate.mesh, tuple(axes)) if axes else (0.0, 0.0)
+
+
+@functools.cache
+def _rate(collective: SendTime, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[float, float]:
+    start = collective(dict(mesh), axes, 0.0)
+    return start, (collective(dict(mesh), axes, 1e9) - start) / 1e9
+
+
+def _by_part(seconds: Mapping[str, float], candidate: Candidate) -> dict[str, float]:
+    """Seconds by what they are for, of seconds by axes (`data+fsdp`). Small ones of several axes are left out."""
+    found: dict[str, float] = defaultdict(float)
+    for text, value in seconds.items():
+        axes = text.split("+")
+        if STAGE in axes:
+            found["stage"] += value
+        elif axes == ["tensor"]:
+            found["tensor"] += value
+        elif set(axes) <= set(candidate.batch_axes) and "expert" not in axes:
+            found["gathers" if "fsdp" in axes else "sums"] += value
+    return found
+
+
+def _table_of(candidate: Candidate) -> tuple[str, int, int, int | None]:
+    assert candidate.stages is not None
+    s = candidate.stages
+    # A table of thousands of microbatches takes long to simulate, and its idle time is the same.
+    return s.schedule, candidate.sizes[STAGE], min(s.microbatches, 4 * candidate.sizes[STAGE]), s.virtual
+
+
+def _bubble(candidate: Candidate) -> float:
+    """The share of a pipeline's time in which a stage does nothing useful."""
+    if candidate.stages is None:
+        return 0.0
+    simulated, bubble = _table_of(candidate)[2], _simulated(*_table_of(candidate)).bubble
+    idle = bubble / (1 - bubble) * simulated
+    return idle / (idle + candidate.stages.microbatches)
+
+
+@functools.cache
+def _simulated(schedule: str, num_stages: int, microbatches: int, virtual: int | None) -> Simulation:
+    return simulate(find_table(schedule, num_stages, microbatches, virtual, "search"))

@@ -1,0 +1,107 @@
+"""Forms that plans correct: arrays over all layouts of a search, with regressions whose rows are the layouts that have a plan.
+
+A form is right up to factors. The logarithm of its error is a linear function of a few features of the layout (`Factor`), and a
+share between 0 and 1 is such a function itself (`Portion`). Both are ridge regressions (Hoerl and Kennard, Technometrics 12, 1970), so
+that a feature of few plans is held back. Memory is a sum of arrays whose sizes are known and whose numbers are not: a regression with
+coefficients that are not negative (`Sum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+_MOST = 3.0
+"""A correction is at most a factor of e to this power: an extrapolation of a few plans is not to be believed further."""
+_SWEEPS = 100
+
+
+class Factor:
+    """A form times a factor. features: [layouts, features]; form: [layouts], in any unit. values: the corrected form."""
+
+    def __init__(self, features: Numbers, form: Numbers, ridge: float = 0.1):
+        self._features, self._form, self._ridge = _with_constant(features), form, ridge
+        self._rows: list[tuple[int, float]] = []
+        self.values = form
+
+    def learn(self, index: int, found: float) -> None:
+        """Takes a plan's value into account. Zeros say nothing."""
+        if found <= 0 or self._form[index] <= 0:
+            return
+        self._rows.append((index, float(np.log(found / self._form[index]))))
+        self.values = self._form * self._factors(self._rows)
+
+    def factors(self, found: Sequence[tuple[int, float]], form: Numbers) -> Numbers:
+        """The factors of another form, learned anew from these (index, value)."""
+        return self._factors([(index, float(np.log(value / form[index]))) for index, value in found])
+
+    def _factors(self, found: Sequence[tuple[int, float]]) -> Numbers:
+        rows = self._features[[index for index, _ in found]]
+        weights = _ridge(rows, np.array([value for _, value in found]), np.ones(len(rows)), self._ridge, 1e-4)
+        return np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
+
+
+class Portion:
+    """A number between 0 and 1, such as the part of a collective that kernels hide. prior: the number before the first plan.
+
+    One more feature comes with each question: `more`, [layouts] or a number.
+    """
+
+    def __init__(self, features: Numbers, prior: float | Numbers, ridge: float = 0.05):
+        self._features, self._prior, self._ridge = _with_constant(features), np.broadcast_to(prior, len(features)), ridge
+        self._rows: list[tuple[int, float, float, float]] = []
+        self._weights = np.zeros(self._features.shape[1] + 1)
+
+    def learn(self, index: int, share: float, weight: float = 1.0, more: float = 0.0) -> None:
+        """Takes a plan's share into account. weight: how much it says."""
+        self._rows.append((index, more, min(max(share, 0.0), 1.0) - float(self._prior[index]), weight))
+        indices, extra, values, weights = map(np.array, zip(*self._rows, strict=True))
+        rows = np.column_stack([self._features[indices], extra])
+        self._weights = _ridge(rows, values, weights, self._ridge, 0.02)
+
+    def values(self, more: Numbers | float = 0.0) -> Numbers:
+        """The share of each layout."""
+        return np.clip(self._prior + self._features @ self._weights[:-1] + more * self._weights[-1], 0, 1)
+
+
+class Sum:
+    """A sum of sizes, each times a number that is not negative. sizes: [layouts] by name; prior: the numbers before the first plan.
+
+    A number is held at its prior until a size that it belongs to is a notable share of a total. trust: how firmly.
+    """
+
+    def __init__(self, sizes: Mapping[str, Numbers], prior: Sequence[float], trust: float = 0.1):
+        self._sizes, self._prior, self._trust = np.column_stack(list(sizes.values())), np.array(prior, float), trust
+        self._rows: list[tuple[int, float]] = []
+        self.values = self._sizes @ self._prior
+
+    def learn(self, index: int, total: float) -> None:
+        """Takes a plan's total into account."""
+        if total <= 0:
+            return
+        self._rows.append((index, total))
+        # Errors are relative: layouts that fit are not outvoted by those that need ten times as much.
+        rows = self._sizes[[index for index, _ in self._rows]] / np.array([[total] for _, total in self._rows])
+        held = self._trust * np.maximum((rows**2).mean(0), 4e-4)
+        numbers = self._prior.copy()
+        # Coordinate descent: each number in turn, with the others as they are.
+        for _ in range(_SWEEPS):
+            for i in range(len(numbers)):
+                rest = 1.0 - rows @ numbers + rows[:, i] * numbers[i]
+                numbers[i] = max((rows[:, i] @ rest + held[i] * self._prior[i]) / (rows[:, i] @ rows[:, i] + held[i]), 0.0)
+        self.values = self._sizes @ numbers
+
+
+def _with_constant(features: Numbers) -> Numbers:
+    return np.column_stack([np.ones(len(features)), features])
+
+
+def _ridge(rows: Numbers, values: Numbers, weights: Numbers, ridge: float, constant: float) -> Numbers:
+    """The coefficients of a weighted ridge regression, whose first column is held back by `constant` instead."""
+    held = ridge * np.eye(rows.shape[1])
+    held[0, 0] = constant
+    weighted = rows.T * weights
+    return np.asarray(np.linalg.solve(weighted @ rows + held, weighted @ values), np.float64)

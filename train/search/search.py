@@ -1,0 +1,285 @@
+"""The search: estimate all layouts, plan the most promising, learn from the plan, and begin again.
+
+The first plans are of different kinds of layouts, so that each kind has been compiled once before the estimates decide. Then whatever
+should be fastest is planned next, until nothing is left that should be faster than what was found, or until the time is over. So the
+answer is always a plan of the real program, and estimates only say in which order to look.
+
+Invariant: a search that is interrupted has the best layout of all plans that were ready.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from jgt.document import InputError
+from jgt.hardware.chip import Target
+from jgt.planner.timeline import Network
+
+from .estimate import Estimate, Estimator, Shape, Step
+from .plans import Answer, Plans, Question
+from .space import STAGE, Candidate
+
+_MARGIN = 1.25
+"""A layout is planned if its estimated peak is at most this many times the memory: estimates are wrong, too."""
+_GAIN = 1.02
+"""A search ends where no estimate is shorter than the best plan by less than this."""
+_NEW = 1.3
+"""A kind of layout that has no plan yet is planned if its estimate is at most this many times the best."""
+_NEAR = 1.12
+"""At the end, layouts that differ in one thing from the best are planned if their estimate is at most this many times its seconds."""
+_FIRST = 6
+"""Layouts that are tried for the first plan, which needs to compile and not to fit."""
+_POLL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """A layout that was planned. estimate: what was expected before its plan; None for the first."""
+
+    candidate: Candidate
+    plan: Answer
+    estimate: Estimate | None
+
+
+@dataclass(kw_only=True)
+class LayoutSearch:
+    """A search over the layouts of one run on one target.
+
+    question: the run, without overrides of its layout. model: what is known of it. say: prints a line of progress. top: the number of plans
+    that fit which the answer should have at least.
+    """
+
+    question: Question
+    target: Target
+    space: Sequence[Candidate]
+    plans: Plans
+    seconds: float
+    top: int
+    say: Callable[[str], None]
+    model: Shape = field(default_factory=Shape)
+    tries: list[Try] = field(default_factory=list[Try])
+    started: float = field(default_factory=time.monotonic)
+    is_interrupted: bool = False
+    _estimator: Estimator | None = None
+    _asked: set[int] = field(default_factory=set[int])
+
+    def run(self) -> None:
+        """Searches until it is done, the time is over, or Ctrl-C. Raises InputError if not a single layout can be compiled."""
+        try:
+            self._first()
+            self._rest()
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            self.say("Interrupted: this is the best so far")
+        finally:
+            self.plans.close()
+
+    @property
+    def best(self) -> Try | None:
+        """The fastest plan that fits."""
+        return next(iter(self.ranked()), None)
+
+    def ranked(self) -> list[Try]:
+        """The plans that fit, the fastest first."""
+        return sorted((t for t in self.tries if t.plan.is_usable), key=lambda t: t.plan.seconds)
+
+    @property
+    def estimator(self) -> Estimator | None:
+        """What estimates layouts; None before the first plan."""
+        return self._estimator
+
+    def pruned(self) -> dict[str, int]:
+        """How many layouts were not planned, by reason."""
+        if (estimator := self._estimator) is None:
+            return {}
+        best = math.inf if self.best is None else self.best.plan.seconds
+        is_open = self._open()
+        is_slower = estimator.seconds * _GAIN >= best
+        small = self._may_fit()
+        found = {
+            "too large for the memory, by estimate": is_open & ~small,
+            "slower than the best, by estimate": is_open & small & is_slower,
+            "not reached": is_open & small & ~is_slower,
+        }
+        return {reason: int(count) for reason, these in found.items() if (count := np.count_nonzero(these))}
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    def _first(self) -> None:
+        """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
+        problems: list[str] = []
+        for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
+            plan = self._ask(index).result()
+            if not plan.problems:
+                self._estimator = Estimator(self._step(self.space[index], plan), self._collective(), self.space)
+                self._take(index, plan, None)
+                return
+            problems += plan.problems
+        raise InputError(list(dict.fromkeys(problems)))
+
+    def _rest(self) -> None:
+        assert self._estimator is not None
+        pending: dict[concurrent.futures.Future[Answer], tuple[int, Estimate]] = {}
+        while True:
+            while not self._is_late and len(pending) < self.plans.workers:
+                if (index := self._next([index for index, _ in pending.values()])) is None:
+                    break
+                pending[self._ask(index)] = index, self._estimator.estimate(index)
+            if not pending:
+                return
+            done, _ = concurrent.futures.wait(pending, timeout=_POLL, return_when=concurrent.futures.FIRST_COMPLETED)
+            if self._is_late and not done:
+                self.say(f"{self.seconds:g} s are over: {len(pending)} plans were not ready")
+                return
+            for future in done:
+                index, estimate = pending.pop(future)
+                self._take(index, future.result(), estimate)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.started > self.seconds
+
+    def _next(self, pending: Sequence[int]) -> int | None:
+        """The index of the layout to plan next; None if no other is worth it."""
+        assert self._estimator is not None
+        seconds, best = self._estimator.seconds, self.best
+        open_ones = np.flatnonzero(self._open() & self._may_fit())
+        if not len(open_ones):
+            return None
+        open_ones = open_ones[np.argsort(seconds[open_ones], kind="stable")]
+        found = int(open_ones[0])
+        limit = seconds[found] if best is None else min(seconds[found], best.plan.seconds)
+        known = {_kind(t.candidate) for t in self.tries} | {_kind(self.space[index]) for index in pending}
+        # A kind that nobody has compiled may be better than its estimate, but not by any factor.
+        for index in open_ones[seconds[open_ones] < _NEW * limit]:
+            if _kind(self.space[index]) not in known:
+                return int(index)
+        if best is None or len(self.ranked()) < self.top or seconds[found] * _GAIN < best.plan.seconds:
+            return found
+        # An estimate that is a little wrong may hide a better layout next to the best one.
+        near = open_ones[seconds[open_ones] < _NEAR * best.plan.seconds]
+        return next((int(index) for index in near if num_changes(self.space[index], best.candidate) == 1), None)
+
+    def _open(self) -> npt.NDArray[np.bool_]:
+        """Whether each layout is still to be planned."""
+        found = np.ones(len(self.space), bool)
+        found[list(self._asked)] = False
+        return found
+
+    def _may_fit(self) -> npt.NDArray[np.bool_]:
+        """Whether the estimate of each layout fits, with a margin."""
+        assert self._estimator is not None
+        memory = self._estimator.step.memory
+        return np.ones(len(self.space), bool) if memory is None else self._estimator.peak_bytes <= _MARGIN * memory
+
+    def _ask(self, index: int) -> concurrent.futures.Future[Answer]:
+        self._asked.add(index)
+        return self.plans.ask(
+            Question(
+                config=self.question.config,
+                overrides=(*self.question.overrides, *self.space[index].overrides),
+                code=self.question.code,
+                target=self.question.target,
+                devices=self.question.devices,
+            )
+        )
+
+    def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
+        assert self._estimator is not None
+        candidate = self.space[index]
+        self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
+        if not plan.problems:
+            self._estimator.learn(index, plan)
+        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
+
+    def _step(self, candidate: Candidate, plan: Answer) -> Step:
+        """What the first plan says about the model's step on any mesh."""
+        sizes, chip = candidate.sizes, self.target.chip
+        devices = math.prod(sizes.values())
+        # Without their number: parameters are f32, as the trainer stores them, and split over all axes but those of copies.
+        split = math.prod(size for axis, size in candidate.mesh if axis not in ("data", "replica"))
+        parameters = plan.parameters or plan.parameter_bytes * split / 4
+        return Step(
+            flops=plan.model_flops * devices,
+            parameters=parameters,
+            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * 4,
+            layer_bytes=plan.activations / candidate.rows * sizes.get(STAGE, 1),
+            batch=math.prod(sizes[axis] for axis in candidate.batch_axes) * candidate.rows * candidate.parts,
+            peak=chip.peak_flops("bf16") * 0.6,
+            hbm=chip.hbm_gbs * 1e9,
+            memory=0.95 * chip.hbm_gb * 1e9,
+            model=self.model,
+        )
+
+    def _collective(self) -> Callable[[dict[str, int], Sequence[str], float], float]:
+        """Seconds of a collective over axes of a mesh, whose devices are on hosts in order."""
+        per_host, known = self.target.per_host, dict[tuple[object, ...], tuple[int, ...]]()
+        network = Network(target=self.target, hosts=[device // per_host for device in range(self.target.num_devices)])
+
+        def seconds(mesh: dict[str, int], axes: Sequence[str], sent: float) -> float:
+            key = (tuple(mesh.items()), tuple(axes))
+            if key not in known:
+                known[key] = _first_group(mesh, axes)
+            return network.seconds(((*known[key],),), round(sent))
+
+        return seconds
+
+
+def _first_group(mesh: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    """The devices that the first device talks to along some axes."""
+    group, stride = [0], 1
+    for axis, size in reversed(mesh.items()):
+        if axis in axes:
+            group = [device + stride * step for step in range(size) for device in group]
+        stride *= size
+    return tuple(sorted(group))
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts that need little memory and few collectives come first."""
+    sizes = candidate.sizes
+    split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
+    # What is kept inside a loop over parts of the batch is not in a plan's table.
+    is_looped = candidate.accumulate > 1
+    return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts of one kind have programs of one form."""
+    sizes, stages = candidate.sizes, candidate.stages
+    return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
+
+
+def num_changes(one: Candidate, other: Candidate) -> int:
+    """In how many things two layouts differ: mesh, rules, rows at once, what is recomputed, and a pipeline's schedule and gathers."""
+
+    def things(c: Candidate) -> tuple[object, ...]:
+        s = c.stages
+        pipeline = (None, None, None) if s is None else ((s.schedule, s.virtual), s.remat, s.gather)
+        # Axes of size 1 may be there or not.
+        return (frozenset(pair for pair in c.mesh if pair[1] > 1), c.rules, c.rows, c.remat, *pipeline)
+
+    return sum(a != b for a, b in zip(things(one), things(other), strict=True))
+
+
+def _outcome(plan: Answer) -> str:
+    if plan.problems:
+        return "refused"
+    size = f"{plan.peak_bytes / 2**30:.0f} GiB"
+    return f"{plan.seconds:.4g} s, {size}" if plan.fits else f"{size} do not fit"
+
+
+def layout_text(candidate: Candidate) -> str:
+    """A layout in one line."""
+    rules = "" if candidate.rules is None else f"{candidate.rules.removeprefix('jgt:')}: "
+    stages = "" if candidate.stages is None else f", {candidate.stages.text}"
+    parts = f" x {candidate.accumulate}" if candidate.accumulate > 1 else ""
+    remat = "" if candidate.remat in (None, "none") and candidate.stages else f", remat {candidate.remat or 'as set'}"
+    return f"{rules}{candidate.mesh_text}{stages}, rows {candidate.rows}{parts}{remat}"

@@ -1,0 +1,289 @@
+"""The layouts that a search may try: every way to use the devices that the user's file leaves open.
+
+    mesh: {tensor: 8, data: -1}        tensor stays 8, and other axes take the rest
+    train: {batch: 512}                accumulate and remat are not there, so both are free
+
+A key that the file or the command line sets stays as it is, and `null` frees a key that the file sets: `mesh=null`. Model, batch, optimizer
+and data are never touched. Rules that the file names stay, and their axes are then the axes of the mesh. Without rules, the shipped ones
+are candidates.
+
+Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, Node, collect, locate, override, read
+from jgt.mesh.sizes import read_sizes
+from jgt.rules import SHIPPED_RULES, Rules, expand, match_input, rules_from_node
+from jgt.rules.spec import axes_in
+
+from ..code.files import Code
+from ..config import Run, load, rules_document
+
+STAGE = "stage"
+LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
+"""The keys that are a layout."""
+SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
+"""The shipped rules that a search tries. The others are special cases of these."""
+MOST_ROWS = 16
+"""The most rows that a device computes at once. With more, matmuls are not faster, and activations are larger."""
+SCHEDULES = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
+RECOMPUTE = ("matmuls", "block", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A pipeline. gather: whether weights become whole once a step or layer by layer."""
+
+    schedule: str
+    virtual: int | None
+    microbatches: int
+    remat: str
+    gather: str
+
+    @property
+    def text(self) -> str:
+        """Such as `interleaved 2 x 16, layer`."""
+        chunks = "" if self.virtual is None else f" {self.virtual}"
+        remat = "" if self.remat == "none" else f", {self.remat}"
+        return f"{self.schedule}{chunks} x {self.microbatches}{remat}{', gather layer' if self.gather == 'layer' else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layout. mesh: axes outermost first. rules: `jgt:fsdp`, or None for the rules of the run's file. remat: None for the file's.
+
+    batch_axes: the axes that split the batch. rows: the rows of the batch that a device computes at once.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    rules: str | None
+    batch_axes: tuple[str, ...]
+    accumulate: int
+    rows: int
+    remat: str | None
+    stages: Stages | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh as a mapping."""
+        return dict(self.mesh)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts that a step computes one after another."""
+        return self.accumulate if self.stages is None else self.stages.microbatches
+
+    @property
+    def overrides(self) -> list[str]:
+        """The layout as assignments of a command line, which `load` takes."""
+        found = [f"mesh={{{', '.join(f'{axis}: {size}' for axis, size in self.mesh)}}}", f"train.accumulate={self.accumulate}"]
+        if self.rules is not None:
+            found.append(f"rules={self.rules}")
+        if self.remat is not None:
+            found.append(f"train.remat={self.remat}")
+        if (s := self.stages) is not None:
+            values = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, "remat": s.remat}
+            values |= {} if s.virtual is None else {"virtual": s.virtual}
+            values |= {"gather": s.gather}
+            found.append(f"pipeline={{{', '.join(f'{key}: {value}' for key, value in values.items())}}}")
+        return found
+
+    def to_document(self) -> dict[str, Any]:
+        """The layout as the sections of a run's file."""
+        train: dict[str, Any] = {"accumulate": self.accumulate}
+        found: dict[str, Any] = {"mesh": self.sizes}
+        if self.rules is not None:
+            found["rules"] = self.rules
+        if (s := self.stages) is not None:
+            virtual = {} if s.virtual is None else {"virtual": s.virtual}
+            pipeline = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, **virtual}
+            found["pipeline"] = {**pipeline, "remat": s.remat, "gather": s.gather}
+        if self.remat is not None:
+            train["remat"] = self.remat
+        return {**found, "train": train}
+
+    @property
+    def mesh_text(self) -> str:
+        """Such as `fsdp 8 x tensor 4`; axes of size 1 are left out."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """A run whose layout is open, and what of the layout is set.
+
+    run: without mesh, rules and pipeline. mesh: the sizes that are set, by axis. axes: the only axes there may be; None if a size is -1 or
+    there is no mesh. rules: the run's own. remat, accumulate: None if they are open. given: the keys of the layout that are set.
+    """
+
+    run: Run
+    mesh: Mapping[str, int]
+    axes: tuple[str, ...] | None
+    rules: Rules | None
+    remat: str | None
+    accumulate: int | None
+    given: tuple[str, ...]
+
+    @classmethod
+    def read(cls, config: str, overrides: Sequence[str], code: Code, free: Collection[str] = ()) -> Open:
+        """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
+        root, problems = read(locate(config)), list[str]()
+        for assignment in overrides:
+            with collect(problems):
+                root = override(root, assignment)
+        run = load(config, [*overrides, "mesh=null", "rules=null", "pipeline=null", "budget=null"], code=code, problems=problems)
+
+        def given(key: str) -> Node | None:
+            node: Node | None = None if key in free else root
+            for name in key.split("."):
+                node = None if node is None or not isinstance(node.value, dict) else node.children.get(name)
+            return None if node is None or node.value is None else node
+
+        if (pipeline := given("pipeline")) is not None:
+            problems.append(pipeline.problem("a search chooses the pipeline itself, but this one is set. Free it with pipeline=null"))
+        mesh = given("mesh")
+        sizes = {} if mesh is None else read_sizes(mesh, problems)
+        rules = None
+        if (node := given("rules")) is not None:
+            document = rules_document(node, Path(config).parent, problems)
+            rules = None if document is None else rules_from_node(document)
+        if problems:
+            raise InputError(problems)
+        remat, accumulate = (None if (node := given(f"train.{key}")) is None else node.plain() for key in ("remat", "accumulate"))
+        return cls(
+            run=run,
+            mesh={axis: size for axis, size in sizes.items() if size != -1},
+            # A mesh without a -1 has no room for another axis.
+            axes=None if not sizes or -1 in sizes.values() else tuple(sizes),
+            rules=rules,
+            remat=None if remat in (None, "auto") else str(remat),
+            accumulate=accumulate,
+            given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
+        )
+
+
+def rules_of(fixed: Open, *, has_experts: bool) -> dict[str | None, Rules]:
+    """The rules to try by their name: the run's own, under None, or the shipped ones."""
+    if fixed.rules is not None:
+        return {None: fixed.rules}
+    names = [name for name in SHIPPED if (name == "experts") is has_experts]
+    return {f"jgt:{name}": rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES))) for name in names}
+
+
+def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
+    """All layouts of a run on so many devices that its file leaves open. Raises InputError if the file leaves nothing that fits."""
+    run = fixed.run
+    model = run.config.model
+    has_experts = getattr(model, "experts", None) is not None
+    found: list[Candidate] = []
+    for name, rules in rules_of(fixed, has_experts=has_experts).items():
+        batch, others = _axes_of(rules)
+        for mesh in _meshes((*batch, *others), fixed, num_devices):
+            if _is_special_case(name, batch, others, mesh):
+                continue
+            found += _splits(fixed, name, batch, mesh)
+    if not found:
+        shown = ", ".join(f"{axis}={size}" for axis, size in fixed.mesh.items()) or "no fixed size"
+        batch_size = run.config.train.batch
+        raise InputError(
+            [
+                f"{run.where('mesh')}: search: no layout uses {num_devices} devices with {shown} and train.batch {batch_size}. "
+                "Each axis has to divide the number of devices, and the axes of the batch its rows. Free more keys with KEY=null"
+            ]
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _axes_of(rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split the batch, and the other ones that the rules name."""
+    rule = match_input(rules, "batch/inputs", 2).rule
+    batch = () if rule is None else expand(rule.spec, 2)[0]
+    named = {axis for rule in rules.spec_rules() for axis in axes_in(rule.spec)}
+    named |= {rule.experts.axis for rule in rules.signals if rule.experts} | {rule.overlap.axis for rule in rules.signals if rule.overlap}
+    return batch, tuple(axis for axis in sorted(named) if axis not in batch)
+
+
+def _meshes(axes: Sequence[str], fixed: Open, num_devices: int) -> Iterator[dict[str, int]]:
+    """All sizes of these axes, outermost first, that multiply to the number of devices."""
+    # Axes that talk most are innermost, next to each other on a host.
+    ordered = sorted(axes, key=lambda axis: _ORDER.get(axis, 1))
+    if any(size > 1 and axis not in ordered for axis, size in fixed.mesh.items()):
+        return
+    open_axes = [axis for axis in ordered if axis not in fixed.mesh]
+    rest, over = divmod(num_devices, math.prod(fixed.mesh.get(axis, 1) for axis in ordered))
+    if over or (fixed.axes is not None and rest != 1):
+        return
+    for sizes in _factors(rest, len(open_axes)):
+        chosen = dict(zip(open_axes, sizes, strict=True))
+        yield {axis: fixed.mesh.get(axis, chosen.get(axis, 1)) for axis in ordered}
+
+
+_ORDER = {"replica": 0, "data": 1, "fsdp": 2, "expert": 3, STAGE: 4, "context": 5, "tensor": 6}
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product of so many factors."""
+    if count == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in (d for d in range(1, number + 1) if number % d == 0):
+        for rest in _factors(number // first, count - 1):
+            yield (first, *rest)
+
+
+def _is_special_case(name: str | None, batch: Sequence[str], others: Sequence[str], mesh: Mapping[str, int]) -> bool:
+    """Whether other rules say the same on this mesh: shipped rules with an axis of size 1 are those without it."""
+    if name is None:
+        return False
+    # A pipeline may do without tensor, and experts are on any number of devices.
+    needed = [axis for axis in others if axis != "tensor" or STAGE not in others]
+    needed += ["replica", "fsdp"] if "replica" in batch else []
+    return any(mesh[axis] == 1 for axis in needed) or (name == "jgt:pipeline_sequence" and mesh["tensor"] == 1)
+
+
+def _splits(fixed: Open, name: str | None, batch: tuple[str, ...], mesh: Mapping[str, int]) -> Iterator[Candidate]:
+    """The ways to compute the batch on a mesh: parts, pipeline, recompute."""
+    run = fixed.run
+    rows, over = divmod(run.config.train.batch, math.prod(mesh[axis] for axis in batch))
+    if over:
+        return
+    own = not hasattr(run.config.model, "layers")
+    remats: tuple[str | None, ...] = (None,) if own or fixed.remat is not None else RECOMPUTE
+    for at_once in (n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0 and n & (n - 1) == 0):
+        parts = rows // at_once
+        plain = Candidate(mesh=tuple(mesh.items()), rules=name, batch_axes=batch, rows=at_once, accumulate=1, remat=None)
+        if mesh.get(STAGE, 1) > 1:
+            if fixed.accumulate in (None, 1):
+                layers = getattr(run.config.model, "layers", None)
+                # A pipeline recomputes by its own key, whose `layer` is the trainer's `block`, or a layer by the trainer's.
+                kept = [remat for remat in remats if remat != "block" or len(remats) == 1]
+                for remat, stages in itertools.product(kept, _pipelines(mesh, parts, layers)):
+                    if stages.remat == "none" or remat in (None, "none"):
+                        yield replace(plain, remat=remat, stages=stages)
+        elif fixed.accumulate in (None, parts):
+            for remat in remats:
+                yield replace(plain, accumulate=parts, remat=remat)
+
+
+def _pipelines(mesh: Mapping[str, int], microbatches: int, layers: int | None) -> Iterator[Stages]:
+    num_stages = mesh[STAGE]
+    # With fewer microbatches than stages, more than half of a step is bubble.
+    if microbatches < num_stages:
+        return
+    gathers = ("step", "layer") if mesh.get("fsdp", 1) > 1 else ("step",)
+    for (schedule, virtual), remat, gather in itertools.product(SCHEDULES, ("none", "layer"), gathers):
+        chunks = num_stages * (virtual or 1)
+        if layers is not None and (layers < chunks or (virtual is not None and layers % chunks)):
+            continue
+        if virtual is not None and microbatches % num_stages:
+            continue
+        yield Stages(schedule=schedule, virtual=virtual, microbatches=microbatches, remat=remat, gather=gather)

@@ -1,0 +1,135 @@
+"""`jgt plan --search --targets A,B`: which machine to rent. A search on each target, and the offers that follow from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jgt.document import InputError, collect, describe, nearest, read
+from jgt.hardware.chip import Target, chip_names, parse_target
+
+from .offers import Job, Offer, chip_of, offer_of, print_offers, ranked
+from .search import LayoutSearch
+
+_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_OPTIONS = "targets", "price", "tokens", "deadline"
+
+Begin = Callable[[Target], LayoutSearch]
+"""Makes the search for a target, which has not begun. Raises InputError if there is nothing to search."""
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a choice of machines."""
+    parser.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
+    parser.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help="with --tokens: how many GPUs are needed to be done in so many days")
+
+
+def is_choice(arguments: argparse.Namespace) -> bool:
+    """Whether the command line asks for more than a layout: several targets, money or days."""
+    return any(getattr(arguments, name) is not None for name in _OPTIONS)
+
+
+def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Target, ...], Job]:
+    """The targets and what is to be trained on them. Raises InputError with every problem."""
+    problems: list[str] = []
+    targets: tuple[Target, ...] = ()
+    if arguments.targets is not None and arguments.target is not None:
+        problems.append("command line: --target and --targets exclude each other. Put all targets into --targets")
+    text = arguments.targets or arguments.target
+    if text is None:
+        problems.append("command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8")
+    elif not problems:
+        with collect(problems):
+            targets = parse_targets(text)
+    tokens, days, prices = None, arguments.deadline, None
+    if arguments.tokens is not None:
+        with collect(problems):
+            tokens = parse_tokens(arguments.tokens)
+    if days is not None and not 0 < days < math.inf:
+        problems.append(f"command line: --deadline: must be a number of days above 0, not {days:g}")
+    if days is not None and arguments.tokens is None:
+        problems.append("command line: --deadline needs --tokens, the tokens that have to be done by then")
+    if arguments.price is not None:
+        with collect(problems):
+            prices = read_prices(arguments.price, [chip_of(target) for target in targets])
+    if problems:
+        raise InputError(problems)
+    return targets, Job(batch_tokens=batch_tokens, tokens=tokens, days=days, prices=prices)
+
+
+def search_targets(targets: Sequence[Target], job: Job, begin: Begin) -> list[tuple[Offer, LayoutSearch | None]]:
+    """Searches on one target after another, until Ctrl-C. Returns the offers, the best first, each with its search."""
+    found: list[tuple[Offer, LayoutSearch | None]] = []
+    is_interrupted = False
+    for target in targets:
+        search, problem = None, "not reached"
+        if not is_interrupted:
+            print(f"{target.text}:", file=sys.stderr, flush=True)
+            try:
+                search = begin(target)
+                search.run()
+                is_interrupted, problem = search.is_interrupted, "nothing fits"
+            except InputError as error:
+                # Another target may have a layout.
+                search, problem = None, error.problems[0]
+        found.append((offer_of(target, search, problem, job), search))
+    best_first = {id(offer): rank for rank, offer in enumerate(ranked([offer for offer, _ in found], job))}
+    return sorted(found, key=lambda pair: best_first[id(pair[0])])
+
+
+def show_offers(offers: Sequence[Offer], job: Job, *, as_json: bool) -> None:
+    """Prints the offers."""
+    if as_json:
+        print(json.dumps({"version": 1, "targets": [offer.to_json() for offer in offers]}, indent=1))
+    else:
+        print_offers(offers, job)
+
+
+def parse_targets(text: str) -> tuple[Target, ...]:
+    """The targets of `h100:8x8,h200:8x8`. Raises InputError with every problem."""
+    problems: list[str] = []
+    found: list[Target] = []
+    for part in text.split(","):
+        with collect(problems):
+            found.append(parse_target(part.strip()))
+    names = [target.text for target in found]
+    problems += [f"command line: --targets: {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if problems:
+        raise InputError(problems)
+    return tuple(found)
+
+
+def parse_tokens(text: str) -> float:
+    """A number of tokens: 15T, 300B, 2.5e9. Raises InputError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?)([KMBT]?)", text.strip())
+    value = float(match[1]) * _SUFFIXES[match[2]] if match else math.nan
+    if not 0 < value < math.inf:
+        raise InputError([f"command line: --tokens: {text} is not a number of tokens, such as 15T, 300B or 2.5e9"])
+    return value
+
+
+def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
+    """The prices of a YAML file: dollars for an hour of one GPU by the name of its chip. chips: those that need one.
+
+    Raises InputError with every problem.
+    """
+    root, problems, prices = read(path), list[str](), dict[str, float]()
+    for name, node in root.children.items():
+        price = node.value
+        if name not in chip_names():
+            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, chip_names())}"))
+        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
+        else:
+            prices[name] = float(price)
+    missing = [name for name in dict.fromkeys(chips) if name not in root.children]
+    problems += [f"{path}: the price of {name} is missing. Add a line such as {name}: 2.5" for name in missing]
+    if problems:
+        raise InputError(problems)
+    return prices
