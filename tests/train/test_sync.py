@@ -59,7 +59,7 @@ def plain(made):
         ("sync={axis: replica}", 2e-6),
         pytest.param("sync={axis: replica, wire: bf16}", 2e-3, marks=pytest.mark.slow),
         pytest.param("sync={axis: replica, wire: int8}", 2e-3, marks=pytest.mark.slow),
-        ("sync={axis: replica, wire: int8, feedback: true}", 2e-3),
+        pytest.param("sync={axis: replica, wire: int8, feedback: true}", 2e-3, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, plain, sync, tolerance):
@@ -96,6 +96,7 @@ def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
     jax.tree.map(np.testing.assert_array_equal, begun, setup.evaluated(setup.init()))
 
 
+@pytest.mark.slow
 def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
     means, outer = made(*HYBRID, PHASES), made(*HYBRID, DILOCO)
     (mean, _), (moved, _) = first_steps(means, 3), first_steps(outer, 3)

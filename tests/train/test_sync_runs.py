@@ -64,6 +64,7 @@ def test_a_run_ends_with_an_exchange_and_its_model_is_what_all_replicas_have(who
     same(jgt.load(folder).params, setup.model_params(anchor))
 
 
+@pytest.mark.slow
 def test_another_run_starts_from_the_last_exchange(whole, tiny_file):
     folder, _, position = whole
     for sync in (OUTER, "sync=null"):
