@@ -7,18 +7,18 @@ from its keys: the keys of rules are not those of runs.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgt.document import InputError, collect, describe, is_file, locate, nearest, read
-from jgt.hardware.chip import Target, chip_names, parse_target
+from jgt.document import InputError, collect, is_file, locate, read
+from jgt.hardware.chip import Target, parse_target
 from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code
 from ..config import Config, Run, load
+from ..search.targets import read_prices
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 """Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""
@@ -53,7 +53,8 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
         problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
     elif arguments.price is not None and target is not None:
         with collect(problems):
-            price = read_price(arguments.price, target)
+            chip = target.text.partition(":")[0]
+            price = read_prices(arguments.price, [chip])[chip]
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
@@ -116,23 +117,3 @@ def _keys(path: str) -> set[str]:
         return set(read(locate(path)).children)
     except InputError:
         return set()
-
-
-def read_price(path: str, target: Target) -> float:
-    """The dollars for an hour of one GPU of a target, from a YAML file with the prices of chips. Raises InputError with every problem."""
-    root, problems, prices = read(path), list[str](), dict[str, float]()
-    chip = target.text.partition(":")[0]
-    names = list(dict.fromkeys([*chip_names(), chip]))
-    for name, node in root.children.items():
-        price = node.value
-        if name not in names:
-            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
-        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
-            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
-        else:
-            prices[name] = float(price)
-    if chip not in root.children:
-        problems.append(f"{path}: the price of {chip} is missing. Add a line such as {chip}: 2.5")
-    if problems:
-        raise InputError(problems)
-    return prices[chip]

@@ -113,10 +113,12 @@ def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
     Raises InputError with every problem.
     """
     root, problems, prices = read(path), list[str](), dict[str, float]()
+    # A chip of the user's own may have a price, too.
+    names = list(dict.fromkeys([*chip_names(), *chips]))
     for name, node in root.children.items():
         price = node.value
-        if name not in chip_names():
-            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, chip_names())}"))
+        if name not in names:
+            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
         elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
             problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
         else:
