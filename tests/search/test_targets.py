@@ -7,6 +7,7 @@ import pytest
 
 from jgt.document import InputError
 from jgt.hardware.chip import parse_target
+from train.plan.__main__ import main
 from train.search.offers import Job, offer_of, print_offers, ranked
 from train.search.plans import Answer
 from train.search.search import Try
@@ -144,3 +145,10 @@ def test_a_target_is_needed_once(given):
 def test_a_plain_search_is_not_a_choice():
     assert not is_choice(arguments(target="h100:1x8"))
     assert is_choice(arguments(target="h100:1x8", tokens="1T"))
+
+
+def test_options_of_a_search_are_refused_without_one(capsys):
+    assert main(["configs/llama-8b.yaml", "--target", "h100:1x8", "--tokens", "1T", "--write", "best.yaml"]) == 2
+    text = capsys.readouterr().err
+    assert "--tokens needs --search" in text
+    assert "--write needs --search" in text

@@ -21,7 +21,7 @@ from jgt.planner.budget import overruns
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
 from ..config import Run, load
-from ..search.command import add_arguments, search
+from ..search.options import add_arguments
 from .asked import Asked, read_asked
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: planned, within the budget and equal to the lock. 1: not so, and stderr says where. 2: the input is wrong."""
     arguments = parser().parse_args(argv)
     if arguments.search:
+        # It imports numpy.
+        from ..search.command import search
+
         return search(arguments)
     try:
         asked = read_asked(arguments)

@@ -23,6 +23,8 @@ from ..search.targets import read_prices
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 """Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""
 
+_OF_A_SEARCH = "targets", "tokens", "deadline", "write", "picture"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -41,6 +43,9 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     """What the arguments ask for. Raises InputError with all problems."""
     problems: list[str] = []
     target, price = None, None
+    # Options of a search that would be without effect.
+    alone = [f"--{name}" for name in _OF_A_SEARCH if getattr(arguments, name, None) is not None]
+    problems += [f"command line: {name} needs --search" for name in alone]
     with collect(problems):
         target = None if arguments.target is None else parse_target(arguments.target, arguments.chip, arguments.set)
     if arguments.target is None:

@@ -21,26 +21,7 @@ from .estimate import Shape
 from .plans import Answer, Plans, Question, plans_folder
 from .search import LayoutSearch, Try, layout_text
 from .space import LAYOUT, Open, candidates
-from .targets import add_target_arguments, is_choice, read_job, search_targets, show_offers
-
-SECONDS, TOP = 300, 6
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a search."""
-    group = parser.add_argument_group("search")
-    group.add_argument(
-        "--search",
-        action="store_true",
-        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the file leaves them open",
-    )
-    group.add_argument("--free", action="store_true", help="search what the file sets, too; values on the command line stay")
-    group.add_argument("--time", type=_seconds, default=SECONDS, metavar="S", help=f"seconds that a search may take ({SECONDS})")
-    group.add_argument("--top", type=_count, default=TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({TOP})")
-    group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
-    group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
-    group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
-    add_target_arguments(parser)
+from .targets import is_choice, read_job, search_targets, show_offers
 
 
 def search(arguments: argparse.Namespace) -> int:
@@ -201,17 +182,3 @@ def _nothing_fits(found: LayoutSearch) -> str:
     needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {layout_text(nearest.candidate)}"
     remedy = "Use more or larger devices, or a smaller train.batch"
     return f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. {needs}. {remedy}"
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return value

@@ -23,13 +23,6 @@ Begin = Callable[[Target], LayoutSearch]
 """Makes the search for a target, which has not begun. Raises InputError if there is nothing to search."""
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a choice of machines."""
-    parser.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
-    parser.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
-    parser.add_argument("--deadline", type=float, metavar="DAYS", help="with --tokens: how many GPUs are needed to be done in so many days")
-
-
 def is_choice(arguments: argparse.Namespace) -> bool:
     """Whether the command line asks for more than a layout: several targets, money or days."""
     return any(getattr(arguments, name) is not None for name in _OPTIONS)
