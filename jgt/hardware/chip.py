@@ -8,13 +8,14 @@ has another network than the next one, with the same GPUs.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt.document import Bound, InputError, Node, bind, collect, override, read, suggestion
+from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
@@ -193,3 +194,26 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     # Plans of one target with different figures are plans of different hardware.
     text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
     return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]))
+
+
+def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
+    """The prices of a YAML file: dollars for an hour of one GPU by the name of its chip. chips: those that need one.
+
+    Raises InputError with every problem.
+    """
+    root, problems, prices = read(path), list[str](), dict[str, float]()
+    # A chip of the user's own may have a price, too.
+    names = list(dict.fromkeys([*chip_names(), *chips]))
+    for name, node in root.children.items():
+        price = node.value
+        if name not in names:
+            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
+        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
+        else:
+            prices[name] = float(price)
+    missing = [name for name in dict.fromkeys(chips) if name not in root.children]
+    problems += [f"{path}: the price of {name} is missing. Add a line such as {name}: 2.5" for name in missing]
+    if problems:
+        raise InputError(problems)
+    return prices

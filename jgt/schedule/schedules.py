@@ -47,6 +47,11 @@ class Schedule(NamedTuple):
     virtual: int | None
     good_for: str
 
+    @property
+    def splits_weights(self) -> bool:
+        """Whether gradients of weights are a pass of their own."""
+        return self.build(2, 2, self.chunks_per_stage(None)).weight is not None
+
     def chunks_per_stage(self, virtual: int | None) -> int:
         """The number of chunks on a stage if the user asks for `virtual`, which a schedule with a fixed number ignores."""
         return self.virtual or virtual or DEFAULT_VIRTUAL
@@ -128,5 +133,9 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 """Every schedule by its name, in the order in which they are listed."""
 
+TRIED: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
+"""The schedules and numbers of chunks that a search tries. The others keep more, or send more than their smaller bubble saves."""
+CHUNKED: Mapping[str, str] = {"1f1b": "interleaved", "zb": "zb_interleaved"}
+"""For schedules with one chunk of layers on a stage: the schedule of the same kind with several."""
 FREE_NAMES = tuple(name for name, schedule in SCHEDULES.items() if schedule.virtual is None)
 """The schedules that take any number of chunks a stage."""

@@ -43,7 +43,7 @@ def test_bash_offers_commands(bash):
 
 def test_bash_offers_the_flags_of_a_command(bash):
     assert set(offered(bash, "jgt", "train", "run.yaml", "--")) == {*train_parser().flags(), "--help"}
-    assert offered(bash, "jgt", "plan", "--ta") == ["--target"]
+    assert offered(bash, "jgt", "plan", "--ta") == ["--target", "--targets"]
     assert offered(bash, "jgt", "schema", "r") == ["run", "rules"]
     # Files: what the shell offers by itself.
     assert offered(bash, "jgt", "train", "ru") == []

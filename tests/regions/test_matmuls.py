@@ -254,7 +254,8 @@ def test_a_plan_for_gpus_shows_what_is_hidden():
     )
     assert plain.exposed_ms["tensor"] > 1
     assert rings.exposed_ms["tensor"] < 0.35 * plain.exposed_ms["tensor"]
-    assert rings.step_time_ms < 0.92 * plain.step_time_ms
+    # Matmuls in eight parts are slower than whole ones, which takes back a half of what is hidden.
+    assert rings.step_time_ms < 0.96 * plain.step_time_ms
     # Nothing else has changed: what is computed, and what is sent, where.
     assert rings.flops_per_device == plain.flops_per_device
     sent = {(c.signal, c.axes) for c in rings.collectives if c.total_bytes > 1000}

@@ -42,7 +42,7 @@ def test_gpt_looks_positions_up():
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA GB200", 2250e12), ("cpu", None)],
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA GB200", 2500e12), ("cpu", None)],
 )
 def test_peak_of_a_device(kind, peak):
     assert peak_flops(kind) == peak

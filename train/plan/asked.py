@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError, collect, is_file, locate, read
-from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.chip import Target, parse_target, read_prices
 from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code
 from ..config import Config, Run, load
-from ..search.targets import read_prices
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 """Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""

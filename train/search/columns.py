@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jgt.schedule.find import find_table
+from jgt.schedule.schedules import SCHEDULES
 from jgt.schedule.simulate import Simulation, simulate
 
 from .parts import Numbers
@@ -49,7 +50,7 @@ class Columns:
         self.remat = np.array([self.names.index(remat_of(one)) for one in space])
         self.remats = np.column_stack([self.remat == index for index in range(len(self.names))]).astype(float)
         self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
-        split = [one.stages is not None and one.stages.schedule.startswith("zb") for one in space]
+        split = [one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in space]
         self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, split]).astype(float)
 
 

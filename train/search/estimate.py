@@ -29,6 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jgt.schedule.schedules import SCHEDULES, TRIED
+
 from ..models.config import ModelConfig, OwnModel
 from .columns import KEPT, Columns, bubble_of, in_flight, others_of
 from .parts import Factor, Numbers, Portion, Sum
@@ -237,7 +239,7 @@ class Estimator:
         alive = np.array([in_flight(one) for one in self.space])
         inputs = step.layer_bytes * c.rows * alive / c.stages
         # A pass of its own for the gradients of weights reads what the layer has kept, whatever is recomputed.
-        zb = np.array([one.stages is not None and one.stages.schedule.startswith("zb") for one in self.space])
+        zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in self.space])
         kept = {"kept for zb": np.where(zb, KEPT["none"] * inputs / c.tensor, 0)}
         kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
@@ -257,7 +259,7 @@ class Estimator:
         }
 
 
-_SCHEDULES = "1f1b", "zb", "interleaved"
+_SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
 
 
 def _with_prior(sizes: Mapping[str, Numbers], prior: Mapping[str, float]) -> tuple[Mapping[str, Numbers], list[float]]:

@@ -23,6 +23,7 @@ from jgt.document import InputError, Node, collect, locate, override, read
 from jgt.mesh.sizes import read_sizes
 from jgt.rules import SHIPPED_RULES, Rules, expand, match_input, rules_from_node
 from jgt.rules.spec import axes_in
+from jgt.schedule.schedules import TRIED
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
@@ -34,7 +35,6 @@ SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap",
 """The shipped rules that a search tries. The others are special cases of these."""
 MOST_ROWS = 16
 """The most rows that a device computes at once. With more, matmuls are not faster, and activations are larger."""
-SCHEDULES = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
 RECOMPUTE = ("matmuls", "block", "none")
 
 
@@ -280,7 +280,7 @@ def _pipelines(mesh: Mapping[str, int], microbatches: int, layers: int | None) -
     if microbatches < num_stages:
         return
     gathers = ("step", "layer") if mesh.get("fsdp", 1) > 1 else ("step",)
-    for (schedule, virtual), remat, gather in itertools.product(SCHEDULES, ("none", "layer"), gathers):
+    for (schedule, virtual), remat, gather in itertools.product(TRIED, ("none", "layer"), gathers):
         chunks = num_stages * (virtual or 1)
         if layers is not None and (layers < chunks or (virtual is not None and layers % chunks)):
             continue

@@ -8,10 +8,9 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from jgt.document import InputError, collect, describe, nearest, read
-from jgt.hardware.chip import Target, chip_names, parse_target
+from jgt.document import InputError, collect
+from jgt.hardware.chip import Target, parse_target, read_prices
 
 from .offers import Job, Offer, chip_of, offer_of, print_offers, ranked
 from .search import LayoutSearch
@@ -105,26 +104,3 @@ def parse_tokens(text: str) -> float:
     if not 0 < value < math.inf:
         raise InputError([f"command line: --tokens: {text} is not a number of tokens, such as 15T, 300B or 2.5e9"])
     return value
-
-
-def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
-    """The prices of a YAML file: dollars for an hour of one GPU by the name of its chip. chips: those that need one.
-
-    Raises InputError with every problem.
-    """
-    root, problems, prices = read(path), list[str](), dict[str, float]()
-    # A chip of the user's own may have a price, too.
-    names = list(dict.fromkeys([*chip_names(), *chips]))
-    for name, node in root.children.items():
-        price = node.value
-        if name not in names:
-            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
-        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
-            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
-        else:
-            prices[name] = float(price)
-    missing = [name for name in dict.fromkeys(chips) if name not in root.children]
-    problems += [f"{path}: the price of {name} is missing. Add a line such as {name}: 2.5" for name in missing]
-    if problems:
-        raise InputError(problems)
-    return prices

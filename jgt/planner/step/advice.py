@@ -18,6 +18,7 @@ from jgt.hlo.collectives import Collective
 from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
 from jgt.planner.step.speed import PipelineSchedule, Workload, schedule_of
+from jgt.schedule.schedules import CHUNKED
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
@@ -116,9 +117,10 @@ def _bubble(facts: Facts) -> Iterator[Advice]:
         more = 2 * schedule.microbatches
         candidates.append(("pipeline.microbatches", f"{more} instead of {schedule.microbatches}", {"microbatches": more}))
     layers = facts.work.value("model.layers")
-    if schedule.name == "1f1b" and isinstance(layers, int) and layers % (2 * schedule.stages) == 0:
-        options: dict[str, int | str] = {"schedule": "interleaved", "virtual": 2}
-        candidates.append(("pipeline.schedule", "interleaved with pipeline.virtual: 2 instead of 1f1b", options))
+    chunked = CHUNKED.get(schedule.name)
+    if chunked is not None and isinstance(layers, int) and layers % (2 * schedule.stages) == 0:
+        options: dict[str, int | str] = {"schedule": chunked, "virtual": 2}
+        candidates.append(("pipeline.schedule", f"{chunked} with pipeline.virtual: 2 instead of {schedule.name}", options))
     for key, change, options in candidates:
         try:
             bubble = schedule_of(pipeline, facts.mesh, **options).bubble

@@ -15,13 +15,13 @@ def run_on(tiny, small_disk, monkeypatch):
     plain, ballast = Checkpoints.save, small_disk / "ballast"
 
     def _run_on(left, *, full_from, free_from):
-        def save(self, state, step, samples):
+        def save(self, state, step, *more):
             if step == full_from:
                 self.wait()
                 ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - left))
             elif step == free_from:
                 ballast.unlink()
-            plain(self, state, step, samples)
+            plain(self, state, step, *more)
 
         monkeypatch.setattr(Checkpoints, "save", save)
         run = tiny(f"run.dir={small_disk / 'run'}", "train.steps=10", "checkpoint.every=1")
