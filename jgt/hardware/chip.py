@@ -159,11 +159,16 @@ def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
+    name = name_of(device_kind)
+    return None if name is None else load_chip(name)
+
+
+def name_of(device_kind: str) -> str | None:
+    """The name of a device kind's chip, as in a target; None if there is no file for it."""
     # The longest name first, should one be a part of another: GB200 and B200.
     names = sorted(chip_names(), key=len, reverse=True)
     same = next((name for name in names if load_chip(name).name == device_kind), None)
-    found = same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
-    return None if found is None else load_chip(found)
+    return same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
 
 
 def _plain(name: str) -> str:

@@ -76,7 +76,18 @@ def test_other_devices_or_other_keys_choose_anew(start):
     run, _ = start("h100:1x4")
     assert run.mesh != start("h100:1x8")[0].mesh
     start("h100:1x8", "train.batch=32")
-    assert Planned.searches == ["h100:1x8", "h100:1x4", "h100:1x8", "h100:1x8"]
+    start("h100:1x8", "train.batch=32", "model.layers=4")
+    assert Planned.searches == ["h100:1x8", "h100:1x4", "h100:1x8", "h100:1x8", "h100:1x8"]
+    # Another number of steps is the same work.
+    start("h100:1x8", "train.batch=32", "model.layers=4", "train.steps=7")
+    assert len(Planned.searches) == 5
+
+
+@pytest.mark.parametrize(("kind", "chip"), [("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA A100-SXM4-80GB", "a100")])
+def test_a_device_is_known_by_its_kind(kind, chip, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(FILE)
+    monkeypatch.setattr(auto, "_devices", lambda run, where: (4, kind))
+    assert target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto").text == f"{chip}:1x4"
 
 
 def test_what_the_file_sets_stays(start):

@@ -9,6 +9,7 @@ import pytest
 from jgt.hardware.chip import parse_target
 from train.code.files import Code
 from train.config import load
+from train.plan.__main__ import main as plan
 from train.search.answer import accuracy, answer_json, print_answer, run_document, why_slower, write_run
 from train.search.plans import Answer, Plans, Question
 from train.search.search import LayoutSearch, Try
@@ -157,3 +158,10 @@ def test_a_worker_that_dies_takes_only_its_plan(tmp_path, monkeypatch):
     plans.close()
     assert "died" in answer.problems[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_which_nothing_compiles_is_wrong_input(make_search, monkeypatch, capsys):
+    search, _ = make_search(refuses=lambda _: True)
+    monkeypatch.setattr("train.search.command.LayoutSearch", lambda **_: search)
+    assert plan(["--config", search.question.config, "--target", "h100:4x8", "--search"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "cannot be compiled"

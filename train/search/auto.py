@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes
-from jgt.hardware.chip import Target, chip_names, parse_target
+from jgt.hardware.chip import Target, chip_names, name_of, parse_target
 
 from ..code.files import read_code
 from ..config import Run, load
@@ -49,8 +50,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     target = target_at_hand(run, where)
     path, code = run.config.run.path / CHOICE, read_code(arguments.code)
     opened = Open.read(arguments.config, arguments.overrides, code)
-    # What decides the choice beside the devices.
-    asked = {"target": target.text, "batch": run.config.train.batch, "set": sorted(arguments.overrides)}
+    asked = {"target": target.text, "run": _checksum(opened)}
     known = _read(path)
     if known is not None and known["asked"] == asked:
         say(f"train.auto: {target.text}: {known['layout']}, chosen at an earlier start ({path})")
@@ -74,6 +74,14 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         )
         chosen = _chosen(search, path, asked, where, say)
     return load(arguments.config, [*arguments.overrides, *chosen], code=code)
+
+
+def _checksum(opened: Open) -> str:
+    """The SHA-256 of what a choice depends on beside the devices: the model, its update, and what the file sets of the layout."""
+    run, values = opened.run, opened.run.resolved()
+    layout = [opened.mesh, opened.axes, repr(opened.rules), opened.remat, opened.accumulate]
+    parts = [values["model"], values["optimizer"], run.config.train.batch, layout, run.code.checksum]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, say: Say) -> list[str]:
@@ -104,11 +112,9 @@ def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
 def target_at_hand(run: Run, where: str) -> Target:
     """The devices of this machine as a target. Raises InputError if there are no times for them."""
     count, kind = _devices(run, where)
-    # The longest name first, should one be the beginning of another.
-    names = sorted(chip_names(), key=len, reverse=True)
-    chip = next((name for name in names if name.upper() in kind.upper()), None)
+    chip = name_of(kind)
     if chip is None:
-        known = ", ".join(sorted(names))
+        known = ", ".join(chip_names())
         raise InputError([f"{where}: there are no times for the device {kind}, so layouts cannot be compared. Known chips: {known}"])
     return parse_target(f"{chip}:1x{count}")
 

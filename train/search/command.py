@@ -30,13 +30,14 @@ def search(arguments: argparse.Namespace) -> int:
         return _choose(arguments)
     try:
         found = _search(arguments)
+        _say_given(arguments)
+        own = _own_layout(arguments, found)
+        # Raises if not even the simplest layouts can be compiled, with what is wrong with them.
+        found.run()
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     config, tokens = arguments.config, _tokens(arguments)
-    _say_given(arguments)
-    own = _own_layout(arguments, found)
-    found.run()
     best = found.best
     if best is None:
         print(_nothing_fits(found), file=sys.stderr)
@@ -162,8 +163,11 @@ def _own_layout(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | 
     overrides = (*arguments.overrides, f"devices.virtual_cpu={found.target.num_devices}")
     with contextlib.suppress(InputError):
         load(arguments.config, overrides, code=read_code(arguments.code))
-        question = replace(found.question, overrides=overrides)
-        return found.plans.ask(question).result()
+        try:
+            return found.plans.ask(replace(found.question, overrides=overrides)).result()
+        except KeyboardInterrupt:
+            found.plans.close()
+            raise
     return None
 
 
