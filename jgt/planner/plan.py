@@ -28,7 +28,7 @@ from jgt.hlo.origin import full_signal
 from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
-from jgt.planner.flops import flops
+from jgt.planner.flops import Flops, flops
 from jgt.planner.formulas import Expected, expected, usage_of
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
@@ -149,24 +149,18 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     formulas = expected(compiled, params, usage)
     exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
-    if schedule is not None:
-        rows = tuple(replace(row, rule=schedule.where) if row.signal == PIPELINE_SIGNAL else row for row in rows)
+    rows = tuple(_ruled(row, schedule) for row in rows)
     remats = rematerializations(compiled.lines, module)
-    # Both counts are those of all devices together. The quotient is one device's share if no work is repeated.
-    executed = sum(row.executed for row in traced) / num_devices
-    useful = sum(row.useful for row in traced if row.phase != "recompute") / num_devices
+    executed, useful = _flops_per_device(traced, num_devices)
     names = {row.signal for row in rows}
-    step_ms = None if network is None else walk.seconds * 1e3
-    parts = {part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]}
-    exposed = {axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()}
     facts = Facts(
         work=work,
         mesh=mesh,
         memory=memory,
         schedule=schedule,
-        step_ms=step_ms,
-        parts_ms=parts,
-        exposed_ms=exposed,
+        step_ms=None if network is None else walk.seconds * 1e3,
+        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
+        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
         rows=rows,
         sent=sent,
     )
@@ -179,10 +173,10 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         memory=memory,
         flops_per_device=executed,
         model_flops_per_device=useful,
-        step_time_ms=step_ms,
+        step_time_ms=facts.step_ms,
         step_time_error=_error(target, module, memory),
         step_time_caveat=_caveat(memory),
-        parts_ms=parts,
+        parts_ms=facts.parts_ms,
         speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
         schedule=schedule,
         timeline=tuple(panels(module.entry, timeline.tracks, lambda signal: full_signal(signal, names))),
@@ -194,10 +188,21 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         parameters=params,
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
-        exposed_ms=exposed,
+        exposed_ms=facts.exposed_ms,
         assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
+
+
+def _flops_per_device(traced: Sequence[Flops], num_devices: int) -> tuple[float, float]:
+    """FLOPs with all repeated work, and those of the model: counts of all devices together, of which each has its share."""
+    useful = sum(row.useful for row in traced if row.phase != "recompute")
+    return sum(row.executed for row in traced) / num_devices, useful / num_devices
+
+
+def _ruled(row: SignalRow, schedule: PipelineSchedule | None) -> SignalRow:
+    """The row of a pipeline's own work names the section that asks for it."""
+    return replace(row, rule=schedule.where) if schedule is not None and row.signal == PIPELINE_SIGNAL else row
 
 
 def _rounded(value: object) -> object:
