@@ -134,7 +134,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 """Every schedule by its name, in the order in which they are listed."""
 
 TRIED: tuple[tuple[str, int | None], ...] = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
-"""The schedules and numbers of chunks that a search tries. The others keep more, or send more than their smaller bubble saves."""
+"""The schedules and numbers of chunks that a search tries. gpipe and zigzag have the bubble of 1f1b; zb_interleaved is left to the user."""
 CHUNKED: Mapping[str, str] = {"1f1b": "interleaved", "zb": "zb_interleaved"}
 """For schedules with one chunk of layers on a stage: the schedule of the same kind with several."""
 FREE_NAMES = tuple(name for name, schedule in SCHEDULES.items() if schedule.virtual is None)

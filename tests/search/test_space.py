@@ -57,6 +57,14 @@ def test_what_is_set_stays(override, holds, run_file):
     assert all(map(holds, found))
 
 
+def test_an_axis_of_the_command_line_stays_where_the_mesh_is_free(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {batch: 32}\nmesh: {fsdp: 16}\nrules: jgt:fsdp\n")
+    found = candidates(Open.read(str(path), [MODEL, "mesh.tensor=1"], Code(), ["mesh", "rules"]), 16)
+    assert {one.sizes.get("tensor", 1) for one in found} == {1}
+    assert len({one.sizes.get("fsdp", 1) for one in found}) > 3
+
+
 def test_rules_of_ones_own_say_which_axes_there_are(run_file, tmp_path):
     (tmp_path / "own.yaml").write_text("axes: {batch: [data]}\ninputs: {'batch/*': [batch, null]}\nparams: {'**': [model, ...]}\n")
     found = space(run_file, "rules=own.yaml", "mesh=null")

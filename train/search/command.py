@@ -152,7 +152,7 @@ def _search(arguments: argparse.Namespace) -> LayoutSearch:
 
 def _opened(arguments: argparse.Namespace) -> Open:
     given = {text.partition("=")[0] for text in arguments.overrides}
-    free = [key for key in LAYOUT if arguments.free and not any(key == name or name.startswith(f"{key}.") for name in given)]
+    free = [key for key in LAYOUT if arguments.free and key not in given]
     return Open.read(arguments.config, arguments.overrides, read_code(arguments.code), free)
 
 

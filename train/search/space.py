@@ -150,7 +150,7 @@ class Open:
         if (pipeline := given("pipeline")) is not None:
             problems.append(pipeline.problem("a search chooses the pipeline itself, but this one is set. Free it with pipeline=null"))
         mesh = given("mesh")
-        sizes = {} if mesh is None else read_sizes(mesh, problems)
+        sizes = _given_sizes(root) if "mesh" in free else {} if mesh is None else read_sizes(mesh, problems)
         rules = None
         if (node := given("rules")) is not None:
             document = rules_document(node, Path(config).parent, problems)
@@ -162,12 +162,19 @@ class Open:
             run=run,
             mesh={axis: size for axis, size in sizes.items() if size != -1},
             # A mesh without a -1 has no room for another axis.
-            axes=None if not sizes or -1 in sizes.values() else tuple(sizes),
+            axes=None if mesh is None or -1 in sizes.values() else tuple(sizes),
             rules=rules,
             remat=None if remat in (None, "auto") else str(remat),
             accumulate=accumulate,
             given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
         )
+
+
+def _given_sizes(root: Node) -> dict[str, int]:
+    """The axes of a mesh that the command line sets one by one: `mesh.tensor=1`."""
+    mesh = root.children.get("mesh")
+    axes = {} if mesh is None or not isinstance(mesh.value, dict) else mesh.children
+    return {axis: node.value for axis, node in axes.items() if isinstance(node.value, int) and node.where.startswith("command line")}
 
 
 def rules_of(fixed: Open, *, has_experts: bool) -> dict[str | None, Rules]:
