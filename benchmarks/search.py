@@ -80,7 +80,7 @@ def errors(best: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def kendall(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float:
-    """Kendall's tau of the seconds of pairs of two descriptions: 1 if they rank alike, -1 if in reverse."""
+    """Kendall's tau of two rankings of layouts, by estimates and by plans: 1 if they are the same, -1 if one is the reverse."""
     signs = [
         (a["seconds"] - c["seconds"]) * (b["seconds"] - d["seconds"])
         for (a, b), (c, d) in itertools.combinations(pairs, 2)

@@ -158,13 +158,13 @@ def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a device kind, as JAX writes it (`NVIDIA H100 80GB HBM3`); None if there is no file for it."""
+    """The chip of a device, by JAX's `device_kind` (`NVIDIA H100 80GB HBM3`); None if no file describes it."""
     name = name_of(device_kind)
     return None if name is None else load_chip(name)
 
 
 def name_of(device_kind: str) -> str | None:
-    """The name of a device kind's chip, as in a target; None if there is no file for it."""
+    """The chip's name in a target, such as h100, by JAX's `device_kind`; None if no file describes it."""
     # The longest name first, should one be a part of another: GB200 and B200.
     names = sorted(chip_names(), key=len, reverse=True)
     same = next((name for name in names if load_chip(name).name == device_kind), None)

@@ -4,7 +4,7 @@ Links form levels: the fast ones of a host or of a rack, and those between them.
 i-1, and devices are numbered domain by domain. A ring over a group that spans several domains passes each domain once; a domain with g
 members runs g rings at once, each through the port of another member, so that a port between domains carries a g-th of the bytes.
 
-The time is that of the slowest level, plus the hops: each of the n-1 steps of a ring waits for the one before it. Permutations have one
+The time is that of the slowest level, plus the hops: each of the n-1 steps of a ring waits for the previous step. A permutation has one
 step, and an all-to-all sends to all members at once.
 """
 

@@ -43,7 +43,7 @@ class Batch:
     """The inputs of one data shard, those with rows as [microbatches, rows of one, ...].
 
     statistics: sums over the whole batch that microbatches read. shard: which of `num_shards` parts of the batch this is. first: the number
-    of the first microbatch among those of the whole shard, of which these may be a part.
+    of the first microbatch. It is not 0 if these are only some of the shard's microbatches.
     """
 
     kinds: tuple[InputKind, ...] = field(metadata={"static": True})

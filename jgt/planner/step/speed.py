@@ -70,7 +70,7 @@ class PipelineSchedule:
 
 
 def schedule_of(pipeline: Pipeline, mesh: Mapping[str, int], **changes: int | str) -> PipelineSchedule:
-    """The schedule of a pipeline on a mesh. changes: of its fields. Raises InputError if there is no such schedule."""
+    """The schedule of a pipeline on a mesh. changes: fields with other values. Raises InputError if no schedule has these numbers."""
     lines = pipeline.lines
     pipeline = replace(pipeline, **changes) if changes else pipeline
     table = find_table(pipeline.schedule, mesh.get(pipeline.axis, 1), pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))

@@ -1,6 +1,6 @@
 """What the page of a plan draws: the mesh by hosts, the time and the memory as bars, and the step over time.
 
-All of it is HTML and CSS with widths in percent, so that it is as sharp and as wide as the window, and readable in the source.
+The drawings are HTML and CSS with widths in percent. So they are sharp at any size, fill the window, and can be read in the source.
 """
 
 from __future__ import annotations
