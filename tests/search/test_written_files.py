@@ -1,0 +1,58 @@
+"""Files that a search writes are taken by the other commands as they are, and train what the run's own file trains."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+import jgt
+from jgt.__main__ import main as jgt_main
+from train.code.files import Code
+from train.search.answer import run_document, write_run
+from train.search.plans import Answer
+from train.search.search import Try
+from train.search.space import Open, candidates
+
+MODELS = {
+    "gpt": "{kind: gpt, layers: 4, embed: 32, heads: 8, vocab: 256, seq: 32}",
+    "llama": "{kind: llama, layers: 4, embed: 32, heads: 8, kv_heads: 8, ffn: 64, vocab: 256, seq: 32}",
+    "moe": "{kind: llama, layers: 4, embed: 32, heads: 8, kv_heads: 8, ffn: 64, vocab: 256, seq: 32, experts: {count: 8, choose: 2}}",
+}
+SHORT = ["train.steps=1", "train.eval_every=0", "sample.tokens=0", "checkpoint.every=100"]
+PLAN = Answer(seconds=1.0, peak_bytes=10**9, fits=True)
+
+
+def layouts(model, tmp_path):
+    """A layout of each form that a search of the model may find: rules, schedule, chunks, gathers and recompute."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {MODELS[model]}\ntrain: {{batch: 32, remat: auto, steps: 1}}\noptimizer: {{clip: 1.0}}\n")
+    forms = {}
+    for one in candidates(Open.read(str(path), [], Code()), 8):
+        stages = None if one.stages is None else replace(one.stages, microbatches=0)
+        forms.setdefault((one.rules, stages, one.remat, one.accumulate > 1), one)
+    return path, list(forms.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_written_file_is_checked_planned_and_trained(model, part, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path, found = layouts(model, tmp_path)
+    # XLA's code generator is not under test.
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        own = first_loss(path, "own")
+        for number, one in enumerate(found[part::8]):
+            written = tmp_path / f"best{number}.yaml"
+            best = Try(candidate=one, plan=PLAN, estimate=None)
+            write_run(written, run_document(str(path), [], best, tmp_path), best, "h100:1x8")
+            assert jgt_main(["check", str(written), "devices.virtual_cpu=8"]) == 0, capsys.readouterr().err
+            assert first_loss(written, f"{number}") == pytest.approx(own, abs=2e-5), one
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def first_loss(path, name):
+    result = jgt.run(str(path), [*SHORT, f"run.dir=runs/{name}"])
+    return next(row["loss"] for row in result.metrics if "loss" in row)
