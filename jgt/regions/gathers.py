@@ -81,17 +81,13 @@ def with_gathers(program: Program, gathers: Mapping[int, Gather], mesh: Mesh | A
 
 @dataclass(frozen=True)
 class GatherPolicy:
-    """A policy of jax.checkpoint that keeps everything but gathered weights of these shapes, whatever type they are cast to."""
+    """A policy of jax.checkpoint that keeps everything but gathered weights: what is made of arrays of these shapes alone."""
 
     shapes: frozenset[tuple[int, ...]]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        is_gather = params.get("name") == GATHERED or primitive.name.startswith("custom_vjp_call")
-        return not ((is_gather or primitive.name in _FORMS) and any(aval.shape in self.shapes for aval in avals))
-
-
-_FORMS = frozenset({"convert_element_type", "transpose", "reshape", "sharding_constraint", "copy"})
-"""What becomes of a weight before a matmul."""
+        arrays = [aval.shape for aval in avals if aval.shape]
+        return not (arrays and all(shape in self.shapes for shape in arrays))
 
 
 def policy_of(program: Program) -> GatherPolicy | None:
@@ -101,12 +97,20 @@ def policy_of(program: Program) -> GatherPolicy | None:
 
 
 def _gathered_shapes(program: Program) -> Iterator[tuple[int, ...]]:
+    """The shapes of weights that a program gathers, of their blocks and of the scales of these."""
     for equation in jx.body(program).eqns:
         inside = [one for part in jx.subprograms(equation) for one in jx.body(part).eqns] if jx.has_custom_derivative(equation) else []
-        if any(map(is_gathered, inside)):
-            yield jx.shape_of(equation.outvars[0])
-        elif jx.is_call(equation):
+        for one in filter(is_gathered, inside):
+            yield jx.shape_of(one.outvars[0])
+            yield from _pinned_shapes(one)
+        if jx.is_call(equation):
             yield from _gathered_shapes(*jx.subprograms(equation))
+
+
+def _pinned_shapes(equation: Equation) -> list[tuple[int, ...]]:
+    """The shapes of numbers and of scales in the call that gathers a weight."""
+    (inner,) = jx.subprograms(equation)
+    return list(dict.fromkeys(jx.shape_of(e.outvars[0]) for e in jx.body(inner).eqns if e.primitive.name == "sharding_constraint"))
 
 
 def is_gathered(equation: Equation) -> bool:
@@ -116,11 +120,8 @@ def is_gathered(equation: Equation) -> bool:
 
 def share_of(equation: Equation) -> Fraction:
     """The bytes that travel for each number of a weight in this call: one, and the share of a scale in f32."""
-    (inner,) = jx.subprograms(equation)
-    numbers = next(e for e in jx.body(inner).eqns if e.primitive.name == "sharding_constraint")
-    before = jx.shape_of(numbers.outvars[0])
-    (scale,) = {jx.shape_of(e.outvars[0]) for e in jx.body(inner).eqns if e.primitive.name == "sharding_constraint"} - {before}
-    return 1 + Fraction(4 * math.prod(scale), math.prod(before))
+    numbers, scales = _pinned_shapes(equation)
+    return 1 + Fraction(4 * math.prod(scales), math.prod(numbers))
 
 
 _Waiting = dict[Var, tuple[int, Gather]]
