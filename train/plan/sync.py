@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from jgt.console import axes_text, make_console, make_table, size_text
 from jgt.planner.plan import Plan
 
-from ..setup import Setup
-
 _SCALES = 1 + 4 / 256
 """Bytes of a number in int8 with its share of the scale of its block."""
 WIRES: Mapping[str, float] = {"f32": 4.0, "bf16": 2.0, "int8": _SCALES}
@@ -25,36 +23,43 @@ PHASES = (1, 10, 50, 500)
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes."""
+    """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes.
+
+    fragments: in how many a phase exchanges the parameters; the plan is that of the largest one.
+    """
 
     plan: Plan
     every: int
+    fragments: int
     formula_bytes: int
 
     @property
     def ms_a_step(self) -> float | None:
-        """The time of an exchange, spread over the steps of a phase; None without a target."""
-        return None if self.plan.step_time_ms is None else self.plan.step_time_ms / self.every
+        """The time of the exchanges of a phase, spread over its steps; None without a target."""
+        return None if self.plan.step_time_ms is None else self.plan.step_time_ms * self.fragments / self.every
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`."""
-        return {"every": self.every, "formula_bytes": self.formula_bytes, "ms_a_step": self.ms_a_step, **self.plan.to_json()}
+        return {
+            "every": self.every,
+            "fragments": self.fragments,
+            "formula_bytes": self.formula_bytes,
+            "ms_a_step": self.ms_a_step,
+            **self.plan.to_json(),
+        }
 
 
-def formula_bytes(setup: Setup, wire: str) -> int:
-    """What one device sends in an exchange of all parameters."""
-    sync = setup.run.config.sync
-    assert sync is not None
-    replicas = setup.mesh.shape[sync.axis]
-    numbers = sum(place.bytes_per_device(setup.mesh) // place.dtype.itemsize for place in setup.stored.parameters)
+def formula_bytes(numbers: int, replicas: int, wire: str) -> int:
+    """What one device sends in an exchange of so many numbers that it has."""
     return round(2 * (replicas - 1) / replicas * numbers * WIRES[wire])
 
 
 def print_exchange(step: Plan, exchange: Exchange) -> None:
     """Writes the plan of an exchange to stdout, for a person."""
     console = make_console()
-    console.print(f"Exchange, every {exchange.every} steps", style="bold", markup=False, highlight=False)
-    table = make_table("What one device sends in an exchange", ["collective", "sent over", "sent"], 2)
+    parts = f", in {exchange.fragments} fragments" if exchange.fragments > 1 else ""
+    console.print(f"Exchange, every {exchange.every} steps{parts}", style="bold", markup=False, highlight=False)
+    table = make_table("What one device sends in an exchange" + (" of a fragment" if parts else ""), ["collective", "sent over", "sent"], 2)
     for row in exchange.plan.collectives:
         table.add_row(f"{row.kind} {row.dtype}", axes_text(row.axes), size_text(row.total_bytes))
     table.add_row("formula", "", size_text(exchange.formula_bytes))
