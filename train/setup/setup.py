@@ -111,18 +111,18 @@ class Setup:
         losses = jax.tree.map(lambda _: whole, one.losses)
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
         average = () if one.average == () else place.gradients
-        variables, residual = (
-            place.inputs(one.variables, "variables"),
-            () if one.residual == () else residual_shardings(self.run, self.mesh, self.placement),
+        variables = place.inputs(one.variables, "variables")
+        residual, waiting = (
+            () if of == () else residual_shardings(self.run, self.mesh, self.placement) for of in (one.residual, one.waiting)
         )
-        return State(whole, place.params, moments, losses, variables, average, residual=residual)
+        return State(whole, place.params, moments, losses, variables, average, residual=residual, waiting=waiting)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
         return self._left(state) if self._reshapes else state
 
     def from_saved(self, state: State) -> State:
-        """The inverse of `to_save`. The state may lack its losses, average, momentum or residual."""
+        """The inverse of `to_save`. The state may lack its losses, average, momentum, residual or waiting gradients."""
         if not self._reshapes:
             return state
         absent = without_arrays(state)
@@ -318,7 +318,7 @@ class Setup:
 
 def without_arrays(state: State) -> dict[str, Any]:
     """The parts that a state may lack, and does, for the shardings of such a state."""
-    return {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
+    return {name: () for name in ("losses", "average", "momentum", "residual", "waiting") if not jax.tree.leaves(getattr(state, name))}
 
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:

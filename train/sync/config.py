@@ -36,6 +36,7 @@ class SyncConfig:
     every: 1 adds up gradients in each step. More: the groups of devices train for themselves, and exchange parameters every so many steps.
     outer: with every above 1, the step that the exchange takes. null: the mean of the parameters (local SGD, arXiv 1805.09767).
     wire: the type in which numbers travel over the axis. int8: in blocks of 256 with one scale each.
+    late: with every 1, the gradients of a step are added up beside the next one, and applied there: 0 or 1 steps late.
     fragments: with every above 1, the parameters are exchanged in so many parts, one after another in a phase (arXiv 2501.18512).
     overlap: with every above 1, the steps between an exchange and its use.
     blend: with overlap, how much a replica's own parameters count when it takes over what was exchanged. null: 0.5.
@@ -47,6 +48,7 @@ class SyncConfig:
     outer: OuterConfig | None = None
     wire: Literal["f32", "bf16", "int8"] = "f32"
     feedback: bool = False
+    late: Annotated[int, Bound(low=0, high=1)] = 0
     fragments: Annotated[int, Bound(low=1, high=10_000)] = 1
     overlap: Natural = 0
     blend: Fraction | None = None
@@ -61,6 +63,8 @@ class SyncConfig:
         if self.outer is not None and self.every == 1:
             yield "outer", "is a step on parameters, but every: 1 exchanges gradients. Raise every, or remove the key"
         yield from self._fragment_problems()
+        if self.late and self.every > 1:
+            yield "late", f"is about gradients, but every: {self.every} exchanges parameters. Remove the key, or use every: 1"
         if self.feedback and self.every > 1:
             yield "feedback", f"is for gradients, but every: {self.every} exchanges parameters. Remove the key, or use every: 1"
         elif self.feedback and self.wire != "int8":
