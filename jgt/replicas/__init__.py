@@ -7,6 +7,6 @@ step.
 
 from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange, restored, rounded
 from jgt.replicas.replicas import Replicas
-from jgt.replicas.riders import with_riders
+from jgt.replicas.riders import Pack, turns_of, with_riders
 
-__all__ = ["BLOCK", "Replicas", "WireType", "blocked", "exchange", "restored", "rounded", "with_riders"]
+__all__ = ["BLOCK", "Pack", "Replicas", "WireType", "blocked", "exchange", "restored", "rounded", "turns_of", "with_riders"]

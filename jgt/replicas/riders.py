@@ -4,56 +4,117 @@ XLA starts and ends a collective in the same loop body, or outside of all loops.
 is thus not hidden by it: the devices wait for it, before the scan or after it. Here each turn of the scan adds up one part of the arrays,
 which needs nothing that the turn computes. Of the scans in a program, the one that goes over the most bytes is taken: the layers.
 
-A part is a run of entries along a dim that no mesh axis splits. Arrays without a dim that the number of layers divides stay outside.
+A part is a run of entries along a dim that no mesh axis splits. `Pack` makes one array of the parts of many, as long as the scan has turns,
+since each array of its own would be several kernels in each turn. Arrays without a dim that the number of turns divides stay outside.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.parts import Flat, flatten
+from jgt.replicas.replicas import Replicas
 
 _R = TypeVar("_R")
-Added = Callable[[jax.Array], jax.Array]
+_Arrays = list[jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Arrays of replicas, [R, ...] each, as few arrays [R, turns, numbers]: those that are split over the same axes are one.
+
+    places: the shardings of the arrays, without R. groups: by the axes, the numbers of the arrays and the dim that is cut. rest: the others.
+    """
+
+    replicas: Replicas
+    turns: int
+    places: tuple[NamedSharding, ...]
+    groups: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]], places: Sequence[NamedSharding], replicas: Replicas, turns: int) -> Pack:
+        """For arrays of these shapes, without R. turns: of the scan; 0: there is none."""
+        groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        for n, (shape, place) in enumerate(zip(shapes, places, strict=True)):
+            dims = sharding_dims(place, len(shape))
+            sizes = place.mesh.shape
+            free = (d for d, (size, axes) in enumerate(zip(shape, dims, strict=True)) if size % turns == 0 and num_parts(axes, sizes) == 1)
+            dim = next(free, None) if turns > 1 else None
+            if dim is not None:
+                named = {axis for axes in dims for axis in axes if sizes[axis] > 1}
+                groups.setdefault(tuple(axis for axis in place.mesh.axis_names if axis in named), []).append((n, dim))
+        found = tuple((axes, tuple(of)) for axes, of in groups.items())
+        return cls(replicas=replicas, turns=turns, places=tuple(places), groups=found)
+
+    @property
+    def rest(self) -> list[int]:
+        """The numbers of the arrays that are not packed."""
+        packed = {n for _, of in self.groups for n, _ in of}
+        return [n for n in range(len(self.places)) if n not in packed]
+
+    def packed(self, arrays: Sequence[jax.Array]) -> _Arrays:
+        """The packs of arrays, [R, turns, numbers] each. Every device packs what it has."""
+
+        def on_device(*local: jax.Array) -> _Arrays:
+            return [jnp.concatenate([_cut(local[n][0], dim, self.turns) for n, dim in of], axis=1)[None] for _, of in self.groups]
+
+        lifted = tuple(self.replicas.lifted(place).spec for place in self.places)
+        made = [PartitionSpec(self.replicas.axes, None, axes or None) for axes, _ in self.groups]
+        return jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=lifted, out_specs=made, check_vma=False)(*arrays)
+
+    def unpacked(self, packs: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
+        """By number, the arrays [...] of packs [turns, numbers]. shapes: of all arrays."""
+        numbers = [n for _, of in self.groups for n, _ in of]
+
+        def on_device(*local: jax.Array) -> _Arrays:
+            found: _Arrays = []
+            for pack, (_, of) in zip(local, self.groups, strict=True):
+                start = 0
+                for n, dim in of:
+                    shape = self.places[n].shard_shape(shapes[n])
+                    size = math.prod(shape) // self.turns
+                    found.append(_joined(pack[:, start : start + size], dim, shape, self.turns))
+                    start += size
+            return found
+
+        made = tuple(PartitionSpec(None, axes or None) for axes, _ in self.groups)
+        specs = [self.places[n].spec for n in numbers]
+        arrays = jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=made, out_specs=specs, check_vma=False)(*packs)
+        return dict(zip(numbers, arrays, strict=True))
+
+
+def turns_of(fn: Callable[..., Any], *args: Any) -> int:
+    """The number of turns of the scan over layers in a function; 0 without one."""
+    leaves, tree = jax.tree.flatten(args)
+    program, _ = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
+    flat = flatten(program)
+    number = _layers(flat)
+    return 0 if number is None else flat.eqns[number].params["length"]
 
 
 def with_riders(
-    fn: Callable[..., _R], args: Sequence[Any], riders: Sequence[jax.Array], places: Sequence[NamedSharding], added: Added
-) -> tuple[_R, list[jax.Array]]:
-    """fn(*args), and `added` of each rider. Added part by part in the turns of the scan over layers, where there is one.
-
-    places: the shardings of the riders. added: a function of a part, the same for every entry of the other dims.
-    """
+    fn: Callable[..., _R], args: Sequence[Any], riders: Sequence[jax.Array], added: Callable[[jax.Array], jax.Array]
+) -> tuple[_R, _Arrays]:
+    """fn(*args), and `added` of each entry [...] of each rider [turns, ...]: one entry in each turn of the scan over layers."""
+    if not riders:
+        return fn(*args), []
     leaves, tree = jax.tree.flatten(tuple(args))
-
-    def of_leaves(*leaves: Any) -> _R:
-        return fn(*jax.tree.unflatten(tree, leaves))
-
-    program, out_tree = jx.trace(of_leaves, *leaves)
+    program, out_tree = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
     flat = flatten(program)
     number = _layers(flat)
-    turns = 0 if number is None else flat.eqns[number].params["length"]
-    dims = [_dim_of(x.shape, place, turns) for x, place in zip(riders, places, strict=True)]
-    inside = [n for n, dim in enumerate(dims) if dim is not None]
-    found = {n: added(x) for n, x in enumerate(riders) if n not in inside}
-    if number is None or not inside:
-        return fn(*args), [found[n] for n in range(len(riders))]
-    cut = [_cut(riders[n], cast(int, dims[n]), turns) for n in inside]
-    results = _run(flat, number, leaves, cut, added)
-    own = len(flat.outvars)
-    for n, x in zip(inside, results[own:], strict=True):
-        found[n] = _joined(x, cast(int, dims[n]))
-    return jax.tree.unflatten(out_tree, results[:own]), [found[n] for n in range(len(riders))]
+    assert number is not None, "riders need a scan"
+    results, own = _run(flat, number, leaves, riders, added), len(flat.outvars)
+    return jax.tree.unflatten(out_tree, results[:own]), results[own:]
 
 
 def _layers(flat: Flat) -> int | None:
@@ -67,7 +128,9 @@ def _layers(flat: Flat) -> int | None:
     return max(scans, key=lambda n: scanned(flat.eqns[n]), default=None)
 
 
-def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: Sequence[jax.Array], added: Added) -> list[jax.Array]:
+def _run(
+    flat: Flat, number: int, leaves: Sequence[Any], riders: Sequence[jax.Array], added: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
     """The results of a program whose scan takes the riders along, and then what became of them."""
     scan = flat.eqns[number]
     (body,) = jx.subprograms(scan)
@@ -97,17 +160,12 @@ def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: Sequence[jax.Ar
     return jx.evaluate(new, [*leaves, *whole.consts.values(), *riders])
 
 
-def _dim_of(shape: tuple[int, ...], place: NamedSharding, turns: int) -> int | None:
-    """The dim along which an array is cut into a part for each turn; None if there is none."""
-    dims = enumerate(zip(shape, sharding_dims(place, len(shape)), strict=True))
-    free = (dim for dim, (size, axes) in dims if turns > 1 and size % turns == 0 and num_parts(axes, place.mesh.shape) == 1)
-    return next(free, None)
-
-
 def _cut(x: jax.Array, dim: int, turns: int) -> jax.Array:
-    return jnp.moveaxis(x.reshape(*x.shape[:dim], turns, -1, *x.shape[dim + 1 :]), dim, 0)
+    """[turns, numbers]: of each turn a run of entries along a dim."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], turns, -1, *x.shape[dim + 1 :]), dim, 0).reshape(turns, -1)
 
 
-def _joined(x: jax.Array, dim: int) -> jax.Array:
-    x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+def _joined(x: jax.Array, dim: int, shape: tuple[int, ...], turns: int) -> jax.Array:
+    """The inverse of `_cut`."""
+    parts = x.reshape(turns, *shape[:dim], shape[dim] // turns, *shape[dim + 1 :])
+    return jnp.moveaxis(parts, 0, dim).reshape(shape)

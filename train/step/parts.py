@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgt.replicas import Replicas, WireType, exchange, with_riders
+from jgt.replicas import Pack, Replicas, WireType, exchange, turns_of, with_riders
 
 from .objective import Arrays, Objective, Part
 
@@ -70,7 +70,7 @@ class Apart:
 
     @property
     def can_ride(self) -> bool:
-        """Whether sums of the last step's gradients can ride along in a scan: they travel as they are, with one part of the batch beside."""
+        """Whether sums of the last step's gradients can ride along in a scan: they travel as they are, beside one part of the batch."""
         wired = self.wired
         return wired is not None and wired.is_late and wired.wire != "int8" and self.replicas.axes == wired.replicas.axes
 
@@ -169,28 +169,43 @@ class Parts:
     def _riding(
         self, apart: Apart, objective: Objective, used: Any, variables: Any, batch: Arrays, carried: Carried
     ) -> tuple[jax.Array, Any, Carried]:
-        """The losses of all replicas, the sums of what was waiting, and their own gradients, which wait. The sums ride in the layer scan."""
-        wired, replicas = apart.wired, apart.replicas
+        """The losses of all replicas, the sums of what was waiting, which ride in the layer scan, and their own gradients, which wait."""
+        wired, replicas, rows = apart.wired, apart.replicas, apart.replicas.rows(batch)
         assert wired is not None
         waiting, structure = jax.tree.flatten(carried.waiting)
-        places = jax.tree.leaves(wired.shardings)
+        places, shapes = jax.tree.leaves(wired.shardings), [x.shape[1:] for x in waiting]
+        pack = Pack.of(shapes, places, replicas, _turns(replicas, objective, used, variables, rows))
 
-        def differentiated(rows: Arrays, waiting: list[jax.Array]) -> tuple[jax.Array, Any, list[jax.Array]]:
+        def differentiated(rows: Arrays, riders: list[jax.Array]) -> tuple[jax.Array, Any, list[jax.Array]]:
             def loss(used: Any) -> tuple[jax.Array, list[jax.Array]]:
-                (value, _), sums = with_riders(objective.loss, (used, variables, rows), waiting, places, replicas.sum)
+                (value, _), sums = with_riders(objective.loss, (used, variables, rows), riders, replicas.sum)
                 return value, sums
 
             (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(used)
             return value, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
-        values, gradients, sums = replicas.map(differentiated, (0, 0), (0, 0, None))(replicas.rows(batch), waiting)
+        values, gradients, packs = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, pack.packed(waiting))
         gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lifted, apart.shardings))
-        sums = jax.lax.with_sharding_constraint([x.astype(jnp.float32) for x in sums], places)
+        found = pack.unpacked(packs, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype) for n in pack.rest}
+        sums = jax.lax.with_sharding_constraint([found[n].astype(jnp.float32) for n in range(len(waiting))], places)
         return values, jax.tree.unflatten(structure, sums), Carried(carried.residual, apart.waiting(gradients))
 
     def _split(self, batch: Arrays) -> Arrays:
         # [b, ...] → [parts, b / parts, ...]. Part i takes rows i, i + parts, ...: each part has rows of every device, and none has to move.
         return jax.tree.map(lambda x: x.reshape(x.shape[0] // self.count, self.count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _turns(replicas: Replicas, objective: Objective, used: Any, variables: Any, rows: Any) -> int:
+    """The number of turns of the scan over layers."""
+    found: list[int] = []
+
+    def probe(rows: Arrays) -> jax.Array:
+        found.append(turns_of(objective.loss, used, variables, rows))
+        return jnp.zeros(())
+
+    # Under the map, where the loss is traced anyway.
+    jax.eval_shape(replicas.map(probe), rows)
+    return found[0]
 
 
 def first_residual(params: Any, replicas: int, dtype: Any = jnp.float32) -> Any:
