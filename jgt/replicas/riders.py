@@ -4,8 +4,8 @@ XLA starts and ends a collective in the same loop body, or outside of all loops.
 is thus not hidden by it: the devices wait for it, before the scan or after it. Here each turn of the scan adds up one part of the arrays,
 which needs nothing that the turn computes. Of the scans in a program, the one that goes over the most bytes is taken: the layers.
 
-A part is a run of entries along a dim that no mesh axis splits. `Pack` makes one array of the parts of many, as long as the scan has turns,
-since each array of its own would be several kernels in each turn. Arrays without a dim that the number of turns divides stay outside.
+A part is a run of entries along a dim that no mesh axis splits. `Pack` makes one sum of the parts of many
+arrays, since the sum of each would be several kernels in each turn. Arrays without a dim that the number of turns divides stay outside.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from jgt.replicas.replicas import Replicas
 
 _R = TypeVar("_R")
 _Arrays = list[jax.Array]
+_Riders = list[_Arrays]
+_Ride = Callable[[_Riders], _Arrays]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Arrays of replicas, [R, ...] each, as few arrays [R, turns, numbers]: those that are split over the same axes are one.
+    """Arrays of replicas, [R, ...] each, cut into a part for each turn of a scan. Those that are split over the same axes travel as one.
 
-    places: the shardings of the arrays, without R. groups: by the axes, the numbers of the arrays and the dim that is cut. rest: the others.
+    turns: of the scan; 0 without one. places: the shardings of the arrays, without R. groups: by the axes, the number of each array and the
+    dim that is cut.
     """
 
     replicas: Replicas
@@ -58,38 +61,42 @@ class Pack:
 
     @property
     def rest(self) -> list[int]:
-        """The numbers of the arrays that are not packed."""
-        packed = {n for _, of in self.groups for n, _ in of}
-        return [n for n in range(len(self.places)) if n not in packed]
+        """The numbers of the arrays that cannot be cut."""
+        cut = {n for _, of in self.groups for n, _ in of}
+        return [n for n in range(len(self.places)) if n not in cut]
 
-    def packed(self, arrays: Sequence[jax.Array]) -> _Arrays:
-        """The packs of arrays, [R, turns, numbers] each. Every device packs what it has."""
+    def cut(self, arrays: Sequence[jax.Array]) -> list[_Arrays]:
+        """By group, of each array the parts on each device: [R, turns, devices, numbers]. Nothing moves, and of stacked layers nothing is copied."""
 
-        def on_device(*local: jax.Array) -> _Arrays:
-            return [jnp.concatenate([_cut(local[n][0], dim, self.turns) for n, dim in of], axis=1)[None] for _, of in self.groups]
+        def on_device(*local: jax.Array) -> list[_Arrays]:
+            return [[_cut(local[n][0], dim, self.turns)[None, :, None] for n, dim in of] for _, of in self.groups]
 
         lifted = tuple(self.replicas.lifted(place).spec for place in self.places)
-        made = [PartitionSpec(self.replicas.axes, None, axes or None) for axes, _ in self.groups]
+        made = [[PartitionSpec(self.replicas.axes, None, axes or None)] * len(of) for axes, of in self.groups]
         return jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=lifted, out_specs=made, check_vma=False)(*arrays)
 
-    def unpacked(self, packs: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
-        """By number, the arrays [...] of packs [turns, numbers]. shapes: of all arrays."""
+    def sums(self, parts: list[_Arrays]) -> _Arrays:
+        """Inside of `Replicas.map`: of one turn the sum of each group, [devices, numbers], from the parts of its arrays."""
+        return [self.replicas.sum(jnp.concatenate(of, axis=-1)) for of in parts]
+
+    def joined(self, sums: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
+        """By number, the arrays [...] from the sums of all turns, [turns, devices, numbers]. shapes: of all arrays."""
         numbers = [n for _, of in self.groups for n, _ in of]
 
         def on_device(*local: jax.Array) -> _Arrays:
             found: _Arrays = []
-            for pack, (_, of) in zip(local, self.groups, strict=True):
+            for whole, (_, of) in zip(local, self.groups, strict=True):
                 start = 0
                 for n, dim in of:
                     shape = self.places[n].shard_shape(shapes[n])
                     size = math.prod(shape) // self.turns
-                    found.append(_joined(pack[:, start : start + size], dim, shape, self.turns))
+                    found.append(_joined(whole[:, 0, start : start + size], dim, shape, self.turns))
                     start += size
             return found
 
         made = tuple(PartitionSpec(None, axes or None) for axes, _ in self.groups)
         specs = [self.places[n].spec for n in numbers]
-        arrays = jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=made, out_specs=specs, check_vma=False)(*packs)
+        arrays = jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=made, out_specs=specs, check_vma=False)(*sums)
         return dict(zip(numbers, arrays, strict=True))
 
 
@@ -102,10 +109,8 @@ def turns_of(fn: Callable[..., Any], *args: Any) -> int:
     return 0 if number is None else flat.eqns[number].params["length"]
 
 
-def with_riders(
-    fn: Callable[..., _R], args: Sequence[Any], riders: Sequence[jax.Array], added: Callable[[jax.Array], jax.Array]
-) -> tuple[_R, _Arrays]:
-    """fn(*args), and `added` of each entry [...] of each rider [turns, ...]: one entry in each turn of the scan over layers."""
+def with_riders(fn: Callable[..., _R], args: Sequence[Any], riders: _Riders, ride: _Ride) -> tuple[_R, _Arrays]:
+    """fn(*args), and the results of `ride`, which each turn of the scan over layers calls with its part of the riders: [turns, ...] each."""
     if not riders:
         return fn(*args), []
     leaves, tree = jax.tree.flatten(tuple(args))
@@ -113,7 +118,7 @@ def with_riders(
     flat = flatten(program)
     number = _layers(flat)
     assert number is not None, "riders need a scan"
-    results, own = _run(flat, number, leaves, riders, added), len(flat.outvars)
+    results, own = _run(flat, number, leaves, riders, ride), len(flat.outvars)
     return jax.tree.unflatten(out_tree, results[:own]), results[own:]
 
 
@@ -128,36 +133,33 @@ def _layers(flat: Flat) -> int | None:
     return max(scans, key=lambda n: scanned(flat.eqns[n]), default=None)
 
 
-def _run(
-    flat: Flat, number: int, leaves: Sequence[Any], riders: Sequence[jax.Array], added: Callable[[jax.Array], jax.Array]
-) -> list[jax.Array]:
+def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: _Riders, ride: _Ride) -> _Arrays:
     """The results of a program whose scan takes the riders along, and then what became of them."""
-    scan = flat.eqns[number]
+    scan, (flat_riders, tree) = flat.eqns[number], jax.tree.flatten(riders)
     (body,) = jx.subprograms(scan)
     num_consts, num_carry = jx.scan_sizes(scan)
     first, count = num_consts + num_carry, len(scan.invars)
 
-    def loop(*operands: jax.Array) -> list[jax.Array]:
+    def loop(*operands: jax.Array) -> _Arrays:
         constants, carry = operands[:num_consts], list(operands[num_consts:first])
 
-        def turn(carry: list[jax.Array], both: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], Any]:
+        def turn(carry: _Arrays, both: tuple[_Arrays, _Arrays]) -> tuple[_Arrays, tuple[_Arrays, _Arrays]]:
             xs, parts = both
             after = jx.evaluate(body, [*constants, *carry, *xs])
-            return after[:num_carry], (after[num_carry:], [added(x) for x in parts])
+            return after[:num_carry], (after[num_carry:], ride(jax.tree.unflatten(tree, parts)))
 
         params = {name: scan.params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, sums) = jax.lax.scan(turn, carry, (list(operands[first:count]), list(operands[count:])), **params)
         return [*carry, *ys, *sums]
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in riders]
-    program, _ = jx.trace(loop, *[a.aval for a in scan.invars], *shapes)
+    program, _ = jx.trace(loop, *[a.aval for a in scan.invars], *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat_riders])
     inner = jx.body(program)
     inputs = [jx.new_var_like(v) for v in inner.invars[count:]]
     made = [jx.new_var_like(cast(Var, v)) for v in inner.outvars[len(scan.outvars) :]]
     eqns = jx.inlined(program, scan, [*scan.invars, *inputs], [*scan.outvars, *made])
     whole = replace(flat, eqns=(*flat.eqns[:number], *eqns, *flat.eqns[number + 1 :]), outvars=(*flat.outvars, *made))
     new = jx.program_of(whole.program, [*whole.invars, *whole.consts, *inputs], whole.eqns, whole.outvars)
-    return jx.evaluate(new, [*leaves, *whole.consts.values(), *riders])
+    return jx.evaluate(new, [*leaves, *whole.consts.values(), *flat_riders])
 
 
 def _cut(x: jax.Array, dim: int, turns: int) -> jax.Array:

@@ -176,17 +176,17 @@ class Parts:
         places, shapes = jax.tree.leaves(wired.shardings), [x.shape[1:] for x in waiting]
         pack = Pack.of(shapes, places, replicas, _turns(replicas, objective, used, variables, rows))
 
-        def differentiated(rows: Arrays, riders: list[jax.Array]) -> tuple[jax.Array, Any, list[jax.Array]]:
+        def differentiated(rows: Arrays, riders: list[list[jax.Array]]) -> tuple[jax.Array, Any, list[jax.Array]]:
             def loss(used: Any) -> tuple[jax.Array, list[jax.Array]]:
-                (value, _), sums = with_riders(objective.loss, (used, variables, rows), riders, replicas.sum)
+                (value, _), sums = with_riders(objective.loss, (used, variables, rows), riders, pack.sums)
                 return value, sums
 
             (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(used)
             return value, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
-        values, gradients, packs = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, pack.packed(waiting))
+        values, gradients, turns = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, pack.cut(waiting))
         gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lifted, apart.shardings))
-        found = pack.unpacked(packs, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype) for n in pack.rest}
+        found = pack.joined(turns, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype) for n in pack.rest}
         sums = jax.lax.with_sharding_constraint([found[n].astype(jnp.float32) for n in range(len(waiting))], places)
         return values, jax.tree.unflatten(structure, sums), Carried(carried.residual, apart.waiting(gradients))
 
