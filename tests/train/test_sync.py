@@ -206,3 +206,35 @@ def test_what_was_exchanged_is_taken_over_some_steps_later(made):
     after, _ = programs.after(state, 6, is_last=False, since=0)
     for p, a, new in zip(*map(jax.tree.leaves, (before, anchor, jax.device_get(after.params))), strict=True):
         np.testing.assert_allclose(new, 0.25 * p + 0.75 * a[None], rtol=1e-6, atol=1e-7)
+
+
+CONSTANT = ("optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("sync={axis: replica, late: 1}",),
+        pytest.param(("sync={axis: replica, late: 1}", "train.accumulate=2"), marks=pytest.mark.slow),
+        pytest.param(("sync={axis: replica, late: 1, wire: int8, feedback: true}",), marks=pytest.mark.slow),
+        pytest.param(("sync={axis: replica, late: 1, wire: bf16}",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_late_gradient_is_applied_in_the_next_step(made, more):
+    late, plain = made(*HYBRID, *CONSTANT, *more), made(*HYBRID, *CONSTANT)
+    start = late.init()
+    first, second = (first_steps(late, steps) for steps in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first[0].params, start.params)
+    expected, losses = first_steps(plain, 1)
+    is_exact = "wire" not in more[0]
+    np.testing.assert_allclose(second[1][0], losses[0], rtol=0, atol=2e-6)
+    # AdamW divides by the gradient's own size, so that its rounding matters where it is small.
+    close = [np.isclose(x, y, rtol=0, atol=5e-5) for x, y in zip(*map(jax.tree.leaves, (second[0].params, expected.params)), strict=True)]
+    assert sum(map(np.sum, close)) >= (1 if is_exact else 0.9) * sum(x.size for x in close)
+
+
+def test_late_sums_ride_in_the_scan_over_layers(made):
+    setup = made(*HYBRID, "sync={axis: replica, late: 1}")
+    module = Module.parse(setup.compile_train_step().as_text())
+    over_replica = [c for c in collectives(module, in_loops=True) if "replica" in axes_of(c, dict(setup.mesh.shape))]
+    assert over_replica

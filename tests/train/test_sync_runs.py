@@ -116,10 +116,11 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_lost_in_rounding_is_in_the_checkpoint(tiny_file, tmp_path):
-    more = ("sync={axis: replica, wire: int8, feedback: true}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
+@pytest.mark.parametrize("sync", ["{axis: replica, wire: int8, feedback: true}", "{axis: replica, late: 1}"])
+def test_what_was_lost_in_rounding_and_what_waits_is_in_the_checkpoint(tiny_file, tmp_path, sync):
+    more = (f"sync={sync}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
     _, expected = trained(tiny_file, tmp_path / "run", *more)
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(expected.state.residual))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves((expected.state.residual, expected.state.waiting)))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, position = trained(tiny_file, tmp_path / "run", *more)
     same(position.state, expected.state)
