@@ -95,8 +95,8 @@ def make_train_step(
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
                 gradients = jax.tree.map(lambda g: g * factor, gradients)
-            # Before the first step nothing waits.
-            moves = applied & (state.step > 0) if parts.is_late else applied
+            # Before the first step nothing waits: zeros, by which moments would fade and weights decay.
+            moves = applied & (norm > 0) if parts.is_late else applied
             params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, moves)
             settled, told = objective.settle(part.variables)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
