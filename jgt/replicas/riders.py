@@ -66,7 +66,7 @@ class Pack:
         return [n for n in range(len(self.places)) if n not in cut]
 
     def cut(self, arrays: Sequence[jax.Array]) -> list[_Arrays]:
-        """By group, of each array the parts on each device: [R, turns, devices, numbers]. Nothing moves, and of stacked layers nothing is copied."""
+        """By group, of each array the parts on each device: [R, turns, devices, numbers]. Nothing moves to another device."""
 
         def on_device(*local: jax.Array) -> list[_Arrays]:
             return [[_cut(local[n][0], dim, self.turns)[None, :, None] for n, dim in of] for _, of in self.groups]
@@ -110,7 +110,7 @@ def turns_of(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def with_riders(fn: Callable[..., _R], args: Sequence[Any], riders: _Riders, ride: _Ride) -> tuple[_R, _Arrays]:
-    """fn(*args), and the results of `ride`, which each turn of the scan over layers calls with its part of the riders: [turns, ...] each."""
+    """fn(*args), and the results of `ride`, which each turn of the scan over layers calls with its part of the riders [turns, ...]."""
     if not riders:
         return fn(*args), []
     leaves, tree = jax.tree.flatten(tuple(args))

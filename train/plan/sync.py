@@ -7,17 +7,19 @@ these what each policy costs in a step on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt.console import axes_text, make_console, make_table, size_text
 from jgt.planner.plan import Plan
 
+from ..config import Run
+
 _SCALES = 1 + 4 / 256
 """Bytes of a number in int8 with its share of the scale of its block."""
 WIRES: Mapping[str, float] = {"f32": 4.0, "bf16": 2.0, "int8": _SCALES}
 """The bytes of a number on the wire."""
-PHASES = (1, 10, 50, 500)
+PHASES = (10, 50, 500)
 """The numbers of steps between exchanges that the table compares."""
 
 
@@ -70,42 +72,69 @@ def print_exchange(step: Plan, exchange: Exchange) -> None:
         console.print(f"{took}: {exchange.ms_a_step / whole:.1%} of {whole:.2f} ms", markup=False, highlight=False, soft_wrap=True)
 
 
-def policies(axis: str) -> Iterator[str]:
-    """The `sync:` sections whose steps and exchanges the table needs."""
-    for wire in WIRES:
-        yield f"sync={{axis: {axis}, wire: {wire}}}"
-    for wire in WIRES:
-        yield f"sync={{axis: {axis}, every: 2, wire: {wire}}}"
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A `sync:` section whose step, and with `every` above 1 whose exchange, the table needs."""
+
+    axis: str
+    wire: str
+    every: int = 1
+    late: int = 0
+    fragments: int = 1
+
+    @property
+    def override(self) -> str:
+        """As an argument of the command line."""
+        more = f", late: {self.late}" if self.every == 1 else f", every: {self.every}, fragments: {self.fragments}"
+        return f"sync={{axis: {self.axis}, wire: {self.wire}{more}}}"
 
 
-def policy_rows(axis: str, plans: Sequence[tuple[Plan, Plan | None]]) -> list[dict[str, object]]:
-    """The table: by policy the bytes over the axis and the time in a step, on average. plans: of `policies`, step and exchange."""
+def policies(run: Run) -> list[Policy]:
+    """What the table compares: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
+    sync = run.config.sync
+    assert sync is not None
+    # What the run has may rule out late gradients.
+    lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
+    of_gradients = [Policy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
+    every = max(2, sync.fragments)
+    return [*of_gradients, *(Policy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
 
-    def sent(plan: Plan) -> int:
+
+def policy_rows(found: Sequence[tuple[Policy, Plan, Plan | None]]) -> list[dict[str, object]]:
+    """The table: by policy the bytes over the axis and the time in a step, on average. found: plans of `policies`, step and exchange.
+
+    largest: the bytes of one exchange.
+    """
+
+    def sent(plan: Plan, axis: str) -> int:
         return sum(row.total_bytes for row in plan.collectives if axis in row.axes)
 
     rows: list[dict[str, object]] = []
-    alone = plans[len(WIRES)][0]
-    for every in PHASES:
-        for index, wire in enumerate(WIRES):
-            step, exchange = plans[index] if every == 1 else (alone, plans[len(WIRES) + index][1])
-            count, ms = float(sent(step)), step.step_time_ms
+    for policy, step, exchange in found:
+        for every in (1,) if exchange is None else PHASES:
+            if every < policy.fragments:
+                continue
+            count, ms, largest = float(sent(step, policy.axis)), step.step_time_ms, sent(exchange or step, policy.axis)
             if exchange is not None:
-                count += sent(exchange) / every
-                ms = None if ms is None or exchange.step_time_ms is None else ms + exchange.step_time_ms / every
-            rows.append({"every": every, "wire": wire, "bytes_a_step": round(count), "ms_a_step": ms})
-    return rows
+                share = policy.fragments / every
+                count += largest * share
+                ms = None if ms is None or exchange.step_time_ms is None else ms + exchange.step_time_ms * share
+            of = {"every": every, "late": policy.late, "fragments": policy.fragments, "wire": policy.wire}
+            rows.append({**of, "largest": largest, "bytes_a_step": round(count), "ms_a_step": ms})
+    return sorted(rows, key=lambda row: (row["every"], row["late"]))
 
 
 def print_policies(axis: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Writes the table to stdout, for a person."""
     timed = any(row["ms_a_step"] is not None for row in rows)
-    table = make_table(f"sync over {axis}, for one device and step", ["every", "wire", "sent", *(["ms"] if timed else [])], 2)
+    names = ["every", "late", "fragments", "wire"]
+    table = make_table(f"sync over {axis}, for one device and step", [*names, "largest", "sent", *(["ms"] if timed else [])], 4)
     for row in rows:
-        count, ms = row["bytes_a_step"], row["ms_a_step"]
-        assert isinstance(count, int)
-        table.add_row(str(row["every"]), str(row["wire"]), size_text(count), *([f"{ms:.2f}"] if timed else []))
+        count, largest, ms = row["bytes_a_step"], row["largest"], row["ms_a_step"]
+        assert isinstance(count, int) and isinstance(largest, int)
+        sizes = (size_text(largest), size_text(count))
+        table.add_row(*(str(row[name]) for name in names), *sizes, *([f"{ms:.2f}"] if timed else []))
     console = make_console()
     console.print(table)
-    note = "sent: over this axis, exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
+    note = "largest: one exchange. sent: exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
     console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -60,7 +60,7 @@ def describe_sync(setup: Setup) -> Iterator[str]:
         return
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(setup.saved_shapes))
     parts = f" in {sync.fragments} fragments" if sync.fragments > 1 else ""
-    yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each of them: {size_text(size)}"
+    yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each: {size_text(size)}"
 
 
 def tokens_per_sample(setup: Setup) -> int | None:
