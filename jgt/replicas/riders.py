@@ -102,7 +102,7 @@ class Pack:
 
 def turns_of(fn: Callable[..., Any], *args: Any) -> int:
     """The number of turns of the scan over layers in a function; 0 without one."""
-    leaves, tree = jax.tree.flatten(args)
+    leaves, tree = cast("tuple[list[Any], Any]", jax.tree.flatten(args))
     program, _ = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
     flat = flatten(program)
     number = _layers(flat)
@@ -113,7 +113,7 @@ def with_riders(fn: Callable[..., _R], args: Sequence[Any], riders: _Riders, rid
     """fn(*args), and the results of `ride`, which each turn of the scan over layers calls with its part of the riders [turns, ...]."""
     if not riders:
         return fn(*args), []
-    leaves, tree = jax.tree.flatten(tuple(args))
+    leaves, tree = cast("tuple[list[Any], Any]", jax.tree.flatten(tuple(args)))
     program, out_tree = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
     flat = flatten(program)
     number = _layers(flat)
@@ -135,7 +135,7 @@ def _layers(flat: Flat) -> int | None:
 
 def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: _Riders, ride: _Ride) -> _Arrays:
     """The results of a program whose scan takes the riders along, and then what became of them."""
-    scan, (flat_riders, tree) = flat.eqns[number], jax.tree.flatten(riders)
+    scan, (flat_riders, tree) = flat.eqns[number], cast("tuple[_Arrays, Any]", jax.tree.flatten(riders))
     (body,) = jx.subprograms(scan)
     num_consts, num_carry = jx.scan_sizes(scan)
     first, count = num_consts + num_carry, len(scan.invars)

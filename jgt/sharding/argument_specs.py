@@ -168,8 +168,9 @@ def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules
         matches.append(match)
         if match.rule is None:
             continue
-        shape, named = ([x for dim, x in enumerate(of) if dim not in place.sliced] for of in (place.shape, place.dims))
-        dims = site.free_dims(tuple(named))
+        shape = [size for dim, size in enumerate(place.shape) if dim not in place.sliced]
+        named = tuple(axes for dim, axes in enumerate(place.dims) if dim not in place.sliced)
+        dims = site.free_dims(named)
         why, block = "", block_of(shape, dims, site.sizes)
         if not any(axis in batch for axes in named for axis in axes):
             why = f"is not split over an axis of the batch ({', '.join(batch) or 'none'}), so it is not gathered. Give it a spec with one"

@@ -7,15 +7,19 @@ import jax
 import numpy as np
 import pytest
 from hlo import axes_of, collectives
+from plugin import needs_plugin
 
 import jgt
+from jgt.hardware.chip import parse_target
 from jgt.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
+from train.plan.make import make_plan
 from train.run.start import Feed
 from train.setup import prepare
 
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "configs" / "rules"
 HYBRID = (f"rules={RULES / 'hybrid.yaml'}", "mesh={replica: 2, fsdp: 4}")
 PHASES = "sync={axis: replica, every: 3}"
 DILOCO = "sync={axis: replica, every: 3, outer: {lr: 0.7, momentum: 0.9}}"
@@ -238,3 +242,23 @@ def test_late_sums_ride_in_the_scan_over_layers(made):
     module = Module.parse(setup.compile_train_step().as_text())
     over_replica = [c for c in collectives(module, in_loops=True) if "replica" in axes_of(c, dict(setup.mesh.shape))]
     assert over_replica
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_late_gradients_hide_nine_tenths_of_what_the_axis_costs():
+    """A llama of 542 million parameters on two hosts of 8 H100, as in docs/sync.md."""
+    size = ("layers=8", "embed=2048", "heads=16", "kv_heads=16", "ffn=5632", "vocab=32000", "seq=2048", "dtype=bf16")
+    more = ("train.remat=block", "train.batch=64", "mesh={replica: 2, fsdp: 8}", "rules=jgt:hybrid", "devices.virtual_cpu=16")
+
+    def planned(sync):
+        run = load(ROOT / "configs/quickstart.yaml", [*(f"model.{key}" for key in size), *more, f"sync={sync}"])
+        return make_plan(run, parse_target("h100:2x8"), None)
+
+    now, late, alone = (planned(f"{{axis: replica, wire: bf16, {kind}}}") for kind in ("every: 1", "late: 1", "every: 20"))
+    assert late.step_time_ms - alone.step_time_ms <= 0.1 * (now.step_time_ms - alone.step_time_ms)
+    assert not any("replica" in axes for axes in late.exposed_ms)
+    assert not late.findings
+    # What rides are not parameters of the layers.
+    over_axis = sum(row.bytes for row in late.expected if row.axes == ("replica",))
+    assert sum(c.total_bytes for c in late.collectives if c.axes == ("replica",)) == pytest.approx(over_axis, rel=1e-3)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgt import signal
 from jgt.replicas import Pack, Replicas, WireType, exchange, turns_of, with_riders
 
 from .objective import Arrays, Objective, Part
@@ -176,9 +177,14 @@ class Parts:
         places, shapes = jax.tree.leaves(wired.shardings), [x.shape[1:] for x in waiting]
         pack = Pack.of(shapes, places, replicas, _turns(replicas, objective, used, variables, rows))
 
+        def ride(parts: list[list[jax.Array]]) -> list[jax.Array]:
+            # Not the model's: a plan would take what waits for parameters.
+            with signal.context("optimizer"):
+                return pack.sums(parts)
+
         def differentiated(rows: Arrays, riders: list[list[jax.Array]]) -> tuple[jax.Array, Any, list[jax.Array]]:
             def loss(used: Any) -> tuple[jax.Array, list[jax.Array]]:
-                (value, _), sums = with_riders(objective.loss, (used, variables, rows), riders, pack.sums)
+                (value, _), sums = with_riders(objective.loss, (used, variables, rows), riders, ride)
                 return value, sums
 
             (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(used)
