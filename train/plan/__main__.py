@@ -27,7 +27,7 @@ from .asked import Asked, read_asked
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
 
-    from .sync import Exchange, Policy
+    from .sync import Exchange, SyncPolicy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         print_exchange(plan, exchange)
 
 
-def _with_policies(arguments: argparse.Namespace, asked: Asked) -> list[tuple[Policy, Run]]:
+def _with_policies(arguments: argparse.Namespace, asked: Asked) -> list[tuple[SyncPolicy, Run]]:
     """Each of the policies that --sync compares, and the run with it. Raises InputError for a run without `sync:`."""
     from .sync import policies
 
@@ -114,18 +114,18 @@ def _with_policies(arguments: argparse.Namespace, asked: Asked) -> list[tuple[Po
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
     code = read_code(arguments.code)
 
-    def with_policy(policy: Policy) -> Run:
+    def with_policy(policy: SyncPolicy) -> Run:
         return load(arguments.config, [*arguments.overrides, policy.override, *asked.devices], code=code)
 
     return [(policy, with_policy(policy)) for policy in policies(run)]
 
 
-def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[tuple[Policy, Run]]) -> int:
+def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[tuple[SyncPolicy, Run]]) -> int:
     """Prints what `every`, `late` and `wire` would cost. runs: see `_with_policies`."""
     from .make import make_exchange, make_plan
     from .sync import policy_rows, print_policies
 
-    found: list[tuple[Policy, Plan, Plan | None]] = []
+    found: list[tuple[SyncPolicy, Plan, Plan | None]] = []
     for policy, run in runs:
         exchange = make_exchange(run, target, arguments.devices)
         # A replica's step is the same program whatever it exchanges.

@@ -73,7 +73,7 @@ def print_exchange(step: Plan, exchange: Exchange) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class SyncPolicy:
     """A `sync:` section whose step, and with `every` above 1 whose exchange, the table needs."""
 
     axis: str
@@ -89,18 +89,18 @@ class Policy:
         return f"sync={{axis: {self.axis}, wire: {self.wire}{more}}}"
 
 
-def policies(run: Run) -> list[Policy]:
+def policies(run: Run) -> list[SyncPolicy]:
     """What the table compares: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
     sync = run.config.sync
     assert sync is not None
     # What the run has may rule out late gradients.
     lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
-    of_gradients = [Policy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
+    of_gradients = [SyncPolicy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
     every = max(2, sync.fragments)
-    return [*of_gradients, *(Policy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
+    return [*of_gradients, *(SyncPolicy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
 
 
-def policy_rows(found: Sequence[tuple[Policy, Plan, Plan | None]]) -> list[dict[str, object]]:
+def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
     """The table: by policy the bytes over the axis and the time in a step, on average. found: plans of `policies`, step and exchange.
 
     largest: the bytes of one exchange.
