@@ -1,4 +1,5 @@
-"""A process that makes plans: questions as lines of JSON on stdin, answers as lines of JSON on stdout, until stdin ends.
+"""A process that makes plans: questions as lines of JSON on stdin, answers as lines of JSON on stdout, until stdin ends. A line has the
+answer, and the bytes of memory that the process has needed so far.
 
 XLA writes what it likes to stdout and stderr, so answers go to a copy of stdout that nothing else knows.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -32,7 +34,13 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(asdict(answer(from_json(Question, json.loads(line))))), file=replies, flush=True)
+        found = asdict(answer(from_json(Question, json.loads(line))))
+        print(json.dumps([found, _peak_bytes()]), file=replies, flush=True)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had so far. macOS counts bytes, Linux KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def answer(question: Question) -> Answer:

@@ -30,8 +30,8 @@ from ..code.files import read_code
 from ..config import load
 
 WORKERS = 2
-_PLANS = 6
-"""Plans that a worker makes before another takes its place: XLA does not give all of its memory back."""
+_PLANS, _GROWN = 6, 1e9
+"""A worker makes this many plans, or grows to this many bytes, before another takes its place: XLA does not give all memory back."""
 
 _WORKER = "from jgt.trainer import trainer; trainer('plan.worker').serve()"
 _T = TypeVar("_T")
@@ -128,15 +128,16 @@ class Plans:
             process.kill()
             self._local.process = None
             return Answer(problems=(_DIED,))
-        found = from_json(Answer, json.loads(line))
+        values, self._local.peak = json.loads(line)
+        found = from_json(Answer, values)
         if path is not None and not found.problems:
             _write(path, found)
         return found
 
     def _worker(self) -> subprocess.Popen[str]:
-        """This thread's worker; a new one after some plans, or if it has died."""
+        """This thread's worker; a new one after some plans, or if it has grown or died."""
         process = getattr(self._local, "process", None)
-        if process is not None and self._local.plans < _PLANS and process.poll() is None:
+        if process is not None and self._local.plans < _PLANS and self._local.peak < _GROWN and process.poll() is None:
             self._local.plans += 1
             return process
         if process is not None:
@@ -144,7 +145,7 @@ class Plans:
         command = [sys.executable, "-c", _WORKER]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._processes.append(process)
-        self._local.process, self._local.plans = process, 1
+        self._local.process, self._local.plans, self._local.peak = process, 1, 0
         if self._is_closed:
             process.kill()
         return process
