@@ -61,7 +61,7 @@ def parameters_of(program: Program, state: Sequence[Argument], num_devices: int)
     """The parameters among the arrays of a program's first argument."""
     uses = parameter_uses(program, len(state))
     # The update reads parameters and moments alike. Only a signal of the model shows which is which.
-    by_model = [tuple(s for s in use.signals if s != OPTIMIZER) for use in uses]
+    by_model = [tuple(s for s in use.signals if s.rpartition("/")[2] != OPTIMIZER) for use in uses]
     has_signals = any(by_model)
     rows = list(zip(state, by_model, uses, strict=True))
     # Not `== "f"`: the kind of bf16 is V in numpy.

@@ -33,6 +33,7 @@ from jgt.program.partial import PartialSum, PartialSums
 from jgt.program.scopes import taken_share
 from jgt.program.sends import Backend, is_gather, is_region, sent
 from jgt.program.views import View, Views, contractions, into, out_of, through
+from jgt.regions.gathers import is_gathered, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class ParameterUse:
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
     bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there. brought: the mesh axes
-    over which the program gathers it once, before anything reads it. held: those whose devices keep different parts of it, such as experts.
+    over which the program gathers it once, before anything reads it. gathered: the bytes of a number where it is gathered in eight bits.
+    held: those whose devices keep different parts of it, such as experts.
     """
 
     counts: Mapping[str, Fraction] = field(default_factory=dict[str, Fraction])
@@ -49,6 +51,7 @@ class ParameterUse:
     is_manual: bool = False
     is_gathered: bool = False
     brought: frozenset[str] = frozenset()
+    gathered: Fraction | None = None
     held: frozenset[str] = frozenset()
 
     @property
@@ -122,6 +125,9 @@ class _Walk:
         laid: dict[Var, Dims] = {}
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
+            if is_gathered(equation):
+                self._round(equation, views)
+                continue
             self._send(equation, scope, views)
             weights = weights_of(equation)
             for var, dims in weights:
@@ -172,6 +178,14 @@ class _Walk:
                 other_bytes=times * instead[1],
             )
         )
+
+    def _round(self, equation: Equation, views: Views) -> None:
+        """A weight that is rounded to eight bits and gathered: the same weight afterwards."""
+        # A checkpoint may have made constants of the call operands.
+        source = next((a for a in equation.invars if jx.is_var(a) and a in views), None)
+        if source is not None:
+            view = views[equation.outvars[0]] = views[source]
+            self.uses[view.index] = replace(self.uses[view.index], gathered=share_of(equation))
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
         """A parameter that a call of experts reads, each device its own part."""

@@ -58,9 +58,16 @@ def constraint_equations(
         new = jx.new_var_like(var)
         plain = _plain_equation(jx.shape_of(var), jx.dtype_of(var), backward, like if in_shard_map else None)
         return [_placed_like(plain.replace(invars=[var], outvars=[new]), like)], new
-    # As above. The result of a custom_vjp is used as it is traced, so its trace needs the exact aval.
+    # The result of a custom_vjp is used as it is traced, so its trace needs the exact aval.
+    return traced_equations(constrained, var, like)
+
+
+def traced_equations(fn: Callable[[jax.Array], jax.Array], var: Var, like: Equation | None) -> tuple[list[Equation], Var]:
+    """The equations of a function of a variable, and the variable of its result. like: as above."""
+    in_shard_map = like is not None and jx.manual_mesh(like) is not None
+    # As below.
     with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
-        inner = jx.body(jax.make_jaxpr(constrained)(var.aval))
+        inner = jx.body(jax.make_jaxpr(fn)(var.aval))
     (invar,), (out,) = inner.invars, inner.outvars
     assert jx.is_var(out)
     eqns = [e.replace(invars=[var if a is invar else a for a in e.invars]) for e in inner.eqns]

@@ -5,7 +5,8 @@ in a type of one's choice. What the function means is not known here: it may com
 step.
 """
 
-from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange
+from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange, restored, rounded
 from jgt.replicas.replicas import Replicas
+from jgt.replicas.riders import Pack, turns_of, with_riders
 
-__all__ = ["BLOCK", "Replicas", "WireType", "blocked", "exchange"]
+__all__ = ["BLOCK", "Pack", "Replicas", "WireType", "blocked", "exchange", "restored", "rounded", "turns_of", "with_riders"]

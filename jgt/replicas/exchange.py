@@ -83,14 +83,14 @@ def _summed(arrays: _Arrays, replicas: Replicas) -> tuple[_Arrays, _Arrays]:
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
     # [replicas, blocks, BLOCK]: part r goes to replica r.
     parts = jnp.pad(flat, (0, -flat.size % (replicas.count * BLOCK))).reshape(replicas.count, -1, BLOCK)
-    numbers, scales = _rounded(parts)
+    numbers, scales = rounded(parts)
     own = [cast(jax.Array, jax.lax.all_to_all(x, replicas.axes, 0, 0)) for x in (numbers, scales)]
-    total = jnp.sum(_restored(*own), axis=0)  # [blocks, BLOCK]
-    of_total = _rounded(total)
+    total = jnp.sum(restored(*own), axis=0)  # [blocks, BLOCK]
+    of_total = rounded(total)
     gathered = [cast(jax.Array, jax.lax.all_gather(x, replicas.axes)) for x in of_total]
-    whole = _restored(*gathered)
+    whole = restored(*gathered)
     index = jax.lax.axis_index(replicas.axes)
-    lost = (parts - _restored(numbers, scales)).at[index].add(total - _restored(*of_total))
+    lost = (parts - restored(numbers, scales)).at[index].add(total - restored(*of_total))
     return _like(whole, arrays), _like(lost, arrays)
 
 
@@ -103,12 +103,13 @@ def _like(flat: jax.Array, arrays: _Arrays) -> _Arrays:
     return found
 
 
-def _rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks [..., BLOCK] in int8, and the scale of each, [..., 1]."""
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _TOP
+def rounded(x: jax.Array, dim: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Numbers in int8, in blocks along a dim, and the scale of each block: that dim has size 1 there."""
+    scale = jnp.max(jnp.abs(x), axis=dim, keepdims=True) / _TOP
     return jnp.round(x / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int8), scale
 
 
-def _restored(numbers: jax.Array, scales: jax.Array) -> jax.Array:
+def restored(numbers: jax.Array, scales: jax.Array) -> jax.Array:
+    """The inverse of `rounded`, in f32."""
     # A scale that is not finite makes the block NaN, whatever the numbers are: infinity times zero is NaN, too.
     return numbers.astype(jnp.float32) * jnp.where(jnp.isfinite(scales), scales, jnp.nan)

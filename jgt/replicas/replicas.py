@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,18 @@ class Replicas:
         """The number of replicas, R."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
+    @property
+    def _name(self) -> str:
+        """Of the dim that `map` maps over."""
+        return f"replicas over {' '.join(self.axes)}"
+
     def map(self, fn: Callable[..., _R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., _R]:
         """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: as of jax.vmap; None for what all replicas share."""
-        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, spmd_axis_name=self.axes)
+        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=self._name, spmd_axis_name=self.axes)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Inside of `map`: the sum over all replicas, in the type of x."""
+        return cast(jax.Array, jax.lax.psum(x, self._name))
 
     def rows(self, batch: Any) -> Any:
         """The rows of each replica, [b, ...] → [R, b / R, ...]. None of them moves to another device."""

@@ -88,6 +88,18 @@ class OverlapRule:
     where: str = field(default="rules", compare=False)
 
 
+GatherType = Literal["int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherRule:
+    """The type in which parameters travel when devices bring them together for their use."""
+
+    pattern: str
+    wire: GatherType
+    where: str = field(default="rules", compare=False)
+
+
 ExchangeKind = Literal["all-to-all", "gather", "ragged"]
 Overflow = Literal["rounds", "drop"]
 
@@ -126,6 +138,7 @@ class SignalRule:
     backward_tensors: tuple[SpecRule, ...] = ()
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None
+    gather: tuple[GatherRule, ...] = ()
     experts: ExpertsRule | None = None
     where: str = field(default="rules", compare=False)
 

@@ -13,23 +13,26 @@ An argument whose rule is wrong is not pinned. Problems are only collected here,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
 
 from jgt.document import InputError
-from jgt.program.dims import Dims, even_dims
+from jgt.program.dims import Dims, even_dims, show_dims
 from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
+from jgt.regions import Gather, block_of
 from jgt.rules import (
+    GatherRule,
     Match,
     Rules,
     SpecRule,
     expand,
     fits_rank,
     match_experts,
+    match_gather,
     match_optimizer,
     match_param,
     misfit_problems,
@@ -142,6 +145,52 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
             )
     if problems:
         raise InputError(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherSpecs:
+    """The parameters that travel in eight bits, by number, each with its rule, and what is wrong with the rules."""
+
+    gathers: Mapping[int, Gather]
+    rules: Mapping[int, GatherRule]
+    matches: tuple[Match[GatherRule], ...]
+    problems: tuple[str, ...]
+
+
+def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules: Rules, site: Surroundings) -> GatherSpecs:
+    """How parameters are gathered by the rules of the signals that use them. batch: the axes that split the rows of the inputs."""
+    gathers: dict[int, Gather] = {}
+    chosen: dict[int, GatherRule] = {}
+    matches: list[Match[GatherRule]] = []
+    problems: list[str] = []
+    for index, place in enumerate(places):
+        match = match_gather(rules, place.path, place.signals)
+        matches.append(match)
+        if match.rule is None:
+            continue
+        shape = [size for dim, size in enumerate(place.shape) if dim not in place.sliced]
+        named = tuple(axes for dim, axes in enumerate(place.dims) if dim not in place.sliced)
+        dims = site.free_dims(named)
+        why, block = "", block_of(shape, dims, site.sizes)
+        if not any(axis in batch for axes in named for axis in axes):
+            why = f"is not split over an axis of the batch ({', '.join(batch) or 'none'}), so it is not gathered. Give it a spec with one"
+        elif any(match_experts(rules, signal).rule for signal in place.signals):
+            why = "has weights of experts, which stay on their devices"
+        elif site.stage is not None:
+            why = "is a parameter of a pipeline, which gathers its weights itself"
+        elif block is None:
+            why = f"has {shape} numbers in a use, split {show_dims(dims)}: no dim has blocks of 128 to 256 numbers on a device"
+        if why or block is None:
+            problems.append(f"{match.rule.where}: gather: {match.rule.pattern}: {place.path} {why}. {_EXCEPT}")
+            continue
+        whole = tuple(tuple(axis for axis in axes if axis not in batch) for axes in dims)
+        chosen[index] = match.rule
+        if any(site.sizes[axis] > 1 for before, after in zip(dims, whole, strict=True) for axis in before if axis not in after):
+            gathers[index] = Gather(stored=dims, whole=whole, dim=block[0], block=block[1])
+    return GatherSpecs(gathers=gathers, rules=chosen, matches=tuple(matches), problems=tuple(problems))
+
+
+_EXCEPT = "Or write a pattern that does not match it"
 
 
 def experts_problems(places: Sequence[ParameterPlace], experts: Mapping[str, int], rules: Rules) -> Iterator[str]:

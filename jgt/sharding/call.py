@@ -22,8 +22,18 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
-from jgt.rules import Rules, Seen, unreached
-from jgt.sharding.argument_specs import ArgumentSpecs, check_aliases, experts_problems, input_specs, parameter_specs, uneven_sizes
+from jgt.regions import with_gathers
+from jgt.rules import GatherRule, Rules, Seen, unreached
+from jgt.sharding.argument_specs import (
+    ArgumentSpecs,
+    GatherSpecs,
+    check_aliases,
+    experts_problems,
+    gather_specs,
+    input_specs,
+    parameter_specs,
+    uneven_sizes,
+)
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Placement, Surroundings
 from jgt.sharding.rewrite import Rewritten, rewrite
@@ -124,16 +134,18 @@ class _Applied:
     site: Surroundings
     params: ArgumentSpecs
     inputs: ArgumentSpecs
+    gathers: GatherSpecs
     whole: Rewritten
 
     def problems(self, rules: Rules, *, partial: bool) -> list[str]:
         """Everything that is wrong with the rules in this call; with `partial`, rules may match nothing."""
-        matches = (*self.params.matches, *self.inputs.matches, *self.whole.matches)
+        matches = (*self.params.matches, *self.inputs.matches, *self.gathers.matches, *self.whole.matches)
         found = [
             *rules.axis_problems(self.site.mesh.axis_names),
             *(problem for match in matches for problem in match.problems),
             *self.params.problems,
             *self.inputs.problems,
+            *self.gathers.problems,
             *self.whole.problems,
             *experts_problems(self.params.places, self.whole.experts, rules),
         ]
@@ -149,8 +161,19 @@ def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Sur
     params = parameter_specs(arguments.parameters, program, rules, replace(site, pads=pad))
     site = replace(site, uneven=uneven_sizes(params.places, site) if pad else frozenset())
     inputs = input_specs(arguments.inputs, len(arguments.parameters), rules, site)
+    # The rows are the first dim.
+    batch = dict.fromkeys(axis for dims in inputs.dims if dims for axis in dims[0])
+    gathers = gather_specs(params.places, batch, rules, site)
+    if gathers.gathers and applies:
+        found = with_gathers(program, gathers.gathers, site.mesh if site.around is None else site.around)
+        why = [_not_gathered(gathers.rules[n], params.places[n].path, text) for n, text in found.problems.items()]
+        program, gathers = found.program, replace(gathers, problems=(*gathers.problems, *why))
     whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=applies)
-    return _Applied(site=site, params=params, inputs=inputs, whole=whole)
+    return _Applied(site=site, params=params, inputs=inputs, gathers=gathers, whole=whole)
+
+
+def _not_gathered(rule: GatherRule, path: str, why: str) -> str:
+    return f"{rule.where}: gather: {rule.pattern}: {path} {why}. Write a pattern that does not match it"
 
 
 def _forms(placement: Placement, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:

@@ -21,7 +21,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.regions import RegionPolicy, Site, is_recomputed, overlap
+from jgt.regions import RegionPolicy, Site, is_recomputed, overlap, policy_of
 from jgt.rules import AnyMatch, Rules, SaveRule
 from jgt.sharding.answers import Answers
 from jgt.sharding.placement import Surroundings
@@ -192,6 +192,8 @@ class _Rewriter:
             if found and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
                 return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
+            if not guarded and jx.is_scan(equation) and (policy := policy_of(new)) is not None:
+                new = wrap_in_checkpoint(new, policy, in_scan=True)
             self._answers.add_saves(saves, found)
             return new
 

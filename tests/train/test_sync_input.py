@@ -34,6 +34,17 @@ def refused(tiny_file, tmp_path):
         ("{axis: replica, outer: {}}", "outer", "is a step on parameters, but every: 1 exchanges gradients"),
         ("{axis: replica, every: 5, feedback: true}", "feedback", "is for gradients, but every: 5 exchanges parameters"),
         ("{axis: replica, feedback: true}", "feedback", "returns what rounding to int8 took away, but wire is f32"),
+        ("{axis: replica, every: 5, late: 1}", "late", "is about gradients, but every: 5 exchanges parameters"),
+        ("{axis: replica, late: 2}", "late", ""),
+        ("{axis: replica, fragments: 2}", "fragments", "is about exchanges of parameters, but every: 1 exchanges gradients"),
+        ("{axis: replica, every: 5, fragments: 6}", "fragments", "6 do not fit into a phase of 5 steps"),
+        ("{axis: replica, every: 6, fragments: 2, overlap: 3}", "overlap", "3 steps are too many: the next fragment follows after 3"),
+        (
+            "{axis: replica, every: 5, blend: 0.5}",
+            "blend",
+            "is how replicas take over what was exchanged some steps before, but overlap is 0",
+        ),
+        ("{axis: replica, every: 5, overlap: 1, blend: 1}", "blend", "1 would never take over anything from the other replicas"),
         ("{axis: replica, every: 5, outer: {momentum: 1}}", "outer.momentum", "1 never forgets a change"),
     ],
 )
@@ -77,6 +88,7 @@ def test_a_batch_that_the_axis_does_not_split(refused, tmp_path):
     [
         ("{axis: replica, every: 5}", "train: {ema: 0.99}", "train.ema"),
         ("{axis: replica, every: 5}", "optimizer: {offload: host}", "optimizer.offload"),
+        ("{axis: replica, late: 1}", "train: {skip_spikes: {}}", "train.skip_spikes"),
         ("{axis: replica}", "model: {fp8: true, dtype: bf16}", "model.fp8"),
         ("{axis: replica, every: 5}", "model: {experts: {count: 4}}", "model.experts"),
     ],

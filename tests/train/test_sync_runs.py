@@ -116,10 +116,27 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_lost_in_rounding_is_in_the_checkpoint(tiny_file, tmp_path):
-    more = ("sync={axis: replica, wire: int8, feedback: true}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
+@pytest.mark.parametrize("sync", ["{axis: replica, wire: int8, feedback: true}", "{axis: replica, late: 1}"])
+def test_what_was_lost_in_rounding_and_what_waits_is_in_the_checkpoint(tiny_file, tmp_path, sync):
+    more = (f"sync={sync}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
     _, expected = trained(tiny_file, tmp_path / "run", *more)
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(expected.state.residual))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves((expected.state.residual, expected.state.waiting)))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, position = trained(tiny_file, tmp_path / "run", *more)
     same(position.state, expected.state)
+
+
+@pytest.mark.slow
+def test_a_run_with_fragments_has_the_bits_of_one_that_is_not_stopped(tiny_file, tmp_path):
+    more = ("sync={axis: replica, every: 4, fragments: 2, overlap: 1, outer: {}}", "checkpoint.every=1", "checkpoint.keep=100")
+    options = (*more, "train.steps=7", "data.eval_tokens=0")
+    _, expected = trained(tiny_file, tmp_path / "whole", *options)
+    assert expected.phase == 0
+    # After an exchange that the replicas have yet to take over, after they have, and in between.
+    for step in (2, 3, 4, 5):
+        shutil.copytree(tmp_path / "whole", cut := tmp_path / f"cut{step}")
+        for later in range(step + 1, 8):
+            shutil.rmtree(cut / "checkpoints" / str(later))
+        assert find_checkpoint(cut)[0].manifest.phase == step
+        _, position = trained(tiny_file, cut, *options)
+        same(position.state, expected.state)

@@ -80,6 +80,9 @@ def _kind_problems(run: Run) -> Iterator[str]:
         yield run.root.find("pipeline").problem("a pipeline cannot be combined with sync: yet. Remove one of them")
     if not isinstance(config.model, OwnModel) and config.model.experts is not None:
         yield run.root.find("model.experts").problem("experts cannot be combined with sync: yet. Remove one of them")
+    if sync.late and config.train.skip_spikes is not None:
+        text = "a spike's gradient is applied one step later, so it cannot be combined with sync.late. Use null"
+        yield run.root.find("train.skip_spikes").problem(text)
     if sync.every > 1 and config.train.ema is not None:
         yield run.root.find("train.ema").problem("an average of the parameters cannot be combined with sync.every above 1. Use null")
     if sync.every > 1 and config.optimizer.offload == "host":

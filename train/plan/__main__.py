@@ -27,7 +27,7 @@ from .asked import Asked, read_asked
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
 
-    from .sync import Exchange
+    from .sync import Exchange, SyncPolicy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,37 +104,39 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         print_exchange(plan, exchange)
 
 
-def _with_policies(arguments: argparse.Namespace, asked: Asked) -> tuple[Run, ...]:
-    """The run with each of the policies that --sync compares. Raises InputError for a run without `sync:`."""
+def _with_policies(arguments: argparse.Namespace, asked: Asked) -> list[tuple[SyncPolicy, Run]]:
+    """Each of the policies that --sync compares, and the run with it. Raises InputError for a run without `sync:`."""
     from .sync import policies
 
     run = asked.runs[0]
-    sync = run.config.sync
-    if sync is None:
+    if run.config.sync is None:
         example = f"sync={{axis: {next(iter(run.mesh))}}}"
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
     code = read_code(arguments.code)
-    return tuple(load(arguments.config, [*arguments.overrides, policy, *asked.devices], code=code) for policy in policies(sync.axis))
+
+    def with_policy(policy: SyncPolicy) -> Run:
+        return load(arguments.config, [*arguments.overrides, policy.override, *asked.devices], code=code)
+
+    return [(policy, with_policy(policy)) for policy in policies(run)]
 
 
-def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[Run]) -> int:
-    """Prints what `every` and `wire` would cost. runs: one for each of `sync.policies`."""
+def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[tuple[SyncPolicy, Run]]) -> int:
+    """Prints what `every`, `late` and `wire` would cost. runs: see `_with_policies`."""
     from .make import make_exchange, make_plan
     from .sync import policy_rows, print_policies
 
-    assert runs[0].config.sync is not None
-    axis, found = runs[0].config.sync.axis, list[tuple["Plan", "Plan | None"]]()
-    for run in runs:
+    found: list[tuple[SyncPolicy, Plan, Plan | None]] = []
+    for policy, run in runs:
         exchange = make_exchange(run, target, arguments.devices)
         # A replica's step is the same program whatever it exchanges.
-        is_known = exchange is not None and any(one is not None for _, one in found)
-        step = found[-1][0] if is_known else make_plan(run, target, arguments.devices)
-        found.append((step, None if exchange is None else exchange.plan))
-    rows = policy_rows(axis, found)
+        is_known = exchange is not None and found[-1][2] is not None
+        step = found[-1][1] if is_known else make_plan(run, target, arguments.devices)
+        found.append((policy, step, None if exchange is None else exchange.plan))
+    rows = policy_rows(found)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:
-        print_policies(axis, rows)
+        print_policies(runs[0][0].axis, rows)
     return 0
 
 
@@ -170,7 +172,7 @@ def parser() -> RunParser:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
     parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
-    parser.add_argument("--sync", action="store_true", help="compare what sync.every and sync.wire would cost, as a table")
+    parser.add_argument("--sync", action="store_true", help="compare what sync.every, late and wire would cost, as a table")
     both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
     add_arguments(parser)

@@ -7,54 +7,61 @@ these what each policy costs in a step on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt.console import axes_text, make_console, make_table, size_text
 from jgt.planner.plan import Plan
 
-from ..setup import Setup
+from ..config import Run
 
 _SCALES = 1 + 4 / 256
 """Bytes of a number in int8 with its share of the scale of its block."""
 WIRES: Mapping[str, float] = {"f32": 4.0, "bf16": 2.0, "int8": _SCALES}
 """The bytes of a number on the wire."""
-PHASES = (1, 10, 50, 500)
+PHASES = (10, 50, 500)
 """The numbers of steps between exchanges that the table compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes."""
+    """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes.
+
+    fragments: in how many a phase exchanges the parameters; the plan is that of the largest one.
+    """
 
     plan: Plan
     every: int
+    fragments: int
     formula_bytes: int
 
     @property
     def ms_a_step(self) -> float | None:
-        """The time of an exchange, spread over the steps of a phase; None without a target."""
-        return None if self.plan.step_time_ms is None else self.plan.step_time_ms / self.every
+        """The time of the exchanges of a phase, spread over its steps; None without a target."""
+        return None if self.plan.step_time_ms is None else self.plan.step_time_ms * self.fragments / self.every
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`."""
-        return {"every": self.every, "formula_bytes": self.formula_bytes, "ms_a_step": self.ms_a_step, **self.plan.to_json()}
+        return {
+            "every": self.every,
+            "fragments": self.fragments,
+            "formula_bytes": self.formula_bytes,
+            "ms_a_step": self.ms_a_step,
+            **self.plan.to_json(),
+        }
 
 
-def formula_bytes(setup: Setup, wire: str) -> int:
-    """What one device sends in an exchange of all parameters."""
-    sync = setup.run.config.sync
-    assert sync is not None
-    replicas = setup.mesh.shape[sync.axis]
-    numbers = sum(place.bytes_per_device(setup.mesh) // place.dtype.itemsize for place in setup.stored.parameters)
+def formula_bytes(numbers: int, replicas: int, wire: str) -> int:
+    """What one device sends in an exchange of so many numbers that it has."""
     return round(2 * (replicas - 1) / replicas * numbers * WIRES[wire])
 
 
 def print_exchange(step: Plan, exchange: Exchange) -> None:
     """Writes the plan of an exchange to stdout, for a person."""
     console = make_console()
-    console.print(f"Exchange, every {exchange.every} steps", style="bold", markup=False, highlight=False)
-    table = make_table("What one device sends in an exchange", ["collective", "sent over", "sent"], 2)
+    parts = f", in {exchange.fragments} fragments" if exchange.fragments > 1 else ""
+    console.print(f"Exchange, every {exchange.every} steps{parts}", style="bold", markup=False, highlight=False)
+    table = make_table("What one device sends in an exchange" + (" of a fragment" if parts else ""), ["collective", "sent over", "sent"], 2)
     for row in exchange.plan.collectives:
         table.add_row(f"{row.kind} {row.dtype}", axes_text(row.axes), size_text(row.total_bytes))
     table.add_row("formula", "", size_text(exchange.formula_bytes))
@@ -65,42 +72,69 @@ def print_exchange(step: Plan, exchange: Exchange) -> None:
         console.print(f"{took}: {exchange.ms_a_step / whole:.1%} of {whole:.2f} ms", markup=False, highlight=False, soft_wrap=True)
 
 
-def policies(axis: str) -> Iterator[str]:
-    """The `sync:` sections whose steps and exchanges the table needs."""
-    for wire in WIRES:
-        yield f"sync={{axis: {axis}, wire: {wire}}}"
-    for wire in WIRES:
-        yield f"sync={{axis: {axis}, every: 2, wire: {wire}}}"
+@dataclass(frozen=True, kw_only=True)
+class SyncPolicy:
+    """A `sync:` section whose step, and with `every` above 1 whose exchange, the table needs."""
+
+    axis: str
+    wire: str
+    every: int = 1
+    late: int = 0
+    fragments: int = 1
+
+    @property
+    def override(self) -> str:
+        """As an argument of the command line."""
+        more = f", late: {self.late}" if self.every == 1 else f", every: {self.every}, fragments: {self.fragments}"
+        return f"sync={{axis: {self.axis}, wire: {self.wire}{more}}}"
 
 
-def policy_rows(axis: str, plans: Sequence[tuple[Plan, Plan | None]]) -> list[dict[str, object]]:
-    """The table: by policy the bytes over the axis and the time in a step, on average. plans: of `policies`, step and exchange."""
+def policies(run: Run) -> list[SyncPolicy]:
+    """What the table compares: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
+    sync = run.config.sync
+    assert sync is not None
+    # What the run has may rule out late gradients.
+    lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
+    of_gradients = [SyncPolicy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
+    every = max(2, sync.fragments)
+    return [*of_gradients, *(SyncPolicy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
 
-    def sent(plan: Plan) -> int:
+
+def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
+    """The table: by policy the bytes over the axis and the time in a step, on average. found: plans of `policies`, step and exchange.
+
+    largest: the bytes of one exchange.
+    """
+
+    def sent(plan: Plan, axis: str) -> int:
         return sum(row.total_bytes for row in plan.collectives if axis in row.axes)
 
     rows: list[dict[str, object]] = []
-    alone = plans[len(WIRES)][0]
-    for every in PHASES:
-        for index, wire in enumerate(WIRES):
-            step, exchange = plans[index] if every == 1 else (alone, plans[len(WIRES) + index][1])
-            count, ms = float(sent(step)), step.step_time_ms
+    for policy, step, exchange in found:
+        for every in (1,) if exchange is None else PHASES:
+            if every < policy.fragments:
+                continue
+            count, ms, largest = float(sent(step, policy.axis)), step.step_time_ms, sent(exchange or step, policy.axis)
             if exchange is not None:
-                count += sent(exchange) / every
-                ms = None if ms is None or exchange.step_time_ms is None else ms + exchange.step_time_ms / every
-            rows.append({"every": every, "wire": wire, "bytes_a_step": round(count), "ms_a_step": ms})
-    return rows
+                share = policy.fragments / every
+                count += largest * share
+                ms = None if ms is None or exchange.step_time_ms is None else ms + exchange.step_time_ms * share
+            of = {"every": every, "late": policy.late, "fragments": policy.fragments, "wire": policy.wire}
+            rows.append({**of, "largest": largest, "bytes_a_step": round(count), "ms_a_step": ms})
+    return sorted(rows, key=lambda row: (row["every"], row["late"]))
 
 
 def print_policies(axis: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Writes the table to stdout, for a person."""
     timed = any(row["ms_a_step"] is not None for row in rows)
-    table = make_table(f"sync over {axis}, for one device and step", ["every", "wire", "sent", *(["ms"] if timed else [])], 2)
+    names = ["every", "late", "fragments", "wire"]
+    table = make_table(f"sync over {axis}, for one device and step", [*names, "largest", "sent", *(["ms"] if timed else [])], 4)
     for row in rows:
-        count, ms = row["bytes_a_step"], row["ms_a_step"]
-        assert isinstance(count, int)
-        table.add_row(str(row["every"]), str(row["wire"]), size_text(count), *([f"{ms:.2f}"] if timed else []))
+        count, largest, ms = row["bytes_a_step"], row["largest"], row["ms_a_step"]
+        assert isinstance(count, int) and isinstance(largest, int)
+        sizes = (size_text(largest), size_text(count))
+        table.add_row(*(str(row[name]) for name in names), *sizes, *([f"{ms:.2f}"] if timed else []))
     console = make_console()
     console.print(table)
-    note = "sent: over this axis, exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
+    note = "largest: one exchange. sent: exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
     console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -56,10 +56,11 @@ def describe_sync(setup: Setup) -> Iterator[str]:
         return
     line = f"Sync: {setup.mesh.shape[sync.axis]} replicas along {sync.axis} exchange"
     if setup.phases is None:
-        yield f"{line} gradients in each step, as {sync.wire}"
+        yield f"{line} gradients in each step, as {sync.wire}{', one step late' if sync.late else ''}"
         return
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(setup.saved_shapes))
-    yield f"{line} parameters every {sync.every} steps, as {sync.wire}. A checkpoint has the state of each of them: {size_text(size)}"
+    parts = f" in {sync.fragments} fragments" if sync.fragments > 1 else ""
+    yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each: {size_text(size)}"
 
 
 def tokens_per_sample(setup: Setup) -> int | None:

@@ -183,14 +183,14 @@ class Loop:
 
     def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
         """From the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
-        compiled, sync, last = self._setup.compile_exchange(), self._config.sync, position.step - position.phase
+        compiled, last = self._setup.compile_exchanges(), position.step - position.phase
 
         def exchange(state: State, step: int) -> tuple[State, int]:
             nonlocal last
-            if compiled is None or sync is None:
+            if compiled is None:
                 return state, step
-            if self._due(step, sync.every):
-                state, last = compiled(state), step
+            state, are_equal = compiled.after(state, step, is_last=step == self.num_steps, since=last)
+            last = step if are_equal else last
             return state, last
 
         return exchange

@@ -146,8 +146,8 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
     state = setup.from_saved(found if before == now else with_replicas(setup, found, has_replicas=before > 0))
     if "losses" in absent:
         state = state._replace(losses=first_losses(setup))
-    if "residual" in absent or "momentum" in absent:
-        state = with_zeros(setup, state, [name for name in ("residual", "momentum") if name in absent])
+    if zeros := [name for name in ("residual", "momentum", "waiting") if name in absent]:
+        state = with_zeros(setup, state, zeros)
     return setup.with_average(state) if "average" in absent else state
 
 
@@ -159,7 +159,7 @@ def _absent(saved: SavedStep, shapes: State) -> dict[str, Any]:
     """
     entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
     absent = {} if shapes.losses != () and entries.get("losses") == shapes.losses.shape else {"losses": ()}
-    for name in ("average", "residual", "momentum"):
+    for name in ("average", "residual", "momentum", "waiting"):
         wanted = {f"{name}/{path_text(path)}": x.shape for path, x in jax.tree.leaves_with_path(getattr(shapes, name))}
         if wanted.items() - entries.items() or (name == "average" and not wanted):
             absent[name] = ()

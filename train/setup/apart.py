@@ -59,9 +59,9 @@ def apart_of(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Apart
 
 
 def residual_shardings(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Any:
-    """Of what each replica's gradient has lost on its way, [R, ...]; as the model has its parameters."""
+    """Of what each replica's gradient has lost on its way, or what waits of it, [R, ...]; as the model has its parameters."""
     wired = _wired(run, mesh, placement)
-    assert wired is not None, "only sync: {every: 1} has a residual"
+    assert wired is not None, "only sync: {every: 1} keeps gradients"
     return jax.tree.map(wired.replicas.lifted, wired.shardings)
 
 
@@ -71,4 +71,4 @@ def _wired(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Wired |
     if sync is None or sync.every > 1:
         return None
     replicas = Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0])
-    return Wired(replicas=replicas, shardings=placement.params, wire=sync.wire, feedback=sync.feedback)
+    return Wired(replicas=replicas, shardings=placement.params, wire=sync.wire, feedback=sync.feedback, is_late=bool(sync.late))

@@ -44,7 +44,7 @@ from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
-from ..step.parts import first_residual
+from ..step.parts import first_residual, waiting_type
 from ..step.schedule import Settings
 from ..step.step import State, first_average, no_losses
 from ..sync.phases import Phases
@@ -302,6 +302,8 @@ def _state_maker(
         state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
         if sync is not None and sync.feedback:
             state = state._replace(residual=first_residual(made, replicas))
+        if sync is not None and sync.late:
+            state = state._replace(waiting=first_residual(made, replicas, waiting_type(sync.wire)))
         return state if phases is None else phases.begun(state)
 
     return make_state

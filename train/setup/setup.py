@@ -27,6 +27,7 @@ from ..step.parts import Parts
 from ..step.schedule import Settings, settings_of_step
 from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
+from ..sync.fragments import Exchanges, Fragment, fragments_of
 from ..sync.phases import Phases
 from .apart import apart_of, residual_shardings
 
@@ -110,18 +111,18 @@ class Setup:
         losses = jax.tree.map(lambda _: whole, one.losses)
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
         average = () if one.average == () else place.gradients
-        variables, residual = (
-            place.inputs(one.variables, "variables"),
-            () if one.residual == () else residual_shardings(self.run, self.mesh, self.placement),
+        variables = place.inputs(one.variables, "variables")
+        residual, waiting = (
+            () if of == () else residual_shardings(self.run, self.mesh, self.placement) for of in (one.residual, one.waiting)
         )
-        return State(whole, place.params, moments, losses, variables, average, residual=residual)
+        return State(whole, place.params, moments, losses, variables, average, residual=residual, waiting=waiting)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
         return self._left(state) if self._reshapes else state
 
     def from_saved(self, state: State) -> State:
-        """The inverse of `to_save`. The state may lack its losses, average, momentum or residual."""
+        """The inverse of `to_save`. The state may lack its losses, average, momentum, residual or waiting gradients."""
         if not self._reshapes:
             return state
         absent = without_arrays(state)
@@ -246,16 +247,44 @@ class Setup:
             donate_argnums=0,
         )
 
-    def exchange(self) -> Any:
-        """The exchange at the end of a phase under jax.jit: state → state. The state's buffers are donated."""
-        phases, shardings = self.phases, self.shardings
-        assert phases is not None, "a run without phases has no exchange"
-        run = functools.partial(phases.exchanged, shardings=shardings.anchor)
+    @functools.cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments in which parameters are exchanged with phases."""
+        return fragments_of(self.shapes.anchor, self.shardings.anchor, 1 if self.phases is None else self.phases.config.fragments)
+
+    def exchange(self, part: int | None = None) -> Any:
+        """The exchange of all parameters or of one fragment, by number, under jax.jit: state → state. The state's buffers are donated."""
+        phases, shardings = self._phases, self.shardings
+        (whole,) = fragments_of(self.shapes.anchor, shardings.anchor, 1)
+        takes = part is None or phases.config.overlap == 0
+        fragment = whole if part is None else self.fragments[part]
+        run = functools.partial(phases.exchanged, shardings=shardings.anchor, fragment=fragment, takes=takes)
         return jax.jit(run, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0)
 
-    def compile_exchange(self) -> Any:
-        """The compiled exchange; None without phases."""
-        return None if self.phases is None else self.exchange().lower(self.shapes).compile()
+    def take(self, part: int) -> Any:
+        """The replicas take over a fragment that was exchanged before, under jax.jit: state → state. The state's buffers are donated."""
+        run = functools.partial(self._phases.taken, fragment=self.fragments[part])
+        return jax.jit(run, in_shardings=(self.shardings,), out_shardings=self.shardings, donate_argnums=0)
+
+    @property
+    def _phases(self) -> Phases:
+        assert self.phases is not None, "a run without phases has no exchange"
+        return self.phases
+
+    def compile_exchanges(self) -> Exchanges | None:
+        """The compiled exchanges; None without phases."""
+        if self.phases is None:
+            return None
+
+        def compiled(run: Any) -> Any:
+            return run.lower(self.shapes).compile()
+
+        sync, whole = self.phases.config, compiled(self.exchange())
+        numbers = range(sync.fragments)
+        is_whole = sync.fragments == 1 and sync.overlap == 0
+        parts = [whole] if is_whole else [compiled(self.exchange(part)) for part in numbers]
+        takes = [compiled(self.take(part)) for part in numbers] if sync.overlap else []
+        return Exchanges(sync=sync, whole=whole, parts=tuple(parts), takes=tuple(takes))
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The step as XLA will compile it."""
@@ -289,7 +318,7 @@ class Setup:
 
 def without_arrays(state: State) -> dict[str, Any]:
     """The parts that a state may lack, and does, for the shardings of such a state."""
-    return {name: () for name in ("losses", "average", "momentum", "residual") if not jax.tree.leaves(getattr(state, name))}
+    return {name: () for name in ("losses", "average", "momentum", "residual", "waiting") if not jax.tree.leaves(getattr(state, name))}
 
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:

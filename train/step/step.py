@@ -20,7 +20,7 @@ from jgt import signal
 from ..sections import SpikesConfig
 from .objective import Arrays, Objective, joined, weighed
 from .optimizer import MakeOptimizer
-from .parts import Parts
+from .parts import Carried, Parts
 from .schedule import Settings
 from .update import Update, update_all
 
@@ -32,6 +32,7 @@ class State(NamedTuple):
     everything else that the model keeps from step to step, such as running statistics and random keys. average: with `train.ema`, the
     moving average of the parameters in f32; otherwise (). anchor, momentum: with `sync.every`, the parameters of the last exchange and
     the momentum of the outer step. residual: with `sync.feedback`, what rounding took away from the gradients of each replica, [R, ...].
+    waiting: with `sync.late`, the gradients of each replica that the next step applies, [R, ...].
     """
 
     step: Any
@@ -43,6 +44,7 @@ class State(NamedTuple):
     anchor: Any = ()
     momentum: Any = ()
     residual: Any = ()
+    waiting: Any = ()
 
 
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -73,7 +75,8 @@ def make_train_step(
         if objective.is_token_loss:
             # At least 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        (total, part), gradients, residual = parts.differentiate(objective, state.params, state.variables, batch, state.residual)
+        before = Carried(state.residual, state.waiting)
+        (total, part), gradients, carried = parts.differentiate(objective, state.params, state.variables, batch, before)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
@@ -81,7 +84,7 @@ def make_train_step(
                 gradients = jax.tree.map(lambda g: joined(g, part.weight, parts.count).astype(g.dtype), gradients)
             norm = optax.tree.norm(gradients)
             # A single element that is not finite makes the norm so.
-            finite = jnp.isfinite(value) & jnp.isfinite(norm)
+            finite = jnp.isfinite(norm) if parts.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
             applied, losses = finite, state.losses
             if spikes is not None:
                 # A spike enters the window below. If the loss stays high, it is soon no longer a spike.
@@ -92,13 +95,15 @@ def make_train_step(
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
                 gradients = jax.tree.map(lambda g: g * factor, gradients)
-            params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, applied)
+            # Before the first step nothing waits: zeros, by which moments would fade and weights decay.
+            moves = applied & (norm > 0) if parts.is_late else applied
+            params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, moves)
             settled, told = objective.settle(part.variables)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
             average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
-            residual = jax.tree.map(lambda new, old: jnp.where(applied, new, old), residual, state.residual)
+            residual = jax.tree.map(lambda new, old: jnp.where(applied, new, old), carried.residual, state.residual)
             metrics = told | {name: joined(*pair, parts.count) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, losses, variables, average, residual=residual)
+        after = State(state.step + 1, params, opt_state, losses, variables, average, residual=residual, waiting=carried.waiting)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step

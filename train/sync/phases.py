@@ -23,6 +23,7 @@ from jgt.replicas import Replicas, exchange
 
 from ..step.step import State, StepFn
 from .config import SyncConfig
+from .fragments import Fragment
 
 _OF_REPLICAS = ("params", "opt_state", "losses")
 """The parts of a state that each replica has for itself."""
@@ -42,7 +43,7 @@ class Phases:
 
     def spread(self, state: State) -> State:
         """A state whose parts of replicas, [...] each, are the same for all: [R, ...]."""
-        return _mapped(lambda x: jnp.broadcast_to(x[None], (self.replicas.count, *x.shape)), state)
+        return _mapped(self._for_all, state)
 
     def of_one(self, shapes: State) -> State:
         """The shapes of one replica's state, without phases."""
@@ -70,20 +71,37 @@ class Phases:
 
         return run
 
-    def exchanged(self, state: State, shardings: Any) -> State:
-        """The state after an exchange: all replicas have the new anchor as their parameters. shardings: of the anchor."""
+    def exchanged(self, state: State, shardings: Any, fragment: Fragment, *, takes: bool = True) -> State:
+        """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: of the anchor.
+
+        Without `takes` only the anchor is new, and the replicas take it over later (`taken`).
+        """
         outer = self.config.outer
-        change = jax.tree.map(lambda a, p: (a[None] - p).astype(jnp.float32), state.anchor, state.params)
-        sums, _ = exchange(change, self.replicas, shardings, self.config.wire)
-        mean = jax.tree.map(lambda x: x / self.replicas.count, sums)
-        momentum = state.momentum
+        old, params = fragment.cut(state.anchor), fragment.cut(state.params, lead=1)
+        change = [(a[None] - p).astype(jnp.float32) for a, p in zip(old, params, strict=True)]
+        sums, _ = exchange(change, self.replicas, fragment.of_shardings(shardings), self.config.wire)
+        mean = [x / self.replicas.count for x in sums]
         if outer is not None:
-            momentum = jax.tree.map(lambda m, g: outer.momentum * m + g, momentum, mean)
+            momentum = [outer.momentum * m + g for m, g in zip(fragment.cut(state.momentum), mean, strict=True)]
+            state = state._replace(momentum=fragment.pasted(state.momentum, momentum))
             # Nesterov: with the momentum as the next step would have it.
-            mean = jax.tree.map(lambda m, g: outer.lr * (g + outer.momentum * m), momentum, mean)
-        anchor = jax.tree.map(lambda a, g: (a - g).astype(a.dtype), state.anchor, mean)
-        params = jax.tree.map(lambda a: jnp.broadcast_to(a[None], (self.replicas.count, *a.shape)), anchor)
-        return state._replace(params=params, anchor=anchor, momentum=momentum)
+            mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(momentum, mean, strict=True)]
+        new = [(a - g).astype(a.dtype) for a, g in zip(old, mean, strict=True)]
+        state = state._replace(anchor=fragment.pasted(state.anchor, new))
+        return self._with_params(state, fragment, [self._for_all(a) for a in new]) if takes else state
+
+    def taken(self, state: State, fragment: Fragment) -> State:
+        """The state after all replicas have taken over the anchor of a fragment that was exchanged some steps before."""
+        kept = self.config.kept
+        pairs = zip(fragment.cut(state.params, lead=1), fragment.cut(state.anchor), strict=True)
+        blended = [(kept * p.astype(jnp.float32) + (1 - kept) * a[None].astype(jnp.float32)).astype(p.dtype) for p, a in pairs]
+        return self._with_params(state, fragment, blended)
+
+    def _for_all(self, x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[None], (self.replicas.count, *x.shape))
+
+    def _with_params(self, state: State, fragment: Fragment, parts: list[jax.Array]) -> State:
+        return state._replace(params=fragment.pasted(state.params, parts, lead=1))
 
 
 def _mapped(fn: Callable[[Any], Any], state: State) -> State:

@@ -1,0 +1,143 @@
+"""Fragments: the parts of the parameters that are exchanged one after another within a phase (streaming DiLoCo, arXiv 2501.18512).
+
+With `sync: {every: 50, fragments: 5}` a fifth of the parameters is exchanged after 10 steps, the next fifth after 20. Each fifth is still
+exchanged every 50 steps, and no exchange is larger than a fifth. A fragment has a run of entries of each array, along a dim that no
+mesh axis splits, so that cutting it out moves nothing between devices: of stacked layers these are some layers. An array that cannot be cut
+belongs to one fragment as a whole.
+
+With `overlap: 3` the replicas continue for 3 steps with what they have, and then take over what the exchange has found: their own
+parameters count by `blend`, the exchanged ones by the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jgt.program.dims import num_parts, sharding_dims
+
+from .config import SyncConfig
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run of entries along a dim of an array."""
+
+    dim: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A part of the parameters. cuts: by the number of a leaf; None: all of it."""
+
+    cuts: Mapping[int, Cut | None]
+
+    def cut(self, tree: Any, *, lead: int = 0) -> list[Any]:
+        """The parts of this fragment of a tree's leaves. lead: the dims in front of the parameters' own."""
+        leaves = jax.tree.leaves(tree)
+        return [_cut(leaves[n], cut, lead) for n, cut in self.cuts.items()]
+
+    def pasted(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
+        """The tree with other parts of this fragment."""
+        leaves, structure = jax.tree.flatten(tree)
+        for (n, cut), part in zip(self.cuts.items(), parts, strict=True):
+            leaves[n] = part if cut is None else jax.lax.dynamic_update_slice_in_dim(leaves[n], part, cut.start, cut.dim + lead)
+        return jax.tree.unflatten(structure, leaves)
+
+    def of_shardings(self, shardings: Any) -> list[Any]:
+        """The shardings of the parts: no axis splits a dim that is cut."""
+        leaves = jax.tree.leaves(shardings)
+        return [leaves[n] for n in self.cuts]
+
+    def numbers(self, shapes: Any, shardings: Any) -> int:
+        """How many numbers of it one device has."""
+        leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+        return sum(
+            _local(leaves[n], places[n]) * (cut.size if cut else 1) // (leaves[n].shape[cut.dim] if cut else 1)
+            for n, cut in self.cuts.items()
+        )
+
+
+def fragments_of(shapes: Any, shardings: Any, count: int) -> tuple[Fragment, ...]:
+    """The parameters in so many fragments of about equal size on a device. shapes, shardings: of the parameters."""
+    leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+    cuts: list[dict[int, Cut | None]] = [{} for _ in range(count)]
+    filled = [0] * count
+    whole: list[tuple[int, int]] = []
+    for n, (x, place) in enumerate(zip(leaves, places, strict=True)):
+        dim = _dim_to_cut(x.shape, place, count)
+        if dim is None:
+            whole.append((_local(x, place), n))
+            continue
+        ends = [round(x.shape[dim] * part / count) for part in range(count + 1)]
+        for part, (start, end) in enumerate(itertools.pairwise(ends)):
+            cuts[part][n] = Cut(dim, start, end - start) if count > 1 else None
+            filled[part] += _local(x, place) // x.shape[dim] * (end - start)
+    # The largest first, each to the fragment that has least.
+    for size, n in sorted(whole, reverse=True):
+        part = filled.index(min(filled))
+        cuts[part][n] = None
+        filled[part] += size
+    return tuple(Fragment(cuts=dict(sorted(of.items()))) for of in cuts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """The compiled programs of exchanges, state → state each.
+
+    whole: of all parameters. parts: of each fragment. takes: with `overlap`, by which replicas take a fragment over.
+    """
+
+    sync: SyncConfig
+    whole: Callable[[Any], Any]
+    parts: tuple[Callable[[Any], Any], ...]
+    takes: tuple[Callable[[Any], Any], ...] = ()
+
+    def after(self, state: Any, step: int, *, is_last: bool, since: int) -> tuple[Any, bool]:
+        """The state after the exchanges that are due after a step, and whether all replicas are equal now.
+
+        is_last: of the run, which ends with a whole exchange. since: the last step after which all replicas were equal.
+        """
+        if is_last:
+            return self.whole(state), True
+        for part in due(self.sync, step - self.sync.overlap) if self.takes else ():
+            # What was exchanged before the replicas were made equal is in all of them.
+            if step - self.sync.overlap > since:
+                state = self.takes[part](state)
+        parts = list(due(self.sync, step))
+        for part in parts:
+            state = self.parts[part](state)
+        return state, bool(parts) and len(self.parts) == 1 and not self.takes
+
+
+def due(sync: SyncConfig, step: int) -> Iterator[int]:
+    """The fragments that are exchanged after a step. The last one is exchanged at the end of a phase."""
+    for part in range(sync.fragments):
+        if step > 0 and (step - sync.every * (part + 1) // sync.fragments) % sync.every == 0:
+            yield part
+
+
+def _dim_to_cut(shape: tuple[int, ...], place: NamedSharding, count: int) -> int | None:
+    """The dim whose parts are the most equal; None if no dim without an axis has an entry for each part."""
+    free = [
+        dim
+        for dim, (size, axes) in enumerate(zip(shape, sharding_dims(place, len(shape)), strict=True))
+        if size >= count and num_parts(axes, place.mesh.shape) == 1
+    ]
+    return min(free, key=lambda dim: math.ceil(shape[dim] / count) / shape[dim], default=None)
+
+
+def _local(x: Any, place: NamedSharding) -> int:
+    return math.prod(place.shard_shape(x.shape))
+
+
+def _cut(x: Any, cut: Cut | None, lead: int) -> Any:
+    return x if cut is None else jax.lax.slice_in_dim(x, cut.start, cut.start + cut.size, axis=cut.dim + lead)
