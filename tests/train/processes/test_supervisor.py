@@ -112,9 +112,22 @@ def test_thousands_of_restarts_are_possible():
 
 
 def test_after_a_loss_there_is_one_process_less_down_to_the_least():
-    played = Played((-9, 1), (1, 1), (-9, 1), (-9, 1), (0, 1))
-    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    played = Played((-9, 1), (1, 0), (-9, 0), (-9, 0), (0, 1))
+    assert played.code(processes=4, min_processes=2, restarts=4) == Exit.DONE
     assert played.starts == [4, 3, 3, 2, 2]
+
+
+def test_after_a_start_with_fewer_processes_the_lost_one_gets_another_chance():
+    played = Played((-9, 1), (-9, 1), (1, 1), (0, 1))
+    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    assert played.starts == [4, 3, 4, 4]
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_when_all_together_bring_nothing_the_number_that_did_is_used_again(code):
+    played = Played((-9, 1), (-9, 1), (code, 0), (1, 1), (0, 1))
+    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    assert played.starts == [4, 3, 4, 2, 4]
 
 
 def test_without_a_least_number_all_are_started_again():
