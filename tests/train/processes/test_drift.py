@@ -21,7 +21,7 @@ from train.command_line import Exit
 RULES = f"rules={Path(__file__).parents[3] / 'configs' / 'rules' / 'hybrid.yaml'}"
 EVERY = 150
 AT, LAST = EVERY + 10, 2 * EVERY - 1
-"""In the second phase, which both begin together: a process is suspended after the first of these steps. The other one must come to LAST."""
+"""In the second phase, which both begin together: a process is suspended after the first of these steps. The other must come to LAST."""
 
 
 def mark(step):
