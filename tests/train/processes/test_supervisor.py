@@ -204,6 +204,17 @@ def refused(monkeypatch, capsys, tiny_file, tmp_path):
         ((), ("train.stepz=3",), "command line: train.stepz=3: "),
         ((), ("--process", "0"), "command line: --process: must not be given, because the launcher numbers the processes"),
         (("--min-processes", "3"), (), "command line: --min-processes: is 3, more than --processes 2"),
+        (
+            ("--min-processes", "1"),
+            (
+                "sync={axis: data, every: 4}",
+                "checkpoint.every=6",
+                "mesh={data: -1}",
+                "rules={axes: {batch: [data]}, inputs: {'*': [batch]}}",
+            ),
+            "checkpoint.every: 6 is not a multiple of sync.every 4, and fewer processes (--min-processes) can only continue from an "
+            "exchange. Save every 8 steps, or leave out --min-processes",
+        ),
         ((), ("--resume", "no/where"), "command line: --resume: no/where: is not a folder."),
         ((), ("devices.virtual_cpu=2", "mesh={data: 2}", "rules={default: replicate}"), "mesh: "),
     ],
