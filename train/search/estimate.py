@@ -57,8 +57,10 @@ _MEMORY = {
     "logits": 3.0,
 }
 """How often a device holds arrays of these sizes."""
-_TRAFFIC = {"rows": 20.0, "rows of inputs": 10.0, "whole rows": 5.0, "weights": 2.0, "weights of stages": 2.0, "update": 2.0}
+_TRAFFIC = {"rows": 10.0, "kept rows": 3.0, "all kept": 10.0, "whole rows": 5.0, "weights": 2.0, "weights of stages": 2.0, "update": 2.0}
 """How often memory-bound kernels read or write them."""
+_ROWS = {"rows", "kept rows", "all kept", "whole rows"}
+"""What a model's kernels do with rows is the model's: attention without a fused kernel reads hundreds of times what a layer gets."""
 _BYTES, _WIDE = 2, 4
 """Of a weight where it is multiplied, and where it is stored."""
 _LOGITS = 2**30
@@ -126,8 +128,8 @@ class Estimator:
         self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
         self._again = {name: Portion(kernels, AGAIN.get(name, 0.1)) for name in c.names}
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
-        self._traffic = Sum(*_with_prior(self._moved(), _TRAFFIC))
-        self._memory = Sum(*_with_prior(self._sizes(), _MEMORY))
+        self._traffic = Sum(self._moved(), _TRAFFIC, _ROWS)
+        self._memory = Sum(self._sizes(), _MEMORY)
         looped = (c.stages == 1) & (c.parts > 1)
         hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
         linked = {name: np.column_stack([form, c.remats]) for name in HIDDEN}
@@ -228,7 +230,9 @@ class Estimator:
         c, step = self._columns, self.step
         rows = step.layer_bytes * c.rows * c.parts / c.stages
         weights = np.where(c.parts > 1, step.parameters * _BYTES / c.model_split * c.parts, 0)
-        found = {"rows": np.where(c.keeps, rows / c.tensor, 0), "rows of inputs": np.where(c.keeps, 0, rows / c.tensor)}
+        all_kept = np.array([KEPT.get(name) == KEPT["none"] for name in c.names])[c.remat]
+        found = {"rows": rows / c.tensor, "kept rows": np.where(c.keeps & ~all_kept, rows / c.tensor, 0)}
+        found["all kept"] = np.where(all_kept, rows / c.tensor, 0)
         found |= {"whole rows": np.where(c.sequence | (c.tensor == 1), 0, rows), "update": self._state}
         return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
 
@@ -260,10 +264,6 @@ class Estimator:
 
 
 _SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
-
-
-def _with_prior(sizes: Mapping[str, Numbers], prior: Mapping[str, float]) -> tuple[Mapping[str, Numbers], list[float]]:
-    return sizes, [prior.get(name, 1.0) for name in sizes]
 
 
 def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ coefficients that are not negative (`Sum`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ Numbers = npt.NDArray[np.float64]
 _MOST = 3.0
 """A correction is at most a factor of e to this power: an extrapolation of a few plans is not to be believed further."""
 _SWEEPS = 100
+_LEAST = 0.01
+"""The square of the share of a total below which a number says little, and is held at its prior."""
 
 
 class Factor:
@@ -70,13 +72,16 @@ class Portion:
 class Sum:
     """A sum of sizes, each times a number that is not negative. sizes: [layouts] by name; prior: the numbers before the first plan.
 
-    A number is held at its prior until a size that it belongs to is a notable share of a total. trust: how firmly.
+    scaled: names whose prior numbers are right up to one factor, which the plans say. A number is held near its prior, the more firmly the
+    less of a total it explains there. trust: how firmly at least.
     """
 
-    def __init__(self, sizes: Mapping[str, Numbers], prior: Sequence[float], trust: float = 0.1):
-        self._sizes, self._prior, self._trust = np.column_stack(list(sizes.values())), np.array(prior, float), trust
+    def __init__(self, sizes: Mapping[str, Numbers], prior: Mapping[str, float], scaled: Collection[str] = (), trust: float = 0.1):
+        # Parts of a total, so that each number is 1 before the first plan.
+        self._parts = np.column_stack([size * prior.get(name, 1.0) for name, size in sizes.items()])
+        self._is_scaled, self._trust = np.array([name in scaled for name in sizes]), trust
         self._rows: list[tuple[int, float]] = []
-        self.values = self._sizes @ self._prior
+        self.values = self._parts.sum(1)
 
     def learn(self, index: int, total: float) -> None:
         """Takes a plan's total into account."""
@@ -84,15 +89,22 @@ class Sum:
             return
         self._rows.append((index, total))
         # Errors are relative: layouts that fit are not outvoted by those that need ten times as much.
-        rows = self._sizes[[index for index, _ in self._rows]] / np.array([[total] for _, total in self._rows])
-        held = self._trust * np.maximum((rows**2).mean(0), 4e-4)
-        numbers = self._prior.copy()
+        rows = self._parts[[index for index, _ in self._rows]] / np.array([[total] for _, total in self._rows])
+        scale = np.where(self._is_scaled, self._scale(rows), 1.0)
+        rows = rows * scale
+        held = self._trust * np.maximum((rows**2).mean(0), _LEAST)
+        numbers = np.ones(len(held))
         # Coordinate descent: each number in turn, with the others as they are.
         for _ in range(_SWEEPS):
             for i in range(len(numbers)):
                 rest = 1.0 - rows @ numbers + rows[:, i] * numbers[i]
-                numbers[i] = max((rows[:, i] @ rest + held[i] * self._prior[i]) / (rows[:, i] @ rows[:, i] + held[i]), 0.0)
-        self.values = self._sizes @ numbers
+                numbers[i] = max((rows[:, i] @ rest + held[i]) / (rows[:, i] @ rows[:, i] + held[i]), 0.0)
+        self.values = self._parts @ (scale * numbers)
+
+    def _scale(self, rows: Numbers) -> float:
+        scaled, fixed = rows[:, self._is_scaled].sum(1), rows[:, ~self._is_scaled].sum(1)
+        found = [max(1 - its, 0.1) / mine for mine, its in zip(scaled, fixed, strict=True) if mine > 0]
+        return float(np.exp(np.mean(np.log(found)))) if found else 1.0
 
 
 def _with_constant(features: Numbers) -> Numbers:

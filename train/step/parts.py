@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jgt.replicas import Replicas, WireType, exchange
 
 from .objective import Arrays, Objective, Part
+
+_Sums = TypeVar("_Sums")
 
 Result = tuple[tuple[jax.Array, Part], Any, Any]
 """The loss and the rest of its results, the gradient by the parameters as the state has them, and the new residual."""
@@ -99,12 +101,12 @@ class Parts:
         # Pinned, or the scan would carry whole gradients on every device.
         gradients = self.pin(jax.tree.map(jnp.zeros_like, params))
 
-        def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[tuple[Any, Any], None]:
+        def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[Any, Any]:
             sums, variables = carry
             (value, part), gradients = differentiated(variables, rows)
-            return (jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables), None
+            return jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables
 
-        ((value, weight, metrics, gradients), variables), _ = jax.lax.scan(add, ((*zero, gradients), variables), split)
+        (value, weight, metrics, gradients), variables = self._in_turn(add, ((*zero, gradients), variables), split)
         return (value, Part(weight, metrics, variables)), gradients, residual
 
     def _summed_apart(self, apart: Apart, objective: Objective, used: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Any]:
@@ -122,11 +124,24 @@ class Parts:
         if self.count == 1:
             return pinned(replicas.map(differentiated)(replicas.rows(batch)))
 
-        def add(sums: tuple[jax.Array, Any], rows: Arrays) -> tuple[tuple[jax.Array, Any], None]:
-            return pinned(jax.tree.map(jnp.add, sums, replicas.map(differentiated)(replicas.rows(rows)))), None
+        def add(sums: tuple[jax.Array, Any], rows: Arrays) -> tuple[jax.Array, Any]:
+            return pinned(jax.tree.map(jnp.add, sums, replicas.map(differentiated)(replicas.rows(rows))))
 
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas.count, *p.shape), jnp.float32), used)
-        return jax.lax.scan(add, pinned((jnp.zeros(replicas.count, jnp.float32), zeros)), self._split(batch))[0]
+        return self._in_turn(add, pinned((jnp.zeros(replicas.count, jnp.float32), zeros)), self._split(batch))
+
+    def _in_turn(self, add: Callable[[_Sums, Arrays], _Sums], sums: _Sums, split: Arrays) -> _Sums:
+        """The sums after all parts, one after another."""
+        # The number is hidden from XLA. If it were known, the passes that let collectives of one part run beside the next would keep the
+        # activations of two parts at once, or compute each part twice.
+        count = jax.lax.optimization_barrier(jnp.int32(self.count))
+
+        def body(carry: tuple[jax.Array, _Sums]) -> tuple[jax.Array, _Sums]:
+            i, sums = carry
+            return i + 1, add(sums, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), split))
+
+        with jax.named_scope(f"jgt.trips.{self.count}"):
+            return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), sums))[1]
 
     def _split(self, batch: Arrays) -> Arrays:
         # [b, ...] → [parts, b / parts, ...]. Part i takes rows i, i + parts, ...: each part has rows of every device, and none has to move.
