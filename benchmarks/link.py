@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def joined(mbit: int) -> Iterator[list[tuple[str, str]]]:
+def joined(mbit: int) -> Generator[list[tuple[str, str]], None, None]:
     """Two network namespaces that reach each other at this rate: the name and the address of each."""
     groups = [(f"jgt{os.getpid()}{end}", f"10.77.0.{number}") for number, end in enumerate("ab", 1)]
     with contextlib.ExitStack() as undo:
@@ -92,7 +92,7 @@ def step_seconds(groups: Sequence[tuple[str, str]], folder: Path, sync: str, ste
     config = [str(ROOT / "configs" / "two-pods.yaml"), "devices.virtual_cpu=1", "mesh.fsdp=1", *options]
     joining = ["--coordinator", f"{groups[0][1]}:{PORT}", "--processes", str(len(groups))]
     with contextlib.ExitStack() as ending:
-        started = []
+        started: list[subprocess.Popen[Any]] = []
         for number, (name, _) in enumerate(groups):
             log = ending.enter_context(folder.with_suffix(f".{number}.log").open("w"))
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "jgt", "train", *config, *joining, "--process", str(number)]
