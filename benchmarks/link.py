@@ -2,7 +2,7 @@
 
     python benchmarks/link.py [POLICY ...] [--mbit N] [--steps N] [--json] [--save]
 
-The two processes of configs/two-pods.yaml run in two network namespaces of this machine, with one device and 4 sequences a step each. A
+The two processes of configs/two-pods.yaml run in two network namespaces of this machine, with one device and one sequence a step each. A
 pair of virtual Ethernet devices joins them, whose rate `tc` limits in both directions, and gradients and parameters have no other way. A
 step's time is the time from one exchange to a later one, divided by the steps between them: exchanges count as much as in a long run.
 """
@@ -31,8 +31,8 @@ POLICIES = {
     "every 10, f32": "{axis: replica, every: 10}",
     "every 10, int8": "{axis: replica, every: 10, wire: int8}",
 }
-FIRST = 10
-"""The first measured step follows this one, which is an exchange of each policy that has one so early."""
+FIRST = 20
+"""The first measured step follows this one. At the exchange before it, of step 10, processes still wait for the one that started last."""
 OPTIONS = (
     "log=[]",
     "sample.tokens=0",
@@ -40,7 +40,7 @@ OPTIONS = (
     "train.eval_every=0",
     "data.eval_tokens=0",
     "train.log_every=1",
-    "train.batch=8",
+    "train.batch=2",
 )
 PORT = 41_893
 SECONDS = 600
@@ -50,8 +50,8 @@ def main() -> None:
     """Prints the seconds of a step with each policy."""
     parser = make_parser(__doc__)
     parser.add_argument("policies", nargs="*", metavar="POLICY", help="; ".join(POLICIES))
-    parser.add_argument("--mbit", type=int, default=100, help="the link's rate in each direction, in 10^6 bits per second (100)")
-    parser.add_argument("--steps", type=int, default=40, help="measured steps, a multiple of 10 (40)")
+    parser.add_argument("--mbit", type=int, default=10, help="the link's rate in each direction, in 10^6 bits per second (10)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps, a multiple of 10 (20)")
     arguments = parser.parse_args()
     with joined(arguments.mbit) as groups, tempfile.TemporaryDirectory() as folder:
         found = {

@@ -66,7 +66,8 @@ def wait(reached):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("suspended", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("suspended", [1, 0])
 def test_a_suspended_process_holds_up_the_other_one_only_at_the_exchange(suspended, command, nursery, tmp_path, pytestconfig):
     run, port = tmp_path / "run", free_port()
     faults = ", ".join(map(mark, (AT, LAST, LAST + 5)))
