@@ -78,6 +78,8 @@ TOKEN = "JGT_TOKEN"
 """The variable with the token that all processes of a run share; see `train.processes.badge`."""
 LAUNCHED = "JGT_LAUNCHED"
 """The variable that the launcher sets for the processes that it starts."""
+FEWER = "JGT_FEWER"
+"""The variable that it sets with `--min-processes` below `--processes`: a start may have another number of processes than the last one."""
 
 _MAX_NUMBER = 1_000_000_000
 _MAX_SECONDS = 1_000_000
@@ -136,6 +138,11 @@ def join_seconds(given: float | None) -> float:
     if given is not None:
         return given
     return _LOCAL_JOIN_SECONDS if LAUNCHED in os.environ else _JOIN_SECONDS
+
+
+def may_have_fewer() -> bool:
+    """Whether the launcher may have started this run with another number of processes than before."""
+    return FEWER in os.environ
 
 
 # The variable with the number of processes, and the variables that JAX's own detection of the same launcher needs. Open MPI first, as in

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jgt.document import InputError
-from train.config import load
+from train.command_line import FEWER
+from train.config import load, replica_problems
 from train.setup import prepare
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
@@ -58,6 +59,18 @@ def test_an_axis_of_one_device(refused):
         path, problems = refused("{axis: replica}", mesh)
         (problem,) = problems
         assert problem.startswith(f"{path}:2: sync.axis: the mesh has 1 device along replica, so nobody is there to exchange with")
+
+
+def test_where_the_launcher_may_lose_groups_an_axis_of_any_size_may_have_one_device(tiny_file, monkeypatch):
+    def problems(size):
+        run = load(tiny_file, [f"rules={RULES / 'hybrid.yaml'}", f"mesh={{replica: {size}, fsdp: 8}}", "sync={axis: replica, every: 5}"])
+        return list(replica_problems(run, {"replica": 1, "fsdp": 8}))
+
+    assert problems(-1)
+    monkeypatch.setenv(FEWER, "1")
+    assert not problems(-1)
+    with pytest.raises(InputError, match="the mesh has 1 device along replica"):
+        problems(1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs with phases: resumed at any step, continued with another number of replicas, and read by others."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 
 import jgt
 from jgt.document import InputError
+from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore_params as restore
 from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.steps import Steps
+from train.command_line import FEWER
 from train.config import load
 from train.run.identity import Resume
-from train.run.start import restore_state
+from train.run.start import Start, restore_state
 from train.run.train import train
 from train.setup import prepare
 
@@ -104,6 +108,20 @@ def test_in_the_middle_of_a_phase_the_number_is_fixed(whole, tiny_file, mesh, sy
     inside, _ = find_checkpoint(whole[0], before=5)
     with pytest.raises(InputError, match=message):
         restore_state(prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync])), inside)
+
+
+def test_where_the_launcher_may_change_the_number_such_a_checkpoint_is_not_used(whole, tiny_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(FEWER, "1")
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    shutil.rmtree(folder / "checkpoints" / "5")
+    setup = prepare(load(tiny_file, [f"run.dir={folder}", RULES, "mesh={replica: 4, fsdp: 2}", OUTER]))
+    checkpoints = Checkpoints(folder / "checkpoints", setup.run.config.checkpoint)
+    position = Start(setup, {}, lambda *_, **__: contextlib.nullcontext(), print).position(checkpoints, Resume())
+    checkpoints.close()
+    assert (position.step, position.phase) == (3, 0)
+    assert "the checkpoint of step 4 is in the middle of a phase, 1 step after an exchange, with 2 replicas" in capsys.readouterr().err
+    assert Steps(folder / "checkpoints").listed() == [1, 2, 3]
 
 
 def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):

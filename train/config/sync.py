@@ -8,6 +8,7 @@ from jgt.document import nearest
 from jgt.rules import Rules
 from jgt.rules.spec import SpecRule, axes_in, axes_of
 
+from ..command_line import may_have_fewer
 from ..models.config import OwnModel
 from .config import Run
 
@@ -28,9 +29,9 @@ def sync_problems(run: Run) -> Iterator[str]:
 
 
 def replica_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
-    """An axis of one device. mesh: axis sizes, all of them known."""
+    """An axis of one device. mesh: axis sizes, all of them known. A size of -1 may be 1 where the launcher has lost the other groups."""
     sync = run.config.sync
-    if sync is not None and mesh.get(sync.axis) == 1:
+    if sync is not None and mesh.get(sync.axis) == 1 and not (run.mesh.get(sync.axis) == -1 and may_have_fewer()):
         yield _axis(run, f"the mesh has 1 device along {sync.axis}, so nobody is there to exchange with. Remove sync:, or raise the size")
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = _check(arguments, options)
         policy = Policy(processes=options.processes, restarts=options.restarts, min_processes=options.min_processes or options.processes)
-        launcher = Launcher(arguments, run, grace_seconds=options.grace)
+        launcher = Launcher(arguments, run, grace_seconds=options.grace, fewer=policy.min_processes < policy.processes)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -50,10 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Launcher:
-    """Runs the groups of one run, one after another. It passes signals on to them. After one that stops the run, nothing restarts."""
+    """Runs the groups of one run, one after another. It passes signals on to them. After one that stops the run, nothing restarts.
 
-    def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float):
-        self._arguments = arguments
+    fewer: groups may have different numbers of processes.
+    """
+
+    def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float, fewer: bool = False):
+        self._arguments, self._fewer = arguments, fewer
         self._virtual = run.config.devices.virtual_cpu is not None
         self._logs = run.config.run.path / LOGS
         self._folder = run.config.run.path
@@ -77,7 +80,7 @@ class Launcher:
         """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file."""
         # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
         arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
-        self._group = Group(arguments, environments(processes, virtual=self._virtual), self._logs)
+        self._group = Group(arguments, environments(processes, virtual=self._virtual, fewer=self._fewer), self._logs)
         # A signal that came while the group was being started found no group to pass it on to.
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
@@ -140,8 +143,19 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
     # With all processes, because a mesh is checked against their devices.
     run = load(parsed.config, parsed.overrides, code=read_code(parsed.code), num_processes=options.processes, problems=problems)
     check_places(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
+    if options.min_processes and options.min_processes < options.processes:
+        _check_exchanges(run)
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
     return run
+
+
+def _check_exchanges(run: Run) -> None:
+    """Raises InputError if a run with phases saves inside them, where its number of replicas cannot change."""
+    sync, every = run.config.sync, run.config.checkpoint.every
+    if sync is not None and every % sync.every:
+        remedy = f"Save every {-(-every // sync.every) * sync.every} steps, or leave out --min-processes"
+        why = f"is not a multiple of sync.every {sync.every}, and fewer processes (--min-processes) can only continue from an exchange"
+        raise InputError([f"{run.where('checkpoint.every')}: checkpoint.every: {every} {why}. {remedy}"])
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from jgt.document import InputError
 
-from ..command_line import LAUNCHED, TOKEN, Exit
+from ..command_line import FEWER, LAUNCHED, TOKEN, Exit
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WELL = (Exit.DONE, Exit.LOST)
@@ -37,17 +37,19 @@ _STACKS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def environments(count: int, *, virtual: bool) -> list[dict[str, str]]:
+def environments(count: int, *, virtual: bool, fewer: bool = False) -> list[dict[str, str]]:
     """The environment variables of each of `count` processes, which give it an equal share of this machine's GPUs.
 
-    virtual: the processes use virtual CPU devices instead. Raises InputError if `count` does not divide the number of GPUs.
+    virtual: the processes use virtual CPU devices instead. fewer: other starts may have another number of processes. Raises InputError if
+    `count` does not divide the number of GPUs.
     """
     gpus = [] if virtual or count == 1 else _gpus(os.environ)
     if len(gpus) % count:
         fits = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
         raise InputError([f"command line: --processes: {count} processes cannot share {len(gpus)} GPUs equally. These can: {fits}"])
     share = len(gpus) // count
-    return [{**os.environ, **({_VISIBLE: ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})} for i in range(count)]
+    common = {**os.environ, **({FEWER: "1"} if fewer else {})}
+    return [{**common, **({_VISIBLE: ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})} for i in range(count)]
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:

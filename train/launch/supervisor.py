@@ -3,6 +3,9 @@
 A restart helps if the failure was an accident, and only progress shows that: a newer checkpoint than before. Restarts are therefore
 counted in a row, and the row begins again with each newer checkpoint, so a run of weeks may fail any number of times and a run that
 always fails at the same step ends after a few. Pauses double in a row, because a machine that is ill needs time.
+
+A process that a signal has killed may be gone for good, with its memory or its device. So the next start leaves it out, if it may, and the
+start after that one takes it in again. If all together then bring no newer checkpoint, the number that did bring one is used again.
 """
 
 from __future__ import annotations
@@ -25,12 +28,31 @@ class Policy:
     """How often and on how many processes to start.
 
     restarts: how many in a row without a newer checkpoint. min_processes: after a process is lost to a signal, the next start has one
-    process less, but at least this many.
+    process less, but at least this many, and the one after it has all of them again.
     """
 
     processes: int
     restarts: int
     min_processes: int
+
+
+class _Processes:
+    """The number of processes of each start. count: of the present one."""
+
+    def __init__(self, policy: Policy):
+        self._policy, self.count = policy, policy.processes
+        self._known: int | None = None
+        """The number to return to if the present start, which has all processes again, brings nothing."""
+
+    def next(self, *, lost: bool, progress: bool) -> None:
+        """Decides about the next start. lost: a process was lost, or their number did not fit; progress: there is a newer checkpoint."""
+        fewer = max(self.count - lost, self._policy.min_processes)
+        if self._known is not None and not progress:
+            self.count, self._known = self._known, None
+        elif progress and self.count < self._policy.processes:
+            self.count, self._known = self._policy.processes, fewer
+        else:
+            self.count, self._known = fewer, None
 
 
 class GroupRunner(Protocol):
@@ -56,14 +78,14 @@ class GroupRunner(Protocol):
 
 def supervise(policy: Policy, runner: GroupRunner, say: Callable[[str], None]) -> int:
     """Runs groups until one ends well (DONE or LOST), the input is wrong, or restarts no longer help. Returns the exit code."""
-    processes, in_a_row, again = policy.processes, 0, False
+    processes, in_a_row, again = _Processes(policy), 0, False
     while True:
         before = runner.newest_step()
-        end = runner.run(processes, again=again)
+        end = runner.run(processes.count, again=again)
         if end.first is None:
             return end.code
         # After a lost process, a smaller number may simply not fit mesh or batch. That is an invitation to try the next smaller one.
-        if end.code == Exit.INPUT and not (again and processes > policy.min_processes):
+        if end.code == Exit.INPUT and not (again and processes.count > policy.min_processes):
             return Exit.INPUT
         after = runner.newest_step()
         in_a_row = 1 if after > before else in_a_row + 1
@@ -75,11 +97,10 @@ def supervise(policy: Policy, runner: GroupRunner, say: Callable[[str], None]) -
         if in_a_row > policy.restarts:
             say(f"not restarting: {_why_not(policy.restarts)}. The same command resumes from the newest checkpoint")
             return end.code
-        # A process that a signal killed may be gone for good, with its memory or its device; one that failed with an error is not.
-        if (end.code == Exit.INPUT or end.codes[end.first] < 0) and processes > policy.min_processes:
-            processes -= 1
+        # A process that failed with an error is not lost.
+        processes.next(lost=end.code == Exit.INPUT or end.codes[end.first] < 0, progress=after > before)
         delay = min(_FIRST_DELAY_SECONDS * 2 ** min(in_a_row - 1, _DOUBLINGS), _LONGEST_DELAY_SECONDS)
-        count = f"{processes} process{'es' if processes > 1 else ''}"
+        count = f"{processes.count} process{'es' if processes.count > 1 else ''}"
         say(f"restarting on {count} in {delay:.0f} s (restart {in_a_row} of at most {policy.restarts} without a newer checkpoint)")
         again = True
         if not runner.pause(delay):

@@ -8,7 +8,8 @@ evaluation, a checkpoint, the end) all of them are handled.
 
 The same place looks for updates that were not applied: the compiled step itself refuses an update whose loss or gradient is
 not finite, or whose loss is a spike, and says so in its metrics. `UpdateGuard` records them and decides whether the run may
-continue. The metrics are the same on all processes, so all processes decide alike without asking each other.
+continue. The metrics are the same on all processes, so all processes decide alike without asking each other. With phases each process
+has the metrics of its own replicas, and decides for itself: asking would make all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ class UpdateGuard:
         self._in_a_row = 0
 
     def check(self, done: StepResult) -> None:
-        """Looks at a finished step, whose metrics are on the host. Raises SkippedError, on all processes or on none."""
+        """Looks at a finished step, whose metrics are on the host. Raises SkippedError, on all processes or on none.
+
+        With phases it is raised by the processes whose replicas did not apply the update, and the watches of the others then end them.
+        """
         if bool(done.metrics["applied"]):
             self._in_a_row = 0
             return
@@ -108,7 +112,9 @@ class Progress:
         self._screen, self._records = screen, records
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, functools.partial(records.event, "step"))
-        self._guard = UpdateGuard(self._config.train, records, enabled=jax.process_index() == 0)
+        # Inside a phase only this process knows of an update that its replicas did not apply.
+        says = jax.process_index() == 0 or setup.phases is not None
+        self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
         self._flops, self._peak = _flops_per_sample(setup), _peak_of_mesh(setup)

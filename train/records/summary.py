@@ -54,7 +54,11 @@ def describe_sync(setup: Setup) -> Iterator[str]:
     sync = setup.run.config.sync
     if sync is None:
         return
-    line = f"Sync: {setup.mesh.shape[sync.axis]} replicas along {sync.axis} exchange"
+    count = setup.mesh.shape[sync.axis]
+    if count == 1:
+        yield f"Sync: one replica along {sync.axis}, since the launcher has lost the others. It continues alone"
+        return
+    line = f"Sync: {count} replicas along {sync.axis} exchange"
     if setup.phases is None:
         yield f"{line} gradients in each step, as {sync.wire}{', one step late' if sync.late else ''}"
         return

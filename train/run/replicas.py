@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgt.document import InputError
 
-from ..checkpoint.saved import SavedStep
+from ..checkpoint.saved import SavedStep, UnusableError
+from ..command_line import may_have_fewer
 from ..config import Run
 from ..setup import Setup
 from ..setup.setup import COMPILED_ONCE, without_arrays
@@ -30,13 +31,18 @@ def saved_replicas(saved: SavedStep) -> int:
 
 
 def check_phase(run: Run, saved: SavedStep, replicas: int) -> None:
-    """Raises InputError if a checkpoint is in the middle of a phase of another number of replicas. replicas: those of the run, or 0."""
+    """Raises InputError if a checkpoint is in the middle of a phase of another number of replicas. replicas: those of the run, or 0.
+
+    Where the launcher may have changed the number, the error is UnusableError, so that the start takes an older checkpoint.
+    """
     before, since = saved_replicas(saved), saved.manifest.phase
     if not since or before == replicas:
         return
     here = f"{replicas} replicas" if replicas else "no replicas"
     where = f"{run.where('sync.axis')}: sync.axis" if replicas else f"{run.where('sync')}: sync"
     inside = f"is in the middle of a phase, {since} step{'s' * (since > 1)} after an exchange"
+    if may_have_fewer():
+        raise UnusableError(saved.folder, f"{inside}, with {before} replicas, but there are {replicas} now")
     remedy = f"Resume with {before} up to an exchange, or to the end of the run, and change it then"
     raise InputError([f"{where}: {saved.folder} {inside}, with {before} replicas, but this run has {here}. {remedy}"])
 

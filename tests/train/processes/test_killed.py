@@ -4,6 +4,8 @@ The chosen places are short: encoding, compiling, the write of a compiled progra
 ever hits them, so the test watches the files of the run, and kills when the place has begun.
 
 A run of two processes has devices of both in its mesh. In a run with experts, the state has more than the optimizer's: each router's bias.
+In runs with `sync:` it has what each replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every
+second step, are of states inside phases of three steps and at exchanges.
 """
 
 import functools
@@ -47,7 +49,14 @@ EXPERTS = {
     "signals": {"layers/moe": {"params": {"experts/*": ["expert", None, None]}, "experts": {"axis": "expert"}}},
     "default": "replicate",
 }
-MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "saved": 0.2, "retention": 0.005, "anywhere": 0.0}
+HYBRID = {
+    "axes": {"batch": ["replica", "fsdp"]},
+    "signals": {"layers/*": {"params": {"*/kernel": ["fsdp", None]}, "out": ["batch", None, None]}},
+    "default": "replicate",
+}
+PHASES = "sync={axis: replica, every: 3, wire: int8, outer: {lr: 0.9, momentum: 0.5}}"
+FEEDBACK = "sync={axis: replica, wire: int8, feedback: true}"
+MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "saved": 0.2, "retention": 0.005, "exchange": 0.03, "anywhere": 0.0}
 """When a kill comes: after the beginning of this, and up to so many seconds later."""
 KEEP = 2
 TRASH = "trash"
@@ -63,6 +72,8 @@ DEFAULT = [
 ]
 SHARES = 9
 """The slow tests: so many shares of eight kills for each kind of start, with one process and with two, and with experts."""
+SYNC_SHARES = 2
+"""The slow tests of runs with `sync:`: so many shares of seven kills for each layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +95,12 @@ LAYOUTS = {
         rules=EXPERTS,
         options=("model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}",),
     ),
+    "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,)),
+    "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,)),
+    "feedback": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(FEEDBACK,)),
+    "feedback2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(FEEDBACK,)),
 }
+SYNC = ("phases", "phases2", "feedback", "feedback2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +161,17 @@ class Runs:
         return self._straight[name]
 
     @functools.cache  # noqa: B019 - one object for a module
-    def _setup(self, options):
-        return prepare(load(self._file, [f"run.dir={self._folder / 'none'}", *options, *OVERRIDES]))
+    def _setup(self, name):
+        layout, folder = LAYOUTS[name], f"run.dir={self._folder / 'none'}"
+        # On all devices of this process. A state of replicas can be read on any mesh with as many of them.
+        mesh = ["mesh={replica: 2, fsdp: 4}", f"rules={self._rules(name)}"] if name in SYNC else []
+        return prepare(load(self._file, [folder, *mesh, *layout.options, *OVERRIDES]))
 
     def outcome(self, folder, name):
         """The state at the end, with its place in it, and the loss of every step."""
         found, reports = find_checkpoint(folder)
         assert reports == [] and found.manifest.step == STEPS
-        setup = self._setup(LAYOUTS[name].options)
+        setup = self._setup(name)
         state = jax.device_get(restore(found, setup.shapes, setup.shardings))
         losses = {row["step"]: row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row}
         return {jax.tree_util.keystr(place): leaf for place, leaf in jax.tree_util.tree_leaves_with_path(state)}, losses
@@ -172,6 +191,8 @@ def begins(moment, folder, cache, seconds):
         "compile": lambda: any(row["phase"] in ("init", "restore") and row["time"] > now for row in rows(folder / "events.jsonl")),
         "cache": lambda: len(list(cache.iterdir())) > cached,
         "saved": lambda: (folder / FOLDER).exists() and Steps(folder / FOLDER).listed(),
+        # The last step of a phase begins now.
+        "exchange": lambda: any(row["step"] % 3 == 2 and row["time"] > now for row in rows(folder / "metrics.jsonl")),
         "retention": lambda: (folder / FOLDER / TRASH).exists() or len(Steps(folder / FOLDER).listed()) > KEEP,
         "anywhere": lambda: time.monotonic() > until,
     }[moment]
@@ -216,10 +237,13 @@ def prepared(folder, straight, resume):
 def shares():
     """The slow tests: name, resume, moments."""
     chance = random.Random(0)
-    for name, resume in itertools.product(LAYOUTS, ("auto", "never", "path")):
+    for name, resume in itertools.product([name for name in LAYOUTS if name not in SYNC], ("auto", "never", "path")):
         for share in range(SHARES if resume == "auto" else SHARES // 2):
             moments = ["encode", chance.choice(["compile", "cache"]), *chance.choices(LATER, k=6)]
             yield pytest.param(name, resume, moments, marks=pytest.mark.slow, id=f"{name}-{resume}-{share}")
+    for name, share in itertools.product(SYNC, range(SYNC_SHARES)):
+        moments = ["exchange", "exchange", "saved", *chance.choices(["exchange", "anywhere", "anywhere"], k=4)]
+        yield pytest.param(name, "auto", moments, marks=pytest.mark.slow, id=f"{name}-auto-{share}")
 
 
 @pytest.mark.parametrize(("name", "resume", "moments"), [*(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in DEFAULT), *shares()])

@@ -112,9 +112,22 @@ def test_thousands_of_restarts_are_possible():
 
 
 def test_after_a_loss_there_is_one_process_less_down_to_the_least():
-    played = Played((-9, 1), (1, 1), (-9, 1), (-9, 1), (0, 1))
-    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    played = Played((-9, 1), (1, 0), (-9, 0), (-9, 0), (0, 1))
+    assert played.code(processes=4, min_processes=2, restarts=4) == Exit.DONE
     assert played.starts == [4, 3, 3, 2, 2]
+
+
+def test_after_a_start_with_fewer_processes_the_lost_one_gets_another_chance():
+    played = Played((-9, 1), (-9, 1), (1, 1), (0, 1))
+    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    assert played.starts == [4, 3, 4, 4]
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_when_all_together_bring_nothing_the_number_that_did_is_used_again(code):
+    played = Played((-9, 1), (-9, 1), (code, 0), (1, 1), (0, 1))
+    assert played.code(processes=4, min_processes=2) == Exit.DONE
+    assert played.starts == [4, 3, 4, 2, 4]
 
 
 def test_without_a_least_number_all_are_started_again():
@@ -191,6 +204,17 @@ def refused(monkeypatch, capsys, tiny_file, tmp_path):
         ((), ("train.stepz=3",), "command line: train.stepz=3: "),
         ((), ("--process", "0"), "command line: --process: must not be given, because the launcher numbers the processes"),
         (("--min-processes", "3"), (), "command line: --min-processes: is 3, more than --processes 2"),
+        (
+            ("--min-processes", "1"),
+            (
+                "sync={axis: data, every: 4}",
+                "checkpoint.every=6",
+                "mesh={data: -1}",
+                "rules={axes: {batch: [data]}, inputs: {'*': [batch]}}",
+            ),
+            "checkpoint.every: 6 is not a multiple of sync.every 4, and fewer processes (--min-processes) can only continue from an "
+            "exchange. Save every 8 steps, or leave out --min-processes",
+        ),
         ((), ("--resume", "no/where"), "command line: --resume: no/where: is not a folder."),
         ((), ("devices.virtual_cpu=2", "mesh={data: 2}", "rules={default: replicate}"), "mesh: "),
     ],
