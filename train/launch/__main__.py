@@ -150,12 +150,17 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
 
 
 def _check_exchanges(run: Run) -> None:
-    """Raises InputError if a run with phases saves inside them, where its number of replicas cannot change."""
-    sync, every = run.config.sync, run.config.checkpoint.every
+    """Raises InputError if a run with phases saves nothing from which another number of replicas can continue."""
+    sync, every, problems = run.config.sync, run.config.checkpoint.every, list[str]()
     if sync is not None and every % sync.every:
         remedy = f"Save every {-(-every // sync.every) * sync.every} steps, or leave out --min-processes"
         why = f"is not a multiple of sync.every {sync.every}, and fewer processes (--min-processes) can only continue from an exchange"
-        raise InputError([f"{run.where('checkpoint.every')}: checkpoint.every: {every} {why}. {remedy}"])
+        problems.append(f"{run.where('checkpoint.every')}: checkpoint.every: {every} {why}. {remedy}")
+    if sync is not None and sync.fragments > 1:
+        why = "fragments are never exchanged all at once, and fewer processes (--min-processes) can only continue from such an exchange"
+        problems.append(f"{run.where('sync.fragments')}: sync.fragments: {sync.fragments} {why}. Use 1, or leave out --min-processes")
+    if problems:
+        raise InputError(problems)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

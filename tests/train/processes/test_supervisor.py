@@ -215,6 +215,17 @@ def refused(monkeypatch, capsys, tiny_file, tmp_path):
             "checkpoint.every: 6 is not a multiple of sync.every 4, and fewer processes (--min-processes) can only continue from an "
             "exchange. Save every 8 steps, or leave out --min-processes",
         ),
+        (
+            ("--min-processes", "1"),
+            (
+                "sync={axis: data, every: 4, fragments: 2}",
+                "checkpoint.every=8",
+                "mesh={data: -1}",
+                "rules={axes: {batch: [data]}, inputs: {'*': [batch]}}",
+            ),
+            "sync.fragments: 2 fragments are never exchanged all at once, and fewer processes (--min-processes) can only continue from "
+            "such an exchange. Use 1, or leave out --min-processes",
+        ),
         ((), ("--resume", "no/where"), "command line: --resume: no/where: is not a folder."),
         ((), ("devices.virtual_cpu=2", "mesh={data: 2}", "rules={default: replicate}"), "mesh: "),
     ],
