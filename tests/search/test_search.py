@@ -114,6 +114,15 @@ def test_layouts_that_cannot_be_compiled_are_passed_by(make_search):
     assert any("refused" in line for line in said)
 
 
+def test_a_size_that_divides_nothing_is_given_up(make_search):
+    search, _ = make_search(refuses=lambda one: one.sizes.get("tensor", 1) in (2, 4))
+    search.run()
+    refused = [t.candidate.sizes["tensor"] for t in search.tries if t.plan.problems]
+    # Two plans may be under way at once.
+    assert 0 < len(refused) <= 6
+    assert search.pruned()["of sizes that were refused"] > 50
+
+
 def test_the_written_file_is_the_layout(make_search, run_file, tmp_path):
     search, _ = make_search()
     search.run()

@@ -61,6 +61,8 @@ _TRAFFIC = {"rows": 10.0, "kept rows": 3.0, "all kept": 10.0, "whole rows": 5.0,
 """How often memory-bound kernels read or write them."""
 _ROWS = {"rows", "kept rows", "all kept", "whole rows"}
 """What a model's kernels do with rows is the model's: attention without a fused kernel reads hundreds of times what a layer gets."""
+_WHOLE_ROWS = 2.0
+"""Of what a layer keeps, arrays of the input's size that tensor parallelism alone does not split (Korthikanti et al., arXiv 2205.05198)."""
 _BYTES, _WIDE = 2, 4
 """Of a weight where it is multiplied, and where it is stored."""
 _LOGITS = 2**30
@@ -246,6 +248,9 @@ class Estimator:
         zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in self.space])
         kept = {"kept for zb": np.where(zb, KEPT["none"] * inputs / c.tensor, 0)}
         kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
+        # What is between two blocks of matmuls is whole on each device, unless the sequence is split, too.
+        whole_rows = (c.tensor > 1) & ~c.sequence & c.keeps
+        kept["kept whole"] = np.where(whole_rows, _WHOLE_ROWS * inputs, 0)
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
         return {
             "constant": np.full(len(self.space), 3e8),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,9 @@ _NEW = 1.3
 """A kind of layout that has no plan yet is planned if its estimate is at most this many times the best."""
 _NEAR = 1.12
 """At the end, layouts that differ in one thing from the best are planned if their estimate is at most this many times its seconds."""
-_FIRST = 6
-"""Layouts that are tried for the first plan, which needs to compile and not to fit."""
+_FIRST, _REFUSED = 6, 2
+"""So many layouts are tried for the first plan, which needs to compile and not to fit. A size of an axis is given up after so many
+refused layouts, if none with it has compiled: it does not divide what it would split."""
 _POLL = 0.5
 
 
@@ -69,6 +71,8 @@ class LayoutSearch:
     is_interrupted: bool = False
     _estimator: Estimator | None = None
     _asked: set[int] = field(default_factory=set[int])
+    _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 
     def run(self) -> None:
         """Searches until it is done, the time is over, or Ctrl-C. Raises InputError if not a single layout can be compiled."""
@@ -100,10 +104,11 @@ class LayoutSearch:
         if (estimator := self._estimator) is None:
             return {}
         best = math.inf if self.best is None else self.best.plan.seconds
-        is_open = self._open()
+        is_refused, is_open = self._refused(), self._open()
         is_slower = estimator.seconds * _GAIN >= best
         small = self._may_fit()
         found = {
+            "of sizes that were refused": is_refused,
             "too large for the memory, by estimate": is_open & ~small,
             "slower than the best, by estimate": is_open & small & is_slower,
             "not reached": is_open & small & ~is_slower,
@@ -169,9 +174,14 @@ class LayoutSearch:
 
     def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
-        found = np.ones(len(self.space), bool)
+        found = ~self._refused()
         found[list(self._asked)] = False
         return found
+
+    def _refused(self) -> npt.NDArray[np.bool_]:
+        """Whether each layout has a size of an axis with which none was accepted."""
+        bad = {pair for pair, count in self._refusals.items() if count >= _REFUSED} - self._compiled
+        return np.array([index not in self._asked and not bad.isdisjoint(one.mesh) for index, one in enumerate(self.space)])
 
     def _may_fit(self) -> npt.NDArray[np.bool_]:
         """Whether the estimate of each layout fits, with a margin."""
@@ -195,7 +205,12 @@ class LayoutSearch:
         assert self._estimator is not None
         candidate = self.space[index]
         self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
-        if not plan.problems:
+        # The dims of a model do not divide by every size. The space has only numbers of stages that its layers allow.
+        sizes = [(axis, size) for axis, size in candidate.mesh if axis not in (*candidate.batch_axes, STAGE)]
+        if plan.problems:
+            self._refusals.update(sizes)
+        else:
+            self._compiled.update(sizes)
             self._estimator.learn(index, plan)
         self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
 
