@@ -1,9 +1,9 @@
 """Weights that travel in eight bits: gathered, when the model uses them, as blocks of int8 with one scale each.
 
 With ZeRO-3 each device stores a part of a weight, and all devices bring the parts together before they multiply their rows with them.
-Rounded to eight bits before, half of the bytes of bf16 travel (ZeRO++, arXiv 2306.10209, section 3.1). What is computed is the program at
-rounded weights, forward and in the recompute alike. The gradient is taken as if the weights were exact, and is reduced as without a rule:
-the rounding is a custom_vjp whose backward pass is the identity. Checkpoints and the optimizer see the exact weights alone.
+If they round the parts to eight bits first, they send half of the bytes of bf16 (ZeRO++, arXiv 2306.10209, section 3.1). The forward pass
+and its recompute both use the rounded weights. The rounding is a custom_vjp whose backward pass is the identity, so the gradient at the
+rounded weights updates the exact ones, and is reduced as without a rule. Checkpoints and the optimizer see only the exact weights.
 
 A block is a run of numbers along one dim within what one device has, so that the scale of a block is its device's own. The constraints
 around the int8 array make XLA gather it in this type: pinned to where the weight is stored, then to where it is used.

@@ -173,7 +173,7 @@ def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules
         dims = site.free_dims(named)
         why, block = "", block_of(shape, dims, site.sizes)
         if not any(axis in batch for axes in named for axis in axes):
-            why = f"is not split over an axis of the batch ({', '.join(batch) or 'none'}), so it is not gathered. Give it a spec with one"
+            why = f"is not split over an axis of the batch ({', '.join(batch) or 'none'}), so it is not gathered. Split it over one"
         elif any(match_experts(rules, signal).rule for signal in place.signals):
             why = "has weights of experts, which stay on their devices"
         elif site.stage is not None:
@@ -181,7 +181,7 @@ def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules
         elif block is None:
             why = f"has {shape} numbers in a use, split {show_dims(dims)}: no dim has blocks of 128 to 256 numbers on a device"
         if why or block is None:
-            problems.append(f"{match.rule.where}: gather: {match.rule.pattern}: {place.path} {why}. {_EXCEPT}")
+            problems.append(gather_problem(match.rule, place.path, why))
             continue
         whole = tuple(tuple(axis for axis in axes if axis not in batch) for axes in dims)
         chosen[index] = match.rule
@@ -190,7 +190,9 @@ def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules
     return GatherSpecs(gathers=gathers, rules=chosen, matches=tuple(matches), problems=tuple(problems))
 
 
-_EXCEPT = "Or write a pattern that does not match it"
+def gather_problem(rule: GatherRule, path: str, why: str) -> str:
+    """A parameter that cannot travel in the type that a rule gives it."""
+    return f"{rule.where}: gather: {rule.pattern}: {path} {why}. Write a pattern that does not match it"
 
 
 def experts_problems(places: Sequence[ParameterPlace], experts: Mapping[str, int], rules: Rules) -> Iterator[str]:

@@ -23,12 +23,13 @@ from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
 from jgt.regions import with_gathers
-from jgt.rules import GatherRule, Rules, Seen, unreached
+from jgt.rules import Rules, Seen, unreached
 from jgt.sharding.argument_specs import (
     ArgumentSpecs,
     GatherSpecs,
     check_aliases,
     experts_problems,
+    gather_problem,
     gather_specs,
     input_specs,
     parameter_specs,
@@ -78,7 +79,6 @@ def plan_call(
     tree, numbers = arguments.parameter_tree()
     traced = arguments.trace()
     program = traced.program
-    num_params = len(arguments.parameters)
     site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
     applied = _apply_rules(arguments, program, rules, site, pad=pad, applies=pipeline is None)
@@ -98,13 +98,12 @@ def plan_call(
     check_aliases(arguments.parameters, staged.parameters, rules)
     # Without a read for state, which comes behind the parameters.
     places = tuple(replace(place, read=read) for place, read in zip(staged.parameters, narrow_reads(program), strict=False))
-    others = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
     placement = Placement(
         rules=rules,
         mesh=mesh,
         parameters=places,
         tree=tree,
-        others={leaf: None if number is None else applied.inputs.dims[number - num_params] for leaf, number in others.items()},
+        others=_others(numbers, len(arguments.parameters), applied.inputs.dims),
         signature=arguments.signature,
         tensors=tuple(applied.whole.tensors),
     )
@@ -122,6 +121,12 @@ def plan_call(
         changed=traced.changed,
         is_reusable=not jx.closes_over_tracers(program),
     )
+
+
+def _others(numbers: Sequence[int | None], num_params: int, dims: Sequence[Dims]) -> dict[int, Dims | None]:
+    """By leaf, the dims of what the first argument contains beside parameters; None for a value that is not an array."""
+    others = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
+    return {leaf: None if number is None else dims[number - num_params] for leaf, number in others.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +171,10 @@ def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Sur
     gathers = gather_specs(params.places, batch, rules, site)
     if gathers.gathers and applies:
         found = with_gathers(program, gathers.gathers, site.mesh if site.around is None else site.around)
-        why = [_not_gathered(gathers.rules[n], params.places[n].path, text) for n, text in found.problems.items()]
+        why = [gather_problem(gathers.rules[n], params.places[n].path, text) for n, text in found.problems.items()]
         program, gathers = found.program, replace(gathers, problems=(*gathers.problems, *why))
     whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=applies)
     return _Applied(site=site, params=params, inputs=inputs, gathers=gathers, whole=whole)
-
-
-def _not_gathered(rule: GatherRule, path: str, why: str) -> str:
-    return f"{rule.where}: gather: {rule.pattern}: {path} {why}. Write a pattern that does not match it"
 
 
 def _forms(placement: Placement, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import pytest
+from plugin import needs_plugin
 
 import jgt
 from jgt.__main__ import main as jgt_main
@@ -33,6 +34,7 @@ def layouts(model, tmp_path):
     return path, list(forms.values())
 
 
+@needs_plugin
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("model", MODELS)
@@ -48,6 +50,7 @@ def test_a_written_file_is_checked_planned_and_trained(model, part, tmp_path, mo
             best = Try(candidate=one, plan=PLAN, estimate=None)
             write_run(written, run_document(str(path), [], best, tmp_path), best, "h100:1x8")
             assert jgt_main(["check", str(written), "devices.virtual_cpu=8"]) == 0, capsys.readouterr().err
+            assert jgt_main(["plan", str(written), "--target", "h100:1x8"]) == 0, capsys.readouterr().err
             assert first_loss(written, f"{number}") == pytest.approx(own, abs=2e-5), one
     finally:
         jax.config.update("jax_disable_most_optimizations", False)

@@ -7,11 +7,14 @@ import jax
 import numpy as np
 import pytest
 from hlo import axes_of, collectives
+from plugin import needs_plugin
 
 import jgt
+from jgt.hardware.chip import parse_target
 from jgt.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
+from train.plan.make import make_plan
 from train.run.start import Feed
 from train.setup import prepare
 from train.setup.apart import apart_axes
@@ -90,3 +93,17 @@ def test_parts_send_over_the_axis_what_the_whole_batch_sends(steps_of, name):
 def test_axes_along_which_gradients_stay_apart(tiny_file, rules, mesh, more, axes):
     run = load(tiny_file, [f"rules={RULES / rules}.yaml", f"mesh={mesh}", "train.accumulate=2", *more])
     assert apart_axes(run, jgt.abstract_mesh(run.mesh, num_devices=8)) == axes
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_the_flags_of_overlap_keep_the_activations_of_one_part_only():
+    model = [f"model.{size}" for size in ("layers=4", "embed=256", "ffn=1024", "seq=512", "dtype=bf16")]
+    constant = [*model, "mesh={fsdp: 8}", "rules=jgt:fsdp", "train.batch=64", "train.accumulate=4", "train.remat=none"]
+
+    def peak(preset):
+        run = load(Path(__file__).parents[2] / "configs/quickstart.yaml", [*constant, f"xla.preset={preset}", "devices.virtual_cpu=8"])
+        return make_plan(run, parse_target("h100:1x8"), None).memory.peak_bytes
+
+    # gpu-pipeline lacks the passes that copy loops.
+    assert peak("gpu-overlap") <= 1.1 * peak("gpu-pipeline")

@@ -144,7 +144,7 @@ def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, tmp_path, ru
     assert rows(jgt.plan(phases.train_step(), *phases.step_shapes)) == rows(jgt.plan(one.train_step(), *one.step_shapes))
     for wire, share in (("f32", 1.0), ("int8", 0.27)):
         setup = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", f"sync={{axis: replica, every: 3, wire: {wire}}}"]))
-        sent = jgt.plan(setup.exchange(), setup.shapes).sent_bytes
+        sent = jgt.plan(setup.exchanges.exchange(), setup.shapes).sent_bytes
         formula = sum(place.bytes_per_device(setup.mesh) for place in setup.stored.parameters)
         assert sent == formula if wire == "f32" else sent <= 0.35 * formula * share / 0.27
 
@@ -162,7 +162,7 @@ def test_whatever_else_a_step_does_stays_with_its_replica(made, more):
 
 def test_fragments_are_exchanged_one_after_another(made):
     setup = made(*HYBRID, "sync={axis: replica, every: 4, fragments: 2}")
-    first, second = setup.fragments
+    first, second = setup.exchanges.fragments
     programs = setup.compile_exchanges()
     assert all(over(program, setup) == {"replica"} for program in programs.parts)
 
@@ -181,7 +181,7 @@ def test_fragments_are_exchanged_one_after_another(made):
 def test_a_fragment_is_at_most_its_share_of_a_tenth_more(made):
     setup = made(*HYBRID, "sync={axis: replica, every: 8, fragments: 5}", "model.layers=3")
     shapes, places = setup.shapes.anchor, setup.shardings.anchor
-    sizes = [fragment.numbers(shapes, places) for fragment in setup.fragments]
+    sizes = [fragment.numbers(shapes, places) for fragment in setup.exchanges.fragments]
     whole = sum(place.bytes_per_device(setup.mesh) // 4 for place in setup.stored.parameters)
     assert sum(sizes) == whole
     assert max(sizes) <= (1 / 5 + 0.1) * whole
@@ -193,8 +193,8 @@ def test_the_exchange_of_a_fragment_sends_its_share(made, wire):
     # Large enough for blocks.
     size = ("model.embed=64", "model.ffn=192", "model.heads=4")
     setup = made(*HYBRID, f"sync={{axis: replica, every: 8, fragments: 4, wire: {wire}}}", *size)
-    sent = [jgt.plan(setup.exchange(part), setup.shapes).sent_bytes for part in (*range(4), None)]
-    numbers = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in setup.fragments]
+    sent = [jgt.plan(setup.exchanges.exchange(part), setup.shapes).sent_bytes for part in (*range(4), None)]
+    numbers = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in setup.exchanges.fragments]
     if wire == "f32":
         assert sent[:4] == [4 * n for n in numbers]
     assert max(sent[:4]) <= (1 / 4 + 0.1) * sent[4]

@@ -91,10 +91,11 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
         return None
     setup = _maker(run, target, num_devices)(None)
     flags, _ = planned_flags(run.config, has_gpu=target is not None)
-    sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in setup.fragments]
+    programs = setup.exchanges
+    assert programs is not None
+    sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
     largest = sizes.index(max(sizes))
-    program = setup.exchange() if sync.fragments == 1 else setup.exchange(largest)
-    found = plan(program, setup.shapes, target=target, rules=run.rules, flags=flags)
+    found = plan(programs.exchange(largest), setup.shapes, target=target, rules=run.rules, flags=flags)
     replicas = setup.mesh.shape[sync.axis]
     formula = formula_bytes(sizes[largest], replicas, sync.wire)
     return Exchange(plan=found, every=sync.every, fragments=sync.fragments, formula_bytes=formula)

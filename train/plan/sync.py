@@ -27,7 +27,7 @@ PHASES = (10, 50, 500)
 class Exchange:
     """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes.
 
-    fragments: in how many a phase exchanges the parameters; the plan is that of the largest one.
+    fragments: the number of parts in which a phase exchanges the parameters. plan: of the exchange of the largest part.
     """
 
     plan: Plan

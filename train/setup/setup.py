@@ -27,7 +27,7 @@ from ..step.parts import Parts
 from ..step.schedule import Settings, settings_of_step
 from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
-from ..sync.fragments import Exchanges, Fragment, fragments_of
+from ..sync.exchanges import ExchangePrograms, Exchanges
 from ..sync.phases import Phases
 from .apart import apart_of, residual_shardings
 
@@ -248,43 +248,13 @@ class Setup:
         )
 
     @functools.cached_property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments in which parameters are exchanged with phases."""
-        return fragments_of(self.shapes.anchor, self.shardings.anchor, 1 if self.phases is None else self.phases.config.fragments)
-
-    def exchange(self, part: int | None = None) -> Any:
-        """The exchange of all parameters or of one fragment, by number, under jax.jit: state → state. The state's buffers are donated."""
-        phases, shardings = self._phases, self.shardings
-        (whole,) = fragments_of(self.shapes.anchor, shardings.anchor, 1)
-        takes = part is None or phases.config.overlap == 0
-        fragment = whole if part is None else self.fragments[part]
-        run = functools.partial(phases.exchanged, shardings=shardings.anchor, fragment=fragment, takes=takes)
-        return jax.jit(run, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0)
-
-    def take(self, part: int) -> Any:
-        """The replicas take over a fragment that was exchanged before, under jax.jit: state → state. The state's buffers are donated."""
-        run = functools.partial(self._phases.taken, fragment=self.fragments[part])
-        return jax.jit(run, in_shardings=(self.shardings,), out_shardings=self.shardings, donate_argnums=0)
-
-    @property
-    def _phases(self) -> Phases:
-        assert self.phases is not None, "a run without phases has no exchange"
-        return self.phases
+    def exchanges(self) -> ExchangePrograms | None:
+        """The programs of exchanges; None without phases."""
+        return None if self.phases is None else ExchangePrograms(phases=self.phases, shapes=self.shapes, shardings=self.shardings)
 
     def compile_exchanges(self) -> Exchanges | None:
         """The compiled exchanges; None without phases."""
-        if self.phases is None:
-            return None
-
-        def compiled(run: Any) -> Any:
-            return run.lower(self.shapes).compile()
-
-        sync, whole = self.phases.config, compiled(self.exchange())
-        numbers = range(sync.fragments)
-        is_whole = sync.fragments == 1 and sync.overlap == 0
-        parts = [whole] if is_whole else [compiled(self.exchange(part)) for part in numbers]
-        takes = [compiled(self.take(part)) for part in numbers] if sync.overlap else []
-        return Exchanges(sync=sync, whole=whole, parts=tuple(parts), takes=tuple(takes))
+        return None if self.exchanges is None else self.exchanges.compiled()
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The step as XLA will compile it."""

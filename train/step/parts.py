@@ -38,6 +38,9 @@ class Carried(NamedTuple):
     waiting: Any = ()
 
 
+_NOTHING = Carried()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wired:
     """How gradients cross an axis, the outermost of the batch.
@@ -115,7 +118,7 @@ class Parts:
         """Whether the gradient is the last step's."""
         return self.apart is not None and self.apart.wired is not None and self.apart.wired.is_late
 
-    def differentiate(self, objective: Objective, params: Any, variables: Any, batch: Arrays, carried: Carried = Carried()) -> Result:  # noqa: B008
+    def differentiate(self, objective: Objective, params: Any, variables: Any, batch: Arrays, carried: Carried = _NOTHING) -> Result:
         """The loss and its gradient, added up over the parts of the batch; with `sync.late`, the gradient of the last step."""
         # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
         used, to_stored = jax.vjp(objective.used, params)

@@ -4,16 +4,13 @@ With `sync: {every: 50, fragments: 5}` a fifth of the parameters is exchanged af
 exchanged every 50 steps, and no exchange is larger than a fifth. A fragment has a run of entries of each array, along a dim that no
 mesh axis splits, so that cutting it out moves nothing between devices: of stacked layers these are some layers. An array that cannot be cut
 belongs to one fragment as a whole.
-
-With `overlap: 3` the replicas continue for 3 steps with what they have, and then take over what the exchange has found: their own
-parameters count by `blend`, the exchanged ones by the rest.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +18,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from jgt.program.dims import num_parts, sharding_dims
-
-from .config import SyncConfig
 
 
 @dataclass(frozen=True)
@@ -87,42 +82,6 @@ def fragments_of(shapes: Any, shardings: Any, count: int) -> tuple[Fragment, ...
         cuts[part][n] = None
         filled[part] += size
     return tuple(Fragment(cuts=dict(sorted(of.items()))) for of in cuts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchanges:
-    """The compiled programs of exchanges, state → state each.
-
-    whole: of all parameters. parts: of each fragment. takes: with `overlap`, by which replicas take a fragment over.
-    """
-
-    sync: SyncConfig
-    whole: Callable[[Any], Any]
-    parts: tuple[Callable[[Any], Any], ...]
-    takes: tuple[Callable[[Any], Any], ...] = ()
-
-    def after(self, state: Any, step: int, *, is_last: bool, since: int) -> tuple[Any, bool]:
-        """The state after the exchanges that are due after a step, and whether all replicas are equal now.
-
-        is_last: of the run, which ends with a whole exchange. since: the last step after which all replicas were equal.
-        """
-        if is_last:
-            return self.whole(state), True
-        for part in due(self.sync, step - self.sync.overlap) if self.takes else ():
-            # What was exchanged before the replicas were made equal is in all of them.
-            if step - self.sync.overlap > since:
-                state = self.takes[part](state)
-        parts = list(due(self.sync, step))
-        for part in parts:
-            state = self.parts[part](state)
-        return state, bool(parts) and len(self.parts) == 1 and not self.takes
-
-
-def due(sync: SyncConfig, step: int) -> Iterator[int]:
-    """The fragments that are exchanged after a step. The last one is exchanged at the end of a phase."""
-    for part in range(sync.fragments):
-        if step > 0 and (step - sync.every * (part + 1) // sync.fragments) % sync.every == 0:
-            yield part
 
 
 def _dim_to_cut(shape: tuple[int, ...], place: NamedSharding, count: int) -> int | None:

@@ -25,7 +25,7 @@ AT, LAST = EVERY + 10, 2 * EVERY - 1
 
 
 def mark(step):
-    """A fault that breaks nothing where there is no checkpoint: the process writes down when it comes to this step."""
+    """A fault that does nothing in a run without checkpoints, except that the process logs the time at which it reaches this step."""
     return f"{{at_step: {step}, kind: corrupt, process: 1}}"
 
 
