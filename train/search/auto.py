@@ -57,13 +57,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         chosen = known["overrides"]
     else:
         search = LayoutSearch(
-            question=Question(
-                config=arguments.config,
-                overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
-                code=tuple(arguments.code),
-                target=target.text,
-                devices=target.num_devices,
-            ),
+            question=Question.on(target, arguments.config, arguments.overrides, arguments.code),
             target=target,
             space=candidates(opened, target.num_devices),
             plans=Plans(plans_folder()),

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 import jgt
 from jgt.document import InputError
+from jgt.hardware.chip import Target, parse_target
 
 from ..code.files import read_code
 from ..config import load
@@ -40,13 +41,28 @@ _DIED = "the process that planned this layout died; it may have run out of memor
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A run's file with overrides, on a target. devices: the number of CPU devices where there is no target."""
+    """A run's file with overrides, on a target, as `parse_target` reads it. devices: of the target."""
 
     config: str
     overrides: tuple[str, ...]
     code: tuple[str, ...]
-    target: str | None
+    target: str
     devices: int
+    chip: str | None = None
+    changes: tuple[str, ...] = ()
+
+    @classmethod
+    def on(cls, target: Target, config: str, overrides: Sequence[str], code: Sequence[str]) -> Question:
+        """A run on a target, without a pipeline: what each layout of a search changes."""
+        return cls(
+            config=config,
+            overrides=(*overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
+            code=tuple(code),
+            target=target.text.partition(" ")[0],
+            devices=target.num_devices,
+            chip=target.file,
+            changes=target.changes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +171,8 @@ class Plans:
             return None
         with contextlib.suppress(InputError):
             run = load(question.config, question.overrides, code=read_code(question.code))
-            parts = [run.resolved(), run.code.checksum, question.target, question.devices, _versions()]
+            chip = asdict(parse_target(question.target, question.chip, question.changes).chip)
+            parts = [run.resolved(), run.code.checksum, question.target, chip, question.devices, _versions()]
             key = json.dumps(parts, sort_keys=True, default=str)
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         return None
