@@ -84,9 +84,9 @@ def chip_text(measured: Sequence[Measured], calibrated: Calibrated, devices: Seq
     """The chip file: its figures, with the measurements behind them as comments."""
     import jax
 
-    chip = calibrated.chip
+    chip, today = calibrated.chip, datetime.datetime.now().astimezone()
     lines = [
-        f"# Measured by jgt calibrate on {datetime.datetime.now().astimezone():%Y-%m-%d}: {len(devices)} x {chip.name}, jax {jax.__version__}.",
+        f"# Measured by jgt calibrate on {today:%Y-%m-%d}: {len(devices)} x {chip.name}, jax {jax.__version__}.",
         "# 90 % of training steps are within the error below. Milliseconds of each program, measured and by these figures:",
     ]
     lines += [f"#   {one.seconds * 1e3:10.2f} {calibrated.predicted[one.name] * 1e3:10.2f}  {one.kind}: {one.name}" for one in measured]

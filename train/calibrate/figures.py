@@ -15,7 +15,7 @@ from jgt.hardware.rates import AttentionRate, MatmulRate, MemoryRate, Rates
 from .fit import Figures, Fit, Prior
 from .measured import Measured
 
-_STEP, _KERNEL = 0.08, 0.3
+_STEP, _KERNEL = 0.08, 0.5
 """The relative error to expect of a step, and of a kernel measured alone, with the right figures."""
 _NORMAL_90 = 1.645
 _UNKNOWN, _SHAPE, _SHARE = 2.0, 0.7, 0.3

@@ -34,7 +34,7 @@ class Prior:
 
 
 class Fit:
-    """Figures from programs. predict(program, figures): seconds. measured: seconds by program. spread: the relative error to expect of each.
+    """Figures from programs. predict(program, figures): seconds. measured: by program. spread: the relative error to expect of each.
 
     looks: how often errors and their derivatives are taken, each time at the figures that the last look found.
     """

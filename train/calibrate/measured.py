@@ -18,11 +18,11 @@ from jgt.hardware.network import Network
 from jgt.hlo.text import Module
 from jgt.planner.timeline import Timeline
 
-_WARMUP, _LEAST, _MOST = 2, 4, 25
-_SECONDS = 1.5
-"""In a round, a program runs at least `_LEAST` times, then until these seconds are over, and at most `_MOST` times."""
-ROUNDS = 2
-"""A machine with other work is slow for seconds or minutes: rounds are far apart, and the faster one counts."""
+_LEAST, _MOST = 2, 25
+_SECONDS = 0.5
+"""In a round, a program runs once without being timed, then `_LEAST` times, then until these seconds are over, at most `_MOST` times."""
+ROUNDS = 4
+"""A machine with other work is slow for seconds or minutes: rounds are far apart, and the fastest one counts."""
 
 Run = Callable[[], object]
 
@@ -40,8 +40,7 @@ class Program:
     def seconds(self) -> float:
         """The median of a round of runs."""
         run = self.begin()
-        for _ in range(_WARMUP):
-            jax.block_until_ready(run())
+        jax.block_until_ready(run())
         samples: list[float] = []
         began = time.perf_counter()
         while len(samples) < _LEAST or (len(samples) < _MOST and time.perf_counter() - began < _SECONDS):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..config import load
+from ..config import Run, load
 from ..setup import Setup, prepare
 from .measured import Program
 
@@ -28,7 +28,7 @@ class Layout:
     name: str
     sizes: Mapping[str, int]
     rules: str
-    rows: int = 4
+    rows: int = 2
     remat: str = "none"
     stages: int | None = None
 
@@ -47,6 +47,7 @@ class Layout:
 
 _GPT = {"kind": "gpt", "layers": 2, "embed": 192, "heads": 4, "vocab": 512, "seq": 128}
 _LLAMA = {"kind": "llama", "layers": 4, "embed": 384, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 1024, "seq": 128}
+_WIDE = {"kind": "llama", "layers": 2, "embed": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 2048, "seq": 128}
 _LARGE = {
     "kind": "llama",
     "layers": 8,
@@ -58,7 +59,7 @@ _LARGE = {
     "seq": 2048,
     "dtype": "bf16",
 }
-MODELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"cpu": {"gpt": _GPT, "llama": _LLAMA}, "cuda": {"llama": _LARGE}}
+MODELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"cpu": {"gpt": _GPT, "llama": _LLAMA, "wide": _WIDE}, "cuda": {"llama": _LARGE}}
 """The models of the steps, by platform."""
 
 
@@ -89,7 +90,12 @@ def step_of(name: str, document: Mapping[str, Any], devices: Sequence[Any]) -> P
         path = Path(folder) / "run.yaml"
         # JSON is YAML.
         path.write_text(json.dumps({**document, "devices": {"virtual_cpu": len(devices)}}))
-        setup = prepare(load(str(path)), devices=devices)
+        return step_of_run(name, load(str(path)), devices)
+
+
+def step_of_run(name: str, run: Run, devices: Sequence[Any]) -> Program:
+    """The training step of a run, on random tokens."""
+    setup = prepare(run, devices=devices)
     compiled = setup.train_step().lower(*setup.step_shapes).compile()
     return Program(name=name, kind="step", compiled=compiled, mesh=dict(setup.mesh.shape), begin=lambda: _Step(compiled, setup))
 

@@ -28,6 +28,7 @@ from jgt.document import InputError
 from jgt.hardware.chip import Target, parse_target
 
 from ..code.files import read_code
+from ..compiled.programs import default_folder
 from ..config import load
 
 WORKERS = 2
@@ -180,7 +181,16 @@ class Plans:
 
 def plans_folder() -> Path:
     """The user's folder of stored plans: `$XDG_CACHE_HOME/jgt/plans`, or `~/.cache/jgt/plans`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt" / "plans"
+    return _user_cache() / "plans"
+
+
+def chips_folder() -> Path:
+    """The user's folder of measured chips, beside the plans: one for each kind of CPU."""
+    return _user_cache() / "chips" / default_folder().name
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt"
 
 
 def _read(path: Path) -> Answer | None:
