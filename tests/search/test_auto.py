@@ -15,12 +15,17 @@ from train.search import auto
 from train.search.auto import target_at_hand, with_best_layout
 from train.search.plans import Answer
 from train.search.search import Try
+from train.search.space import Candidate
 
 FILE = """
 run: {name: mine}
 model: {kind: llama, layers: 2, embed: 64, heads: 4, kv_heads: 4, ffn: 128, vocab: 256, seq: 32}
 train: {batch: 16, auto: true}
 """
+
+
+def candidates_of_any_run():
+    return [Candidate(mesh=(("fsdp", n),), rules="jgt:fsdp", batch_axes=("fsdp",), accumulate=1, rows=1, remat=None) for n in (1, 2, 4, 8)]
 
 
 class Planned:
@@ -47,6 +52,7 @@ def start(tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(FILE)
     monkeypatch.setattr(auto, "LayoutSearch", Planned)
+    monkeypatch.setattr(auto, "step_seconds", lambda *_: pytest.fail("the plans are far apart"))
     Planned.searches = []
 
     def start(target, *overrides, num_processes=1):
@@ -144,6 +150,29 @@ def test_a_failed_measurement_names_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(auto.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"train.auto: the CPU devices cannot be measured: jgt calibrate: no space left"):
         target_at_hand(load(str(tmp_path / "run.yaml"), ["devices.virtual_cpu=4"]), "train.auto", print)
+
+
+@pytest.mark.parametrize(("measured", "chosen"), [([3.0, 2.0, None], 1), ([1.0, 2.0, 3.0], 0), ([None, None, None], 0)])
+def test_layouts_with_near_plans_are_measured(measured, chosen, monkeypatch):
+    opened = candidates_of_any_run()
+    near = [Try(candidate=one, plan=Answer(seconds=1 + rank / 100, fits=True), estimate=None) for rank, one in enumerate(opened[:3])]
+    far = Try(candidate=opened[3], plan=Answer(seconds=2.0, fits=True), estimate=None)
+    asked, said = [], []
+    monkeypatch.setattr(auto, "step_seconds", lambda question: asked.append(question) or measured)
+    assert auto.fastest([*near, far], "run.yaml", ["train.batch=8"], [], said.append) is near[chosen]
+    assert asked[0]["overrides"] == [["train.batch=8", *one.candidate.overrides] for one in near]
+    assert "measuring 3 layouts" in said[0]
+    assert ["did not run" in line for line in said[1:]] == [one is None for one in measured]
+
+
+def test_steps_are_measured_in_another_process(tmp_path):
+    (tmp_path / "run.yaml").write_text(FILE)
+    layouts = [["mesh={data: 2}", "rules=jgt:replicated"], ["mesh={tensor: 3}", "rules=jgt:tensor"]]
+    given = ["devices.virtual_cpu=2", "train.steps=1"]
+    question = {"config": str(tmp_path / "run.yaml"), "overrides": [[*given, *one] for one in layouts], "code": []}
+    fast, impossible = auto.step_seconds(question)
+    assert 0 < fast < 10
+    assert impossible is None
 
 
 CHIP = """

@@ -107,7 +107,7 @@ class _Step:
         self._compiled, self._state, self._settings = compiled, setup.init(), setup.settings(1)
         random = np.random.default_rng(0)
         self._batch = {
-            name: jax.device_put(random.integers(0, 2 if x.dtype == bool else 256, x.shape).astype(x.dtype), setup.batch_shardings[name])
+            name: jax.device_put(random.integers(0, 2, x.shape).astype(x.dtype), setup.batch_shardings[name])
             for name, x in setup.batch_shapes.items()
         }
 

@@ -11,9 +11,10 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,13 @@ from .plans import Plans, Question, chips_folder, plans_folder
 from .search import LayoutSearch, Try, layout_text
 from .space import Open, candidates
 
-SECONDS, TOP = 120, 3
+SECONDS, TOP = 120, 5
 """For the search at a start: its time, and the layouts that fit among which it chooses at least."""
+_NEAR, _TRIED = 1.1, 5
+"""At most so many layouts are measured, whose plans take at most this many times as long as the best one."""
 _MAX_BYTES = 100_000
 _CALIBRATE = "import sys; from jgt.trainer import trainer; sys.exit(trainer('calibrate.__main__').main())"
+_TRIAL = "from jgt.trainer import trainer; trainer('calibrate.trial').serve()"
 _LOOK = "import json, jax; d = jax.local_devices(); print(json.dumps([len(d), d[0].device_kind]))"
 
 Say = Callable[[str], None]
@@ -68,7 +72,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
             model=Shape.of(run.config.model),
             say=say,
         )
-        chosen = _chosen(search, path, asked, where, say)
+        chosen = _chosen(search, path, asked, where, arguments, say)
     return load(arguments.config, [*arguments.overrides, *chosen], code=code)
 
 
@@ -80,20 +84,45 @@ def _checksum(opened: Open) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, say: Say) -> list[str]:
+def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, arguments: argparse.Namespace, say: Say) -> list[str]:
     """Searches, says what is best and why, and keeps it in the run directory. Returns overrides."""
     search.run()
     ranked = search.ranked()
     if not ranked:
         raise InputError([f"{where}: no layout fits {search.target.text}. Search with jgt plan --search to see what is missing"])
-    best = ranked[0]
     for line in reasons(search.target, ranked, len(search.tries)):
         say(line)
+    best = fastest(ranked, arguments.config, arguments.overrides, arguments.code, say)
     overrides = best.candidate.overrides
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"asked": asked, "layout": layout_text(best.candidate), "overrides": overrides, "seconds": best.plan.seconds}
     write_whole(path, json.dumps(found, indent=1) + "\n")
     return overrides
+
+
+def fastest(ranked: list[Try], config: str, overrides: Sequence[str], code: Sequence[str], say: Say) -> Try:
+    """The layout with the fastest measured step, among those that are near the best by their plans.
+
+    ranked: the best plan first. config, overrides, code: the run without a layout.
+    """
+    near = [one for one in ranked if one.plan.seconds <= _NEAR * ranked[0].plan.seconds][:_TRIED]
+    if len(near) == 1:
+        return near[0]
+    say(f"train.auto: measuring {len(near)} layouts, because their plans differ by less than {_NEAR - 1:.0%}")
+    question = {"config": config, "overrides": [[*overrides, *one.candidate.overrides] for one in near], "code": list(code)}
+    seconds = step_seconds(question)
+    for one, measured in zip(near, seconds, strict=True):
+        found = "did not run" if measured is None else f"{measured:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
+        say(f"  {layout_text(one.candidate)}: {found}")
+    times = [math.inf if measured is None else measured for measured in seconds]
+    return near[times.index(min(times))]
+
+
+def step_seconds(question: Mapping[str, Any]) -> list[float | None]:
+    """Asks a process of its own (`train/calibrate/trial.py`) for the measured seconds of layouts; None for those that do not run."""
+    done = subprocess.run([sys.executable, "-c", _TRIAL], input=json.dumps(question), capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return [None] * len(question["overrides"]) if done.returncode or not lines else json.loads(lines[-1])
 
 
 def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
