@@ -66,19 +66,20 @@ class Apart:
     """How the gradients of replicas stay apart until the last part is done.
 
     shardings: of the gradient by the parameters as the model uses them. dtypes: the type in which each of them crosses the axes. wired: how
-    they cross the first axis instead.
+    they cross the first axis instead. rides: whether the layers are a scan that sums can ride in, which they are not in a pipeline.
     """
 
     replicas: Replicas
     shardings: Any
     dtypes: Any
     wired: Wired | None = None
+    rides: bool = True
 
     @property
     def can_ride(self) -> bool:
         """Whether sums of the last step's gradients can ride along in a scan: they travel as they are, beside one part of the batch."""
         wired = self.wired
-        return wired is not None and wired.is_late and wired.wire != "int8" and self.replicas.axes == wired.replicas.axes
+        return self.rides and wired is not None and wired.is_late and wired.wire != "int8" and self.replicas.axes == wired.replicas.axes
 
     def summed(self, gradients: Any, carried: Carried) -> tuple[Any, Carried]:
         """The sums over all replicas, [R, ...] → [...]: of these gradients, or of those that were waiting."""
