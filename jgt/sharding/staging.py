@@ -119,13 +119,14 @@ def stage(
         batch_axes=found.axes,
         replicas=found.replicas,
         inputs=found.inputs,
-        param_dims=[p.dims for p in parameters],
+        param_dims=[site.free_dims(p.dims) for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
         rewrite=lambda program, place: rewrite_part(program, place, rules, site),
         rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
     )
-    pipelined, places = Pipelined(executor), [(p.dims, p.optimizer_dims) for p in parameters]
+    # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).
+    pipelined, places = Pipelined(executor), [(site.free_dims(p.dims), site.free_dims(p.optimizer_dims)) for p in parameters]
     stored = _stored_call(pipelined, parameters, places, found.dims)
     return StagedCall(parameters=parameters, run=_run_of(pipelined, places, found.dims), stored=stored)
 
