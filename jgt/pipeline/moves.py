@@ -59,7 +59,8 @@ class Moves:
 
     def on_every_shard(self, fn: Callable[..., _T], in_specs: tuple[Specs, ...], out_specs: tuple[Specs, ...]) -> Callable[..., _T]:
         """`fn` on every data shard, of every replica."""
-        return manual_of_replicas(self.manual, fn, self.layout.replicas, self.layout.outer_axes, in_specs, out_specs)
+        replicas = {axis: dict(self.layout.mesh.shape)[axis] for axis in self.layout.replicas}
+        return manual_of_replicas(self.manual, fn, replicas, self.layout.outer_axes, in_specs, out_specs)
 
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value with this sharding over the axes that are not manual around it."""
@@ -196,7 +197,8 @@ class Moves:
         specs = tuple(PartitionSpec(self.layout.axis) if staged else PartitionSpec() for staged in has_stages)
         outer = self.layout.outer_axes
         # Axes of one device that the outer shard_map did not make manual. `outer_axes` says why they have to be.
-        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in (self.layout.axis, *self.layout.replicas, *outer)]
+        taken = (self.layout.axis, *self.layout.replicas, *outer)
+        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in taken]
         in_specs = (PartitionSpec(self.layout.axis), PartitionSpec())
         return cast(StageResults, self.manual(local, (self.layout.axis, *ones), in_specs, specs)(own, common))
 

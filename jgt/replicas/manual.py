@@ -8,7 +8,8 @@ where it ends, and between the two each replica has the program that it would ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -22,18 +23,32 @@ Manual = Callable[[Callable[..., Any], Sequence[str], Any, Any], Callable[..., A
 
 
 def manual_of_replicas(
-    manual: Manual, fn: Callable[..., _R], replicas: Sequence[str], axes: Sequence[str], in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]
+    manual: Manual,
+    fn: Callable[..., _R],
+    replicas: Mapping[str, int],
+    axes: Sequence[str],
+    in_specs: tuple[Any, ...],
+    out_specs: tuple[Any, ...],
 ) -> Callable[..., _R]:
-    """fn in a shard_map over `axes`, to be called inside of a vmap with `spmd_axis_name=replicas`, or of none.
+    """fn in a shard_map over `axes`, to be called inside of a vmap with the `replicas` as its `spmd_axis_name`, or of none.
 
     fn sees one replica's arrays, local over `axes`, and returns a tuple. Arguments without a dim of replicas are the same for all of them.
-    in_specs, out_specs: as of jax.shard_map, of one replica's arrays.
+    replicas: the axes of the vmap with their sizes. in_specs, out_specs: as of jax.shard_map, of one replica's arrays. The call raises
+    ValueError for a vmap with another number of entries.
     """
     if not replicas:
         return manual(fn, axes, in_specs, out_specs)
+    num_replicas = math.prod(replicas.values())
     run = custom_vmap(manual(fn, axes, in_specs, out_specs))
 
-    def of_all(_: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    def of_all(count: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        if count != num_replicas:
+            names = ", ".join(replicas)
+            raise ValueError(
+                f"a vmap with spmd_axis_name {names} around a pipelined function has {count} entries, and the mesh {num_replicas} devices "
+                "along it. Map over as many, with one vmap"
+            )
+
         def of_one(*local: Any) -> Any:
             own = jax.tree.map(lambda x, mapped: x.reshape(x.shape[1:]) if mapped else x, local, tuple(is_mapped))
             return jax.tree.map(lambda x: x[None], fn(*own))
@@ -48,5 +63,5 @@ def manual_of_replicas(
     return cast("Callable[..., _R]", run)
 
 
-def _lifted(spec: PartitionSpec, replicas: Sequence[str]) -> PartitionSpec:
+def _lifted(spec: PartitionSpec, replicas: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(tuple(replicas), *spec)

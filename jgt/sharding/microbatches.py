@@ -30,7 +30,8 @@ class Microbatches:
     """The inputs of a call, in order: their names, kinds and dims.
 
     keys: the numbers of those that are random keys, also of those with a key for each row. axes: the mesh axes of size above 1 that split
-    the batch, into `num_shards` parts. replicas: those of a vmap around, which have split the batch already. num_rows: the rows of the whole batch; 0 if no input has a batch.
+    the batch, into `num_shards` parts. replicas: axes of a vmap around, over which each entry has a batch of its own. num_rows: the rows of
+    the whole batch; 0 if no input has a batch.
     """
 
     names: tuple[str, ...]
