@@ -161,7 +161,14 @@ def test_a_run_that_is_stopped_has_the_bits_of_one_that_is_not(tiny_file, rules,
 
 @pytest.mark.slow
 def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, rules, tmp_path):
-    options = [*SMALL, f"rules={rules}", f"mesh={{replica: 2, {inside(stage=2, fsdp=2)}}}", pipeline("interleaved"), PHASES, "train.steps=3"]
+    options = [
+        *SMALL,
+        f"rules={rules}",
+        f"mesh={{replica: 2, {inside(stage=2, fsdp=2)}}}",
+        pipeline("interleaved"),
+        PHASES,
+        "train.steps=3",
+    ]
     found = []
     checked = load(tiny_file, [f"run.dir={tmp_path}/run", *options])
     train(checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.anchor))))
@@ -181,7 +188,12 @@ def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, ru
 )
 def test_a_step_on_two_hosts_of_h100_sends_what_one_host_alone_would(rules, mesh, schedule):
     size = ("layers=8", "embed=1024", "heads=8", "kv_heads=8", "ffn=2816", "vocab=32000", "seq=1024", "dtype=bf16")
-    more = [*(f"model.{key}" for key in size), "train.remat=block", "devices.virtual_cpu=16", *([pipeline(schedule, 4)] if schedule else [])]
+    more = [
+        *(f"model.{key}" for key in size),
+        "train.remat=block",
+        "devices.virtual_cpu=16",
+        *([pipeline(schedule, 4)] if schedule else []),
+    ]
     ours, own = (rules, "jgt:pipeline") if schedule else ("jgt:hybrid", "jgt:fsdp")
 
     def planned(target, *run):

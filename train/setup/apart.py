@@ -78,4 +78,6 @@ def _wired(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Wired |
     sync = run.config.sync
     if sync is None or sync.every > 1:
         return None
-    return Wired(replicas=gradient_replicas(run, mesh), shardings=placement.params, wire=sync.wire, feedback=sync.feedback, is_late=bool(sync.late))
+    return Wired(
+        replicas=gradient_replicas(run, mesh), shardings=placement.params, wire=sync.wire, feedback=sync.feedback, is_late=bool(sync.late)
+    )

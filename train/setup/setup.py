@@ -123,9 +123,7 @@ class Setup:
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
         average = () if one.average == () else place.gradients
         variables = place.inputs(one.variables, "variables")
-        residual, waiting = (
-            () if of == () else residual_shardings(self.run, self.mesh, used) for of in (one.residual, one.waiting)
-        )
+        residual, waiting = (() if of == () else residual_shardings(self.run, self.mesh, used) for of in (one.residual, one.waiting))
         return State(whole, place.params, moments, losses, variables, average, residual=residual, waiting=waiting)
 
     def to_save(self, state: State) -> State:
