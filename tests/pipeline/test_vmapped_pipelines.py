@@ -52,3 +52,10 @@ def test_vmaps_that_it_cannot_be_under():
         ask("data", 2)
     with pytest.raises(ValueError, match="inside a vmap over the mesh axis stage, which does not split its batch"):
         ask("stage", 1)
+
+
+def test_a_shard_map_around_is_refused():
+    specs = (jax.P(), jax.P("data"))
+    around = jax.shard_map(pipelined(), mesh=mesh_of(**SIZES), in_specs=specs, out_specs=jax.P(), axis_names={"data"}, check_vma=False)
+    with pytest.raises(ValueError, match="a pipelined function cannot be called inside shard_map"):
+        jax.eval_shape(around, make_params(4), make_batch())

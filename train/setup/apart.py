@@ -25,7 +25,8 @@ def apart_axes(run: Run, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
     These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
     No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.
-    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes but that of `sync`.
+    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes but the one
+    of `sync`.
     """
     config = run.config
     model, is_sum = config.model, config.train.loss is None
