@@ -9,7 +9,7 @@ where it ends, and between the two each replica has the program that it would ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -38,30 +38,38 @@ def manual_of_replicas(
     """
     if not replicas:
         return manual(fn, axes, in_specs, out_specs)
-    num_replicas = math.prod(replicas.values())
-    run = custom_vmap(manual(fn, axes, in_specs, out_specs))
+    run, num_replicas, names = custom_vmap(manual(fn, axes, in_specs, out_specs)), math.prod(replicas.values()), tuple(replicas)
+
+    def lifted(spec: PartitionSpec, is_mapped: bool = True) -> PartitionSpec:
+        return PartitionSpec(names, *spec) if is_mapped else spec
 
     def of_all(count: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         if count != num_replicas:
-            names = ", ".join(replicas)
             raise ValueError(
-                f"a vmap with spmd_axis_name {names} around a pipelined function has {count} entries, and the mesh {num_replicas} devices "
-                "along it. Map over as many, with one vmap"
+                f"a vmap with spmd_axis_name {', '.join(names)} around a pipelined function has {count} entries, and the mesh "
+                f"{num_replicas} devices along it. Map over as many, with one vmap"
             )
+        # By argument, as the arguments are: custom_vmap passes a list.
+        which = tuple(is_mapped)
 
         def of_one(*local: Any) -> Any:
-            own = jax.tree.map(lambda x, mapped: x.reshape(x.shape[1:]) if mapped else x, local, tuple(is_mapped))
-            return jax.tree.map(lambda x: x[None], fn(*own))
+            return jax.tree.map(_with_dim, fn(*jax.tree.map(_without_dim, local, which)))
 
-        specs = jax.tree.broadcast(in_specs, args)
-        ahead = jax.tree.map(lambda spec, mapped: _lifted(spec, replicas) if mapped else spec, specs, tuple(is_mapped))
-        behind = jax.tree.map(lambda spec: _lifted(spec, replicas), out_specs)
-        results = manual(of_one, (*replicas, *axes), ahead, behind)(*args)
-        return results, jax.tree.map(lambda _: True, results)
+        ahead = jax.tree.map(lifted, jax.tree.broadcast(in_specs, args), which)
+        results = manual(of_one, (*names, *axes), ahead, jax.tree.map(lifted, out_specs))(*args)
+        return results, jax.tree.map(_is_mapped, results)
 
     run.def_vmap(of_all)
     return cast("Callable[..., _R]", run)
 
 
-def _lifted(spec: PartitionSpec, replicas: Iterable[str]) -> PartitionSpec:
-    return PartitionSpec(tuple(replicas), *spec)
+def _without_dim(x: jax.Array, is_mapped: bool) -> jax.Array:
+    return x.reshape(x.shape[1:]) if is_mapped else x
+
+
+def _with_dim(x: jax.Array) -> jax.Array:
+    return x[None]
+
+
+def _is_mapped(_: jax.Array) -> bool:
+    return True
