@@ -211,7 +211,7 @@ class Parts:
 
         values, gradients, turns = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, pack.cut(waiting))
         gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lifted, apart.shardings))
-        found = pack.joined(turns, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype) for n in pack.rest}
+        found = pack.joined(turns, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype, places[n]) for n in pack.rest}
         sums = jax.lax.with_sharding_constraint([found[n].astype(jnp.float32) for n in range(len(waiting))], places)
         return values, jax.tree.unflatten(structure, sums), Carried(carried.residual, apart.waiting(gradients))
 
