@@ -27,7 +27,6 @@ from jgt.hlo.groups import Participants, participants_of
 from jgt.hlo.instruction import COLLECTIVES, Array, Instruction
 from jgt.hlo.origin import NONE, Origin, Phase, find_origin, operand_names, phase_of
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import REPLICAS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +152,7 @@ def pieces(module: Module, at: str, collective: Instruction) -> Iterator[Piece]:
         parts = list(_concatenated(module, at, operand))
         if len(parts) > 1:
             # Their results are slices of one array, which lead to no single user: names and producers have to do.
-            # What replicas send is theirs, whatever it is made of.
-            yield from (part._replace(op_name=name if REPLICAS in name else part.op_name or name) for part in parts)
+            yield from (part._replace(op_name=part.op_name or name) for part in parts)
         else:
             results = tuple(Spot(at, result) for result in _results(module, at, collective, index, len(operands)))
             yield from (Piece(array, name, Spot(at, operand.name), results) for array in operand.arrays)
