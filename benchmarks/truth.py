@@ -25,13 +25,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.constants import Constants, Fit, chip_with
+from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.harness import ROOT, FailedError, bar, make_parser, report, run_process, table
 from benchmarks.published import RUNS
 from jgt.hardware.chip import Target, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.text import Module
 from jgt.planner.timeline import Timeline
+from train.calibrate.fit import Figures, Fit
 
 BARS = {"step, without pipelines": 0.15, "step, all": 0.20}
 LEAST_ORDER, LEAST_INSIDE = 0.7, 0.8
@@ -53,7 +54,7 @@ class Case:
     family: str
     kind: str
 
-    def seconds(self, constants: Constants | None = None) -> float:
+    def seconds(self, constants: Figures | None = None) -> float:
         """The predicted step; without constants, by those of the chip file."""
         chip = self.target.chip if constants is None else chip_with(self.target.chip, constants)
         return self.timeline.on(Network(target=replace(self.target, chip=chip), hosts=self.hosts)).step().seconds
@@ -126,7 +127,7 @@ def order_of(predicted: Sequence[float], published: Sequence[float]) -> float:
 def measure(cases: Mapping[str, Case]) -> dict[str, Any]:
     """The figures of all runs."""
     published = {name: case.published for name, case in cases.items()}
-    fit = Fit(lambda name, constants: cases[name].seconds(constants), published)
+    fit = Fit(lambda name, constants: cases[name].seconds(constants), published, PRIORS, dict.fromkeys(cases, RUN))
     steps = held_out(cases, fit)
     errors = {name: math.log(steps[name] / published[name]) for name in cases}
     bounds = {name: bound(case.kind, errors, cases, without=case.family) for name, case in cases.items()}

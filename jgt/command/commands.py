@@ -57,6 +57,7 @@ _OWN = {
     "compare": _of_trainer("curves.__main__", "show what two runs differ in", "compare"),
     "check": _of_trainer("check.__main__", "check the rules against the mesh and the shapes, without devices"),
     "plan": _of_trainer("plan.__main__", "show what XLA does with the training step, also for GPUs that you do not have"),
+    "calibrate": _of_trainer("calibrate.__main__", "measure the devices of this machine, for the times of plans"),
     "schedule": _of_jgt("jgt.schedule.__main__", "show and compare pipeline schedules"),
     "schema": _of_trainer("schema.__main__", "print the JSON Schema of run files or rules files, for editors"),
     "init": _of_jgt("jgt.command.project", "write a project with a model of your own"),

@@ -1,4 +1,4 @@
-"""The GPUs that a plan can be made for, and targets made of them. Imports no JAX, so that a typo is answered at once.
+"""The hardware that a plan can be made for, and targets made of it. Imports no JAX, so that a typo is answered at once.
 
 Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
 except for the rates, which say what share of the peaks operations reach. A user may bring a chip file, or change single figures: a cluster
@@ -13,12 +13,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
+_CPU = "cpu"
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 
@@ -44,12 +45,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One GPU and its links.
+    """One device and its links.
 
-    tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9 bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between
-    the memories of host and device, in one direction. power_w: its limit of power; rated_w: the limit at which the rates were found.
-    error: the error to expect of a step's time, relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the
-    description that XLA compiles for, a GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
+    platform: cuda is a GPU, for which XLA compiles from the description `xla`; cpu is a device of JAX on this machine. devices: how many
+    devices the figures are for, where devices share a processor and its memory, as CPU devices do; None if each has its own. fresh_gbs:
+    GB/s at which a run of a program gets its temporary memory, where that takes time: a CPU's system gives out pages when they are first
+    written; None for devices whose allocator keeps its memory. tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9
+    bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between the memories of host and device, in one direction. power_w: its limit of
+    power; rated_w: the limit at which the rates were found; equal if neither is known. error: the error to expect of a step's time,
+    relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the description that XLA compiles for, a
+    GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
     """
 
     name: str
@@ -57,10 +62,13 @@ class Chip:
     hbm_gb: Positive
     hbm_gbs: Positive
     host_gbs: Positive
-    power_w: Positive
-    rated_w: Positive
     rates: Rates
     links: dict[str, Link]
+    platform: Literal["cuda", "cpu"] = "cuda"
+    devices: int | None = None
+    fresh_gbs: Positive | None = None
+    power_w: Positive = 1.0
+    rated_w: Positive = 1.0
     error: dict[str, Amount] = field(default_factory=dict[str, float])
     xla: str = ""
 
@@ -82,6 +90,10 @@ class Chip:
         """The time to read and write this many bytes of the device's memory."""
         return self.rates.memory.seconds(num_bytes, self.hbm_gbs * 1e9)
 
+    def fresh_seconds(self, num_bytes: int) -> float:
+        """The time to get this many bytes of temporary memory."""
+        return 0.0 if self.fresh_gbs is None else num_bytes / (self.fresh_gbs * 1e9)
+
     @property
     def _clock(self) -> float:
         return clock_at(self.power_w, self.rated_w)
@@ -94,17 +106,27 @@ class Chip:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hosts with GPUs of one kind; the machine that plans needs none of them. text: the target as written, such as h100:8x8."""
+    """Hosts with devices of one kind; the machine that plans needs no GPU. text: the target as written, such as h100:8x8.
+
+    file, changes: the chip file and the changed figures that make it with `parse_target`.
+    """
 
     chip: Chip
     text: str
     num_hosts: int
     per_host: int
+    file: str | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
         """The number of GPUs on all hosts."""
         return self.num_hosts * self.per_host
+
+
+def is_described(target: Target | None) -> TypeGuard[Target]:
+    """Whether XLA compiles for a description of the target's devices. For None, and for CPU devices, it compiles for JAX's own."""
+    return target is not None and target.chip.platform != "cpu"
 
 
 def chip_names() -> list[str]:
@@ -184,6 +206,9 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     name = match[1].lower() if match else text
     own = None if file is None else Path(file).stem.lower()
     names = [*chip_names(), *([] if own is None else [own])]
+    if name == _CPU and own is None:
+        remedy = "Measure it with jgt calibrate, and add --chip cpu.yaml"
+        raise InputError([f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"])
     if name not in names:
         raise InputError(
             [
@@ -196,9 +221,17 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
     chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
+    _check_count(chip, match[0].strip(), int(match[2]) * int(match[3]))
     # Plans of one target with different figures are plans of different hardware.
     text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
-    return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]))
+    return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]), file=file, changes=tuple(changes))
+
+
+def _check_count(chip: Chip, text: str, count: int) -> None:
+    """Raises InputError for another number of devices than the one whose figures the chip has."""
+    if chip.devices is not None and chip.devices != count:
+        why = f"the chip's figures are of {chip.devices} devices that share a processor, and the target has {count}"
+        raise InputError([f"target {text}: {why}. Measure that number: jgt calibrate --devices {count}"])
 
 
 def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target, chip_of
+from jgt.hardware.chip import Target, chip_of, is_described
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
@@ -141,7 +141,7 @@ def compile_function(
     started = time.perf_counter()
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
     shapes = jax.tree.map(_shape, tuple(args))
-    with contextlib.nullcontext() if target is None else described():
+    with described() if is_described(target) else contextlib.nullcontext():
         traced = jax.make_jaxpr(fn)(*shapes)
     # A function under jax.jit is traced as one call, which carries its shardings and donations.
     call = jit_call_of(traced)
@@ -155,10 +155,12 @@ def compile_function(
     )
     jitted = _under_jit(replace_mesh(call.program, mesh), mesh, ins, outs, call.donated)
     # As an option of one compilation, a boolean is not text.
-    options = {name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **({} if target is None else _WITHOUT_GPU)}.items()}
+    options = {
+        name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **(_WITHOUT_GPU if is_described(target) else {})}.items()
+    }
     with _uncached(), captured_stderr() as lines:
         lowered = jitted.lower(*jax.tree.leaves(shapes))
-        if target is not None:
+        if is_described(target):
             keep_on_host(lowered, ins_on_host, outs_on_host)
         compiled, ignored = _compile(lowered, options)
     stats = compiled.memory_analysis()
@@ -264,6 +266,7 @@ def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: T
     axes = dict(sizes.pop()) if sizes else {"device": 1}
     if target is not None:
         _check_size(axes, target, is_named=bool(named))
+    if is_described(target):
         # The function may have been sharded for described devices, or for real ones of the same chip.
         if concrete is not None and concrete.devices.flat[0].device_kind == target.chip.name:
             return concrete

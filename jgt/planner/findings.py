@@ -22,6 +22,7 @@ from typing import Literal
 
 from jgt.console import size_text
 from jgt.experts.advice import ExchangeUse
+from jgt.hardware.chip import is_described
 from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
 from jgt.hlo.kernels import is_kernel, kernel_cost
@@ -198,7 +199,7 @@ def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
 
 def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
     # XLA for CPU does the same, but a plan for CPU devices is not about speed.
-    meant = {} if compiled.target is None else grouped_flops(compiled.program)
+    meant = grouped_flops(compiled.program) if is_described(compiled.target) else {}
     sources: dict[str, str] = {}
     done: dict[str, Fraction] = collections.defaultdict(Fraction)
     for name, runs in runs_per_step(module).items() if meant else ():

@@ -39,6 +39,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from jgt.hardware.chip import is_described
 from jgt.hlo.origin import EXCHANGED, NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
@@ -95,7 +96,7 @@ def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> t
 
 
 def _backend(compiled: Compiled) -> Backend:
-    return CPU if compiled.target is None else GPU
+    return GPU if is_described(compiled.target) else CPU
 
 
 def _batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> _Axes:

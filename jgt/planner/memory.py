@@ -14,6 +14,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jgt.hardware.chip import is_described
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.origin import NONE, find_origin, origin_of
 from jgt.hlo.text import Computation, Module, Spot
@@ -66,7 +67,7 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
     return Memory(
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,
-        peak_bytes=total if target is None else min(total, stats.peak_memory_in_bytes - miscounted),
+        peak_bytes=min(total, stats.peak_memory_in_bytes - miscounted) if is_described(target) else total,
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + stats.host_temp_size_in_bytes,
         hbm_bytes=None if target is None else int(target.chip.hbm_gb * 1e9),

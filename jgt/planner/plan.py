@@ -21,7 +21,7 @@ import jax
 
 from jgt.console import axes_text, size_text
 from jgt.experts.advice import rule_of
-from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.chip import Target, is_described, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import EXCHANGED, full_signal
@@ -134,7 +134,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     # Without a target nothing is known of the links between the devices.
     network = None if target is None else Network(target=target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
     timeline = Timeline(module, mesh, num_devices, network)
-    walk = timeline.step()
+    walk = timeline.step(compiled.memory.temp_size_in_bytes)
     traced = flops(compiled.program)
     # By convention the first argument contains the parameters and their optimizer state.
     state = [a for a in compiled.arguments if a.position == 0]
@@ -278,17 +278,19 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
         "takes it"
     )
-    if compiled.target is None:
+    if not is_described(compiled.target):
         yield (
             "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. GPUs send fewer bytes, over the same axes"
         )
+    if compiled.target is None:
         return
     chip = compiled.target.chip
+    power = f" at {chip.power_w:g} W" if chip.platform == "cuda" else ""
     links = ", ".join(f"{name} at {link.gbs:g} GB/s ({link.share:.0%})" for name, link in chip.links.items())
     yield (
-        f"{chip.name} at {chip.power_w:g} W: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
+        f"{chip.name}{power}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
         f"{chip.rates.matmul['bf16'].share:.0%}), {chip.hbm_gb:g} GB of memory at {chip.hbm_gbs:g} GB/s ({chip.rates.memory.share:.0%}); "
-        f"for each GPU and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
+        f"for each device and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
     )
     yield (
         "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "

@@ -151,9 +151,16 @@ class Timeline:
         other._network, other._walks, other.tracks = network, {}, {}
         return other
 
-    def step(self) -> Walk:
-        """The whole program."""
-        return self._walk(self._module.entry)
+    def step(self, temp_bytes: int = 0) -> Walk:
+        """The whole program. temp_bytes: the temporary memory of a run, which some devices take time to get."""
+        walk = Walk()
+        walk.add(self._walk(self._module.entry))
+        fresh = 0.0 if self._network is None else self._network.target.chip.fresh_seconds(temp_bytes)
+        if fresh:
+            walk.seconds += fresh
+            walk.parts["memory"] += fresh
+            walk.costs[Origin(NONE, "forward")].compute += fresh
+        return walk
 
     def _walk(self, name: str) -> Walk:
         if name in self._walks:
@@ -229,7 +236,8 @@ class Timeline:
             branches = [self._walk(called) for called in instruction.called]
             if shares is None:
                 # Nothing says which branch is taken: the slowest one counts. Without times, FLOPs decide.
-                walk.add(max(branches, key=lambda branch: (branch.seconds, branch.num_flops)))
+                longest = max(branches, key=lambda branch: (branch.seconds, branch.num_flops))
+                walk.add(_without_bubble(longest) if self._is_shared else longest)
             else:
                 for branch, share in zip(branches, shares, strict=True):
                     walk.add(branch, float(share))
@@ -239,6 +247,11 @@ class Timeline:
         if walk.seconds > start:
             longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
             run.draw("device", start, walk.seconds, "loop" if loop else "kernels", _main_origin(longest), trips, loop)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the devices share a processor."""
+        return self._network is not None and self._network.target.chip.devices is not None
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
@@ -282,6 +295,14 @@ class Timeline:
             run.walk.parts["exposed"] += waited
         run.walk.seconds += waited
         run.walk.costs[origin].exposed += waited
+
+
+def _without_bubble(branch: Walk) -> Walk:
+    """A branch that idle stages of a pipeline do not take, on a processor that computes for the other stages meanwhile."""
+    found, bubble = Walk(), branch.parts["bubble"]
+    found.add(branch, 1 - bubble / branch.seconds if bubble else 1.0)
+    found.parts.update({**branch.parts, "bubble": 0.0})
+    return found
 
 
 def _main_origin(walk: Walk) -> Origin:

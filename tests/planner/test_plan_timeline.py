@@ -231,3 +231,44 @@ def test_without_a_network_only_flops_count(schedule):
     assert sum(cost.compute for cost in walk.costs.values()) == 0
     assert set(walk.links.values()) == {0.0}
     assert sum(cost.flops for cost in walk.costs.values()) == DOT
+
+
+SHARED = dataclasses.replace(SLOW, devices=8, fresh_gbs=1e-9)
+
+
+def test_what_idle_stages_skip_takes_no_time_on_a_shared_processor():
+    text = f"""HloModule step, is_scheduled=true
+
+%layer (p: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  ROOT {LINES["dot"].replace("jit(f)/", "jit(f)/jgt.useful.3of4/")}
+}}
+
+%nothing (p: f32[8,8]) -> f32[8,8] {{
+  ROOT %x = f32[8,8] parameter(0)
+}}
+
+ENTRY %main (on: pred[], x: f32[8,8]) -> f32[8,8] {{
+  %on = pred[] parameter(0)
+  %x = f32[8,8] parameter(1)
+  ROOT %y = f32[8,8] conditional(%on, %x, %x), true_computation=%layer, false_computation=%nothing
+}}
+"""
+
+    def walk(chip):
+        return Timeline(Module.parse(text), MESH, 8, hosts(1, chip)).step()
+
+    alone, shared = walk(SLOW), walk(SHARED)
+    assert alone.seconds == DOT
+    assert alone.parts["bubble"] == DOT / 4
+    assert shared.seconds == sum(shared.parts.values()) == sum(cost.compute for cost in shared.costs.values()) == DOT * 3 / 4
+    assert shared.parts["bubble"] == 0
+
+
+def test_temporary_memory_takes_time_where_each_run_gets_it_anew():
+    program = Timeline(
+        Module.parse("HloModule step\n\nENTRY %main () -> (s32[]) {\n  ROOT %t = (s32[]) tuple()\n}\n"), MESH, 8, hosts(1, SHARED)
+    )
+    assert program.step(50).seconds == pytest.approx(50)
+    assert program.step(50).parts["memory"] == pytest.approx(50)
+    assert program.on(ONE_HOST).step(50).seconds == 0

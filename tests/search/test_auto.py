@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +50,7 @@ def start(tmp_path, monkeypatch):
     Planned.searches = []
 
     def start(target, *overrides, num_processes=1):
-        monkeypatch.setattr(auto, "target_at_hand", lambda run, where: parse_target(target))
+        monkeypatch.setattr(auto, "target_at_hand", lambda run, where, say: parse_target(target))
         arguments = argparse.Namespace(config=str(path), overrides=[f"run.dir={tmp_path / 'mine'}", *overrides], code=[])
         said = []
         run = with_best_layout(load(arguments.config, arguments.overrides, code=Code()), arguments, num_processes, said.append)
@@ -87,7 +89,7 @@ def test_other_devices_or_other_keys_choose_anew(start):
 def test_a_device_is_known_by_its_kind(kind, chip, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(FILE)
     monkeypatch.setattr(auto, "_devices", lambda run, where: (4, kind))
-    assert target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto").text == f"{chip}:1x4"
+    assert target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto", print).text == f"{chip}:1x4"
 
 
 def test_what_the_file_sets_stays(start):
@@ -108,11 +110,50 @@ def test_several_processes_are_refused(start):
         start("h100:1x8", num_processes=4)
 
 
-def test_devices_without_times_are_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(FILE)
-    run = load(str(path), ["devices.virtual_cpu=8"])
-    if "cpu" in auto.chip_names():
-        pytest.skip("this version has times for CPUs")
-    with pytest.raises(InputError, match="there are no times for the device cpu"):
-        target_at_hand(run, "train.auto")
+def test_devices_without_times_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(FILE)
+    monkeypatch.setattr(auto, "_devices", lambda run, where: (4, "Mystery"))
+    with pytest.raises(InputError, match="there are no times for the device Mystery"):
+        target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto", print)
+
+
+def test_cpu_devices_are_measured_once(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(FILE)
+    run, said, calls = load(str(tmp_path / "run.yaml"), ["devices.virtual_cpu=4"]), [], []
+
+    def calibrated(command, **_):
+        calls.append(command)
+        path = Path(command[command.index("--write") + 1])
+        path.parent.mkdir(parents=True)
+        path.write_text(CHIP)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto.subprocess, "run", calibrated)
+    for _ in range(2):
+        target = target_at_hand(run, "train.auto", said.append)
+        assert (target.text, target.chip.platform) == ("cpu:1x4", "cpu")
+    assert len(calls) == len(said) == 1
+    assert "measuring 4 CPU devices once" in said[0]
+
+
+def test_a_failed_measurement_names_its_last_line(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(FILE)
+    failed = subprocess.CompletedProcess([], 1, stderr="jgt calibrate: no space left\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(InputError, match=r"train.auto: the CPU devices cannot be measured: jgt calibrate: no space left"):
+        target_at_hand(load(str(tmp_path / "run.yaml"), ["devices.virtual_cpu=4"]), "train.auto", print)
+
+
+CHIP = """
+name: cpu
+platform: cpu
+devices: 4
+tflops: {tf32: 0.05, bf16: 0.02}
+hbm_gb: 3
+hbm_gbs: 6
+host_gbs: 5
+rates: {matmul: {bf16: {share: 1}}, attention: {forward: 1, backward: 1}, memory: {share: 1}, launch_us: 1}
+links: {memory: {gbs: 6, domain: all, share: 1, start_us: 90, hop_us: 3}}
+"""

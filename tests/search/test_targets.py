@@ -36,7 +36,7 @@ def offer(target, seconds, job):
 
 
 def arguments(**values):
-    given = dict.fromkeys(("target", "targets", "price", "tokens", "deadline")) | values
+    given = {**dict.fromkeys(("target", "targets", "price", "tokens", "deadline", "chip")), "set": [], **values}
     return argparse.Namespace(**given)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target
+from jgt.hardware.chip import Target, is_described
 from jgt.planner.described import described, devices_of
 from jgt.planner.plan import Plan, plan
 from jgt.planner.step.speed import Setting, Workload
@@ -37,7 +37,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
     jax.config.update("jax_platforms", "cpu")
     again = _maker(run, target, num_devices)
     # The program that will run is the one that XLA compiles with the run's own flags.
-    flags, warnings = planned_flags(run.config, has_gpu=target is not None)
+    flags, warnings = planned_flags(run.config, has_gpu=is_described(target))
     for warning in warnings:
         say(warning)
     plans: list[Plan] = []
@@ -90,7 +90,7 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     if sync is None or sync.every == 1:
         return None
     setup = _maker(run, target, num_devices)(None)
-    flags, _ = planned_flags(run.config, has_gpu=target is not None)
+    flags, _ = planned_flags(run.config, has_gpu=is_described(target))
     programs = setup.exchanges
     assert programs is not None
     sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
@@ -103,8 +103,8 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
 
 def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
     """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
-    if target is None:
-        devices = _devices(run, num_devices)
+    if target is None or not is_described(target):
+        devices = _devices(run, num_devices if target is None else target.num_devices)
         return lambda remat: prepare(run, devices=devices, remat=remat)
 
     def described_setup(remat: Remat | None) -> Setup:

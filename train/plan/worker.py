@@ -47,7 +47,7 @@ def answer(question: Question) -> Answer:
     """Makes a plan in this process. What is wrong with the candidate is in the answer's problems."""
     try:
         run = load(question.config, question.overrides, code=read_code(question.code))
-        target = None if question.target is None else parse_target(question.target)
+        target = parse_target(question.target, question.chip, question.changes)
         return _of_plan(make_plan(run, target, question.devices).to_json())
     except InputError as error:
         return Answer(problems=tuple(error.problems))

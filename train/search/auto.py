@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from ..config import Run, load
 from ..run.folder import CHOICE, write_whole
 from .answer import why_slower
 from .estimate import Shape
-from .plans import Plans, Question, plans_folder
+from .plans import Plans, Question, chips_folder, plans_folder
 from .search import LayoutSearch, Try, layout_text
 from .space import Open, candidates
 
 SECONDS, TOP = 120, 3
 """For the search at a start: its time, and the layouts that fit among which it chooses at least."""
 _MAX_BYTES = 100_000
+_CALIBRATE = "import sys; from jgt.trainer import trainer; sys.exit(trainer('calibrate.__main__').main())"
 _LOOK = "import json, jax; d = jax.local_devices(); print(json.dumps([len(d), d[0].device_kind]))"
 
 Say = Callable[[str], None]
@@ -47,7 +49,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     if num_processes != 1:
         remedy = "Search with jgt plan --search --write FILE, and start all processes with that file"
         raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
-    target = target_at_hand(run, where)
+    target = target_at_hand(run, where, say)
     path, code = run.config.run.path / CHOICE, read_code(arguments.code)
     opened = Open.read(arguments.config, arguments.overrides, code)
     asked = {"target": target.text, "run": _checksum(opened)}
@@ -57,13 +59,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         chosen = known["overrides"]
     else:
         search = LayoutSearch(
-            question=Question(
-                config=arguments.config,
-                overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
-                code=tuple(arguments.code),
-                target=target.text,
-                devices=target.num_devices,
-            ),
+            question=Question.on(target, arguments.config, arguments.overrides, arguments.code),
             target=target,
             space=candidates(opened, target.num_devices),
             plans=Plans(plans_folder()),
@@ -109,14 +105,30 @@ def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
     return lines
 
 
-def target_at_hand(run: Run, where: str) -> Target:
-    """The devices of this machine as a target. Raises InputError if there are no times for them."""
+def target_at_hand(run: Run, where: str, say: Say) -> Target:
+    """The devices of this machine as a target. CPU devices are measured first, once. Raises InputError if there are no times for them."""
     count, kind = _devices(run, where)
+    if kind == "cpu":
+        return parse_target(f"cpu:1x{count}", str(_calibrated(count, where, say)))
     chip = name_of(kind)
     if chip is None:
         known = ", ".join(chip_names())
         raise InputError([f"{where}: there are no times for the device {kind}, so layouts cannot be compared. Known chips: {known}"])
     return parse_target(f"{chip}:1x{count}")
+
+
+def _calibrated(count: int, where: str, say: Say) -> Path:
+    """The chip file of this machine's CPU devices. Raises InputError if they cannot be measured."""
+    # Another jaxlib compiles other programs.
+    path = chips_folder() / f"{count}-{metadata.version('jaxlib')}" / "cpu.yaml"
+    if not path.is_file():
+        say(f"train.auto: measuring {count} CPU devices once, for about four minutes ({path})")
+        command = [sys.executable, "-c", _CALIBRATE, "--devices", str(count), "--write", str(path)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            why = next(iter(reversed(done.stderr.splitlines())), "no reason given")
+            raise InputError([f"{where}: the CPU devices cannot be measured: {why}"])
+    return path
 
 
 def _devices(run: Run, where: str) -> tuple[int, str]:

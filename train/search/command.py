@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.document import InputError, collect
-from jgt.hardware.chip import Target, parse_target
+from jgt.hardware.chip import Target
 
 from ..code.files import read_code
 from ..config import load
@@ -21,7 +21,7 @@ from .estimate import Shape
 from .plans import Answer, Plans, Question, plans_folder
 from .search import LayoutSearch, Try, layout_text
 from .space import LAYOUT, Open, candidates
-from .targets import is_choice, read_job, search_targets, show_offers
+from .targets import is_choice, read_job, read_target, search_targets, show_offers
 
 
 def search(arguments: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def search(arguments: argparse.Namespace) -> int:
     if is_choice(arguments):
         return _choose(arguments)
     try:
-        found = _search(arguments)
+        found = _search(arguments, _target(arguments))
         _say_given(arguments)
         own = _own_layout(arguments, found)
         # Raises if not even the simplest layouts can be compiled, with what is wrong with them.
@@ -56,7 +56,7 @@ def _choose(arguments: argparse.Namespace) -> int:
     """Searches on one or several targets, and says what they cost; exit codes as in `search`."""
 
     def begin(target: Target) -> LayoutSearch:
-        return _search(argparse.Namespace(**{**vars(arguments), "target": target.text}))
+        return _search(arguments, target)
 
     try:
         _check(arguments)
@@ -104,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> None:
     problems: list[str] = []
     if arguments.config is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
-    others = [name for name in ("html", "lock", "check", "diff", "devices", "chip", "set", "sync") if getattr(arguments, name, None)]
+    others = [name for name in ("html", "lock", "check", "diff", "devices", "sync") if getattr(arguments, name, None)]
     problems += [f"command line: --{name} cannot be combined with --search" for name in others]
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
@@ -115,8 +115,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(problems)
 
 
-def _search(arguments: argparse.Namespace) -> LayoutSearch:
-    """A search that has not begun. Raises InputError with all problems."""
+def _target(arguments: argparse.Namespace) -> Target:
+    """The target of a search on one. Raises InputError with all problems of the command line."""
     problems: list[str] = []
     with collect(problems):
         _check(arguments)
@@ -126,20 +126,18 @@ def _search(arguments: argparse.Namespace) -> LayoutSearch:
             raise InputError(
                 ["command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare"]
             )
-        target = parse_target(arguments.target)
+        target = read_target(arguments)
     if problems or target is None:
         raise InputError(problems)
+    return target
+
+
+def _search(arguments: argparse.Namespace, target: Target) -> LayoutSearch:
+    """A search that has not begun. Raises InputError if there is nothing to search."""
     opened = _opened(arguments)
     space = candidates(opened, target.num_devices)
-    question = Question(
-        config=str(arguments.config),
-        overrides=(*arguments.overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
-        code=tuple(arguments.code),
-        target=target.text,
-        devices=target.num_devices,
-    )
     return LayoutSearch(
-        question=question,
+        question=Question.on(target, str(arguments.config), arguments.overrides, arguments.code),
         target=target,
         space=space,
         plans=Plans(None if arguments.no_cache else plans_folder()),

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,8 +25,10 @@ from typing import Any, TypeVar, cast
 
 import jgt
 from jgt.document import InputError
+from jgt.hardware.chip import Target, parse_target
 
 from ..code.files import read_code
+from ..compiled.programs import default_folder
 from ..config import load
 
 WORKERS = 2
@@ -40,13 +42,28 @@ _DIED = "the process that planned this layout died; it may have run out of memor
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A run's file with overrides, on a target. devices: the number of CPU devices where there is no target."""
+    """A run's file with overrides, on a target, as `parse_target` reads it. devices: of the target."""
 
     config: str
     overrides: tuple[str, ...]
     code: tuple[str, ...]
-    target: str | None
+    target: str
     devices: int
+    chip: str | None = None
+    changes: tuple[str, ...] = ()
+
+    @classmethod
+    def on(cls, target: Target, config: str, overrides: Sequence[str], code: Sequence[str]) -> Question:
+        """A run on a target, without a pipeline: what each layout of a search changes."""
+        return cls(
+            config=config,
+            overrides=(*overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
+            code=tuple(code),
+            target=target.text.partition(" ")[0],
+            devices=target.num_devices,
+            chip=target.file,
+            changes=target.changes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +172,8 @@ class Plans:
             return None
         with contextlib.suppress(InputError):
             run = load(question.config, question.overrides, code=read_code(question.code))
-            parts = [run.resolved(), run.code.checksum, question.target, question.devices, _versions()]
+            chip = asdict(parse_target(question.target, question.chip, question.changes).chip)
+            parts = [run.resolved(), run.code.checksum, question.target, chip, question.devices, _versions()]
             key = json.dumps(parts, sort_keys=True, default=str)
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         return None
@@ -163,7 +181,16 @@ class Plans:
 
 def plans_folder() -> Path:
     """The user's folder of stored plans: `$XDG_CACHE_HOME/jgt/plans`, or `~/.cache/jgt/plans`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt" / "plans"
+    return _user_cache() / "plans"
+
+
+def chips_folder() -> Path:
+    """The user's folder of measured chips, beside the plans: one for each kind of CPU."""
+    return _user_cache() / "chips" / default_folder().name
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt"
 
 
 def _read(path: Path) -> Answer | None:

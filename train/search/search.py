@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -191,15 +191,7 @@ class LayoutSearch:
 
     def _ask(self, index: int) -> concurrent.futures.Future[Answer]:
         self._asked.add(index)
-        return self.plans.ask(
-            Question(
-                config=self.question.config,
-                overrides=(*self.question.overrides, *self.space[index].overrides),
-                code=self.question.code,
-                target=self.question.target,
-                devices=self.question.devices,
-            )
-        )
+        return self.plans.ask(replace(self.question, overrides=(*self.question.overrides, *self.space[index].overrides)))
 
     def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
         assert self._estimator is not None

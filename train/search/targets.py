@@ -17,6 +17,7 @@ from .search import LayoutSearch
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _OPTIONS = "targets", "price", "tokens", "deadline"
+_OF_ONE = "chip", "set"
 
 Begin = Callable[[Target], LayoutSearch]
 """Makes the search for a target, which has not begun. Raises InputError if there is nothing to search."""
@@ -31,14 +32,8 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
     """The targets and what is to be trained on them. Raises InputError with every problem."""
     problems: list[str] = []
     targets: tuple[Target, ...] = ()
-    if arguments.targets is not None and arguments.target is not None:
-        problems.append("command line: --target and --targets exclude each other. Put all targets into --targets")
-    text = arguments.targets or arguments.target
-    if text is None:
-        problems.append("command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8")
-    elif not problems:
-        with collect(problems):
-            targets = parse_targets(text)
+    with collect(problems):
+        targets = _read_targets(arguments)
     tokens, days, prices = None, arguments.deadline, None
     if arguments.tokens is not None:
         with collect(problems):
@@ -53,6 +48,27 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
     if problems:
         raise InputError(problems)
     return targets, Job(batch_tokens=batch_tokens, tokens=tokens, days=days, prices=prices)
+
+
+def _read_targets(arguments: argparse.Namespace) -> tuple[Target, ...]:
+    """One target or several. Raises InputError."""
+    if arguments.targets is None and arguments.target is None:
+        raise InputError(["command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8"])
+    if arguments.targets is None:
+        return (read_target(arguments),)
+    problems = [
+        f"command line: --{name} is about one chip. Write --target instead of --targets" for name in _OF_ONE if vars(arguments)[name]
+    ]
+    if arguments.target is not None:
+        problems.append("command line: --target and --targets exclude each other. Put all targets into --targets")
+    if problems:
+        raise InputError(problems)
+    return parse_targets(arguments.targets)
+
+
+def read_target(arguments: argparse.Namespace) -> Target:
+    """The target of a command line with `--target`. Raises InputError."""
+    return parse_target(arguments.target, arguments.chip, arguments.set)
 
 
 def search_targets(targets: Sequence[Target], job: Job, begin: Begin) -> list[tuple[Offer, LayoutSearch | None]]:
