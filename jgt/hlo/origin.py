@@ -22,13 +22,16 @@ from typing import Literal, NamedTuple
 
 from jgt.hlo.graph import consumers, producers
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION
+from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION, REPLICAS
 from jgt.signal import PREFIX
 
 Phase = Literal["forward", "backward", "recompute"]
 
 NONE = "(none)"
 """The signal, in tables, of what is under no signal."""
+
+EXCHANGED = "replicas"
+"""The signal, in tables, of what replicas send to each other (`jgt.replicas`)."""
 
 # A scope of jgt's, wherever it begins: after a slash, or in the bracket of `jvp(`, but not inside a longer word.
 _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
@@ -54,6 +57,9 @@ def origin_of(op_name: str) -> Origin | None:
     if names := _combined_names(op_name):
         origins = {origin_of(name) for name in names}
         return origins.pop() if len(origins) == 1 else None
+    if REPLICAS in op_name:
+        # Gradients of all signals, of which one sum may be made.
+        return Origin(EXCHANGED, phase_of(op_name))
     # Scopes are listed from the outermost inwards, as a signal's path is. Words of JAX between them, such as `while`, are left out.
     signals = _SIGNAL.findall(_TWICE_IN_BODY.sub(r"\1", _TWICE.sub(r"\1", op_name)))
     if signals:

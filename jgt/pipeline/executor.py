@@ -31,7 +31,7 @@ from jgt.pipeline.carry import Carry, GradientSums
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import Pipeline
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
-from jgt.pipeline.layout import Layout, axes_inside
+from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
@@ -52,7 +52,7 @@ class Executor:
     inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
     param_signals: the region that each parameter is used in. rewrite_shared: as `rewrite`, of a program whose arguments, by number, have
     these dims. is_stored: weights are stored on their stages, and come and go as
-    [chunks of a stage, stages, layers of a chunk, ...]. held: see `Layout`.
+    [chunks of a stage, stages, layers of a chunk, ...]. held, replicas: see `Layout`.
     """
 
     split: Split
@@ -67,6 +67,7 @@ class Executor:
     rewrite_shared: Callable[[Program, Mapping[int, Dims]], Program]
     is_stored: bool = False
     held: Mapping[Var, str] = field(default_factory=dict[Var, str])
+    replicas: tuple[str, ...] = ()
 
     @cached_property
     def _layout(self) -> Layout:
@@ -80,6 +81,7 @@ class Executor:
             stacked=3 if self.is_stored else 1,
             sums=self._sums if self.pipeline.gradients == "bf16" else {},
             held=self.held,
+            replicas=self.replicas,
         )
 
     @property
@@ -101,7 +103,7 @@ class Executor:
             return self.pipeline.idle == "skip"
         # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing.
         on_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
-        return on_cpu and not axes_inside(dict(self.mesh.shape), self.pipeline.axis, self.batch_axes)
+        return on_cpu and not self._layout.axes_inside
 
     def run(
         self, shared: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None = None
@@ -124,7 +126,7 @@ class Executor:
         float_weights, float_common = self._float_variables(seeds)
         of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
         out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])
-        run = moves.manual(self._run_on_shard, layout.outer_axes, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
+        run = moves.on_every_shard(self._run_on_shard, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
         totals, of_weights, of_common = run(weights, common, inputs, statistics, seeds)
         gradients = [(v, g if layout.by_layer else moves.reduced(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
         return totals, gradients + [(v, moves.reduced(v, g)) for v, g in zip(float_common, of_common, strict=True)]

@@ -37,6 +37,7 @@ class Layout:
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
     those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
     held: by value, an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
+    replicas: the axes of a vmap around, over which each replica has a batch of its own; `batch_axes` split that one.
     """
 
     mesh: Mesh | AbstractMesh
@@ -48,6 +49,7 @@ class Layout:
     stacked: int = 1
     sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
     held: Mapping[Var, str] = field(default_factory=dict[Var, str])
+    replicas: Axes = ()
 
     @property
     def num_shards(self) -> int:
@@ -62,13 +64,14 @@ class Layout:
         cannot split run unchanged. XLA wants the axes of the outer shard_map before those of the inner one.
         """
         sizes = dict(self.mesh.shape)
-        last = max((list(sizes).index(axis) for axis in self.batch_axes), default=-1)
-        return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or (sizes[a] == 1 and a != self.axis))
+        last = max((list(sizes).index(axis) for axis in (*self.replicas, *self.batch_axes)), default=-1)
+        ones = {a for a, size in sizes.items() if size == 1 and a not in (self.axis, *self.replicas)}
+        return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or a in ones)
 
     @property
     def axes_inside(self) -> Axes:
         """The axes that split a stage's work on its rows."""
-        return axes_inside(dict(self.mesh.shape), self.axis, self.batch_axes)
+        return axes_inside(dict(self.mesh.shape), self.axis, (*self.replicas, *self.batch_axes))
 
     def spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of a stored value."""

@@ -24,6 +24,7 @@ from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dims import num_parts
 from jgt.program.jaxpr import Var
+from jgt.replicas import manual_of_replicas
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -55,6 +56,11 @@ class Moves:
         # Gradients are taken inside, of local functions: no collective is ever differentiated, and programs that were
         # traced outside know nothing of varying axes.
         return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+
+    def on_every_shard(self, fn: Callable[..., _T], in_specs: tuple[Specs, ...], out_specs: tuple[Specs, ...]) -> Callable[..., _T]:
+        """`fn` on every data shard, of every replica."""
+        replicas = {axis: dict(self.layout.mesh.shape)[axis] for axis in self.layout.replicas}
+        return manual_of_replicas(self.manual, fn, replicas, self.layout.outer_axes, in_specs, out_specs)
 
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value with this sharding over the axes that are not manual around it."""
@@ -191,7 +197,8 @@ class Moves:
         specs = tuple(PartitionSpec(self.layout.axis) if staged else PartitionSpec() for staged in has_stages)
         outer = self.layout.outer_axes
         # Axes of one device that the outer shard_map did not make manual. `outer_axes` says why they have to be.
-        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in (self.layout.axis, *outer)]
+        taken = (self.layout.axis, *self.layout.replicas, *outer)
+        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in taken]
         in_specs = (PartitionSpec(self.layout.axis), PartitionSpec())
         return cast(StageResults, self.manual(local, (self.layout.axis, *ones), in_specs, specs)(own, common))
 

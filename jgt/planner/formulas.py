@@ -21,6 +21,8 @@ Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3). A matmul that con
 Sequence parallelism (arXiv 2205.05198, section 4.2). The sum stays split: a reduce-scatter, (n-1)/n B, and an all-gather before the next
     matmul, (n-1)/n B. The operand of a matmul is kept in parts, so that the recompute gathers it once more for the gradient of the
     weights: (n-1)/n B.
+Replicas (`jgt.replicas`). The program says how many numbers a device has of a sum over R replicas. Their all-reduce sends 2 (R-1)/R times
+    their bytes, in the type in which they travel. In int8 the program names the collectives itself.
 shard_map. The program names its collectives itself, so their bytes follow from the ring algorithms.
 
 Invariant: bytes that no formula covers (losses, norms, small constants) are never counted, so a program may send a little more than
@@ -38,7 +40,7 @@ from fractions import Fraction
 import numpy as np
 
 from jgt.hardware.chip import is_described
-from jgt.hlo.origin import NONE
+from jgt.hlo.origin import EXCHANGED, NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
 from jgt.planner.usage import ParameterUse, Usage, find_usage
@@ -70,11 +72,13 @@ def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> t
     """What a compiled function's layout must send, by signal, axes and formula."""
     mesh = dict(compiled.mesh.shape)
     batch, backend = _batch_axes(compiled, params), _backend(compiled)
+    # Over the others replicas add up gradients by their own means.
+    reduced = tuple(axis for axis in batch if not any(axis in axes for axes in usage.summed))
     rows: collections.Counter[tuple[str, _Axes, str]] = collections.Counter()
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
         signal = p.signals[0] if p.signals else NONE
-        for axes, count, formula in [*_gathers(p, use, mesh, batch), *_gradients(p, use, mesh, batch, backend)]:
+        for axes, count, formula in [*_gathers(p, use, mesh, batch), *_gradients(p, use, mesh, reduced, backend)]:
             rows[signal, axes, formula] += round(count)
         axes, count = _update(p, mesh)
         rows[OPTIMIZER, axes, "parameters gathered after their update"] += count
@@ -85,6 +89,8 @@ def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> t
         rows[signal, axes, "gathered again for the backward pass"] += round(count * Fraction(n - 1, n))
     for (signal, axes), count in usage.explicit.items():
         rows[signal, axes, "shard_map"] += round(count)
+    for axes, count in usage.summed.items():
+        rows[EXCHANGED, axes, "sums over replicas"] += round(count)
     # A formula over a single device gives 0.
     return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
 

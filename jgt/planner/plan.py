@@ -12,7 +12,7 @@ the bytes of the whole program, and their times are the time of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import cast
@@ -24,7 +24,7 @@ from jgt.experts.advice import rule_of
 from jgt.hardware.chip import Target, is_described, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
-from jgt.hlo.origin import full_signal
+from jgt.hlo.origin import EXCHANGED, full_signal
 from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
@@ -146,6 +146,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
     # From here on, counts that were made independently of each other are compared.
     usage = usage_of(compiled, params)
+    sent = _of_replicas(sent, usage.summed)
     formulas = expected(compiled, params, usage)
     exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
@@ -198,6 +199,12 @@ def _flops_per_device(traced: Sequence[Flops], num_devices: int) -> tuple[float,
     """FLOPs with all repeated work, and those of the model: counts of all devices together, of which each has its share."""
     useful = sum(row.useful for row in traced if row.phase != "recompute")
     return sum(row.executed for row in traced) / num_devices, useful / num_devices
+
+
+def _of_replicas(sent: Sequence[Collective], summed: Collection[tuple[str, ...]]) -> tuple[Collective, ...]:
+    """The collectives, with the sums over the axes of replicas under their signal. XLA combines them, and may drop their names."""
+    are_sums = ("all-reduce", "reduce-scatter")
+    return tuple(replace(c, signal=EXCHANGED) if c.kind in are_sums and c.axes in summed else c for c in sent)
 
 
 def _ruled(row: SignalRow, schedule: PipelineSchedule | None) -> SignalRow:

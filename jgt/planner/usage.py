@@ -30,8 +30,8 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.partial import PartialSum, PartialSums
-from jgt.program.scopes import taken_share
-from jgt.program.sends import Backend, is_gather, is_region, sent
+from jgt.program.scopes import replicas_of, taken_share
+from jgt.program.sends import Backend, all_reduced, is_gather, is_region, is_sum, sent
 from jgt.program.views import View, Views, contractions, into, out_of, through
 from jgt.regions.gathers import is_gathered, share_of
 
@@ -69,13 +69,15 @@ class ParameterUse:
 class Usage:
     """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
 
-    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes. exchanges: of experts.
+    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes. summed: by mesh axes, the bytes that
+    replicas along them send to each other. exchanges: of experts.
     """
 
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
     explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
     again: Mapping[tuple[str, tuple[str, ...]], Fraction]
+    summed: Mapping[tuple[str, ...], Fraction]
     exchanges: tuple[ExchangeUse, ...] = ()
 
 
@@ -91,6 +93,7 @@ def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str
         partial_sums=tuple(walk.partial_sums),
         explicit=dict(walk.explicit),
         again=dict(walk.again),
+        summed=dict(walk.summed),
         exchanges=tuple(sum_of(walk.exchanges)),
     )
 
@@ -115,6 +118,7 @@ class _Walk:
         self.partial_sums: list[PartialSum] = []
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
+        self.summed: dict[tuple[str, ...], Fraction] = collections.defaultdict(Fraction)
         self.exchanges: list[ExchangeUse] = []
         self._counted: set[tuple[Var, str]] = set()
         self._pinned: set[Var] = set()
@@ -143,7 +147,14 @@ class _Walk:
 
     def _send(self, equation: Equation, scope: _Scope, views: Views) -> None:
         """A collective that the program names itself: its bytes, and the parameters that it gathers."""
-        found = sent(equation, self._mesh, self._backend)
+        found, between = sent(equation, self._mesh, self._backend), replicas_of(scope.name)
+        if between is not None:
+            axes, numbers = between
+            if found is None and numbers is not None and is_sum(equation):
+                found = axes, numbers * self._backend.item_bytes(equation.invars[0]) * all_reduced(axes, self._mesh)
+            if found is not None:
+                self.summed[found[0]] += scope.times * taken_share(scope.name) * found[1]
+            return
         if found is None:
             return
         axes, num_bytes = found

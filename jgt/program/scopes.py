@@ -24,6 +24,8 @@ PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
 REGION = "jgt.region"
+REPLICAS = "jgt.replicas"
+_REPLICAS = re.compile(r"jgt\.replicas\.([\w+-]+)(?:\.(\d+))?")
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
 _TRIPS = re.compile(r"jgt\.(?:trips\.(\d+)|more_rounds(?:\.(\d+))?)")
 _USEFUL = re.compile(r"jgt\.useful\.(\d+)of(\d+)")
@@ -56,6 +58,17 @@ def recompute() -> AbstractContextManager[object]:
 def region() -> AbstractContextManager[object]:
     """A program for one device that takes the place of a piece of the model."""
     return jax.named_scope(REGION)
+
+
+def over_replicas(axes: Iterable[str], numbers: int | None = None) -> AbstractContextManager[object]:
+    """What replicas along mesh axes send to each other. numbers: of a sum that the partitioner adds up, how many each device has of it."""
+    return jax.named_scope(".".join([REPLICAS, "+".join(axes), *([] if numbers is None else [str(numbers)])]))
+
+
+def replicas_of(name: str) -> tuple[tuple[str, ...], int | None] | None:
+    """The axes and the numbers of the innermost `over_replicas` in a name; None without one."""
+    found = next(reversed(list(_REPLICAS.finditer(name))), None)
+    return None if found is None else (tuple(found[1].split("+")), None if found[2] is None else int(found[2]))
 
 
 def branch_taken(share: Fraction) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ Invariant: bytes are those that one device sends in one run of the equation. The
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -36,9 +36,13 @@ class Backend:
 
     def bytes_of(self, atom: Atom) -> int:
         """The bytes of a value as the backend sends it."""
+        return math.prod(jx.shape_of(atom)) * self.item_bytes(atom)
+
+    def item_bytes(self, atom: Atom) -> int:
+        """The bytes of one number of a value as the backend sends it."""
         dtype = jx.dtype_of(atom)
         is_widened = not self.sends_narrow and jnp.issubdtype(dtype, jnp.floating)
-        return math.prod(jx.shape_of(atom)) * (max(dtype.itemsize, 4) if is_widened else dtype.itemsize)
+        return max(dtype.itemsize, 4) if is_widened else dtype.itemsize
 
 
 CPU = Backend(sends_narrow=False, scatters=False, adds_first=False)
@@ -57,9 +61,19 @@ _RINGS: dict[str, Callable[[int], Fraction]] = {
 """What a device sends in each collective of shard_map over n devices, as a multiple of its operand's bytes."""
 
 
+def all_reduced(axes: Sequence[str], mesh: Mapping[str, int]) -> Fraction:
+    """What a device sends in an all-reduce over mesh axes, as a multiple of its operand's bytes."""
+    return _RINGS["psum"](math.prod(mesh[axis] for axis in axes))
+
+
 def is_gather(equation: Equation) -> bool:
     """Whether an equation is an all-gather of shard_map."""
     return equation.primitive.name in _ALL_GATHERS
+
+
+def is_sum(equation: Equation) -> bool:
+    """Whether an equation adds up an array over dims of its own, which the partitioner may have split over devices."""
+    return equation.primitive.name in ("reduce", "reduce_sum", "psum")
 
 
 def is_region(equation: Equation) -> bool:

@@ -6,7 +6,20 @@ step.
 """
 
 from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange, restored, rounded
+from jgt.replicas.manual import manual_of_replicas
 from jgt.replicas.replicas import Replicas
 from jgt.replicas.riders import Pack, turns_of, with_riders
 
-__all__ = ["BLOCK", "Pack", "Replicas", "WireType", "blocked", "exchange", "restored", "rounded", "turns_of", "with_riders"]
+__all__ = [
+    "BLOCK",
+    "Pack",
+    "Replicas",
+    "WireType",
+    "blocked",
+    "exchange",
+    "manual_of_replicas",
+    "restored",
+    "rounded",
+    "turns_of",
+    "with_riders",
+]

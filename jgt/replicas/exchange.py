@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jgt.program import scopes
 from jgt.program.dims import sharding_dims
 from jgt.replicas.replicas import Replicas
 
@@ -38,11 +39,11 @@ def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType, lost
     shardings: of the results, which split all dims evenly. lost: what was lost before, to be added; None: nothing is kept.
     """
     leaves, structure = cast("tuple[_Arrays, Any]", jax.tree.flatten(tree))
+    places: list[NamedSharding] = jax.tree.leaves(shardings)
     if wire != "int8":
         dtype = jnp.dtype(jnp.bfloat16 if wire == "bf16" else jnp.float32)
-        sums = jax.tree.unflatten(structure, [replicas.added(x, dtype).astype(jnp.float32) for x in leaves])
-        return jax.lax.with_sharding_constraint(sums, shardings), lost
-    places: list[NamedSharding] = jax.tree.leaves(shardings)
+        sums = [replicas.added(x, dtype, place).astype(jnp.float32) for x, place in zip(leaves, places, strict=True)]
+        return jax.lax.with_sharding_constraint(jax.tree.unflatten(structure, sums), shardings), lost
     found = leaves if lost is None else [x + e for x, e in zip(leaves, jax.tree.leaves(lost), strict=True)]
     groups = blocked(found, places)
 
@@ -60,7 +61,8 @@ def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType, lost
 
     lifted, whole = [replicas.lifted(place).spec for place in places], [place.spec for place in places]
     run = jax.shard_map(on_device, mesh=replicas.mesh, in_specs=tuple(lifted), out_specs=(whole, lifted), check_vma=False)
-    sums, left = run(*found)
+    with scopes.over_replicas(replicas.axes):
+        sums, left = run(*found)
     return jax.tree.unflatten(structure, sums), None if lost is None else jax.tree.unflatten(structure, left)
 
 

@@ -12,6 +12,7 @@ Whatever is mapped must be a function of its rows alone: a mean over the batch w
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jgt.program import scopes
 
 _R = TypeVar("_R")
 
@@ -50,9 +53,10 @@ class Replicas:
         """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: as of jax.vmap; None for what all replicas share."""
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=self._name, spmd_axis_name=self.axes)
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """Inside of `map`: the sum over all replicas, in the type of x."""
-        return cast(jax.Array, jax.lax.psum(x, self._name))
+    def sum(self, x: jax.Array, num_devices: int) -> jax.Array:
+        """Inside of `map`: the sum over all replicas, in the type of x, which so many devices of a replica share."""
+        with scopes.over_replicas(self.axes, x.size // num_devices):
+            return cast(jax.Array, jax.lax.psum(x, self._name))
 
     def rows(self, batch: Any) -> Any:
         """The rows of each replica, [b, ...] → [R, b / R, ...]. None of them moves to another device."""
@@ -73,7 +77,13 @@ class Replicas:
         """The sharding of [R, ...], from the sharding of what each replica has."""
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *sharding.spec), memory_kind=sharding.memory_kind)
 
-    def added(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """The sum over replicas, [R, ...] → [...]. dtype: in which it travels, and which the result has."""
-        # Not by jnp.sum, which would widen bf16 to f32.
-        return jax.lax.reduce(x.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+    def added(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
+        """The sum over replicas, [R, ...] → [...]. dtype: in which it travels, and which the result has.
+
+        place: of the result. With it, a plan counts the sum as what replicas send, without it as the gradient of a parameter.
+        """
+        x = x.astype(dtype)
+        numbers = None if place is None else math.prod(place.shard_shape(x.shape[1:]))
+        with contextlib.nullcontext() if numbers is None else scopes.over_replicas(self.axes, numbers):
+            # Not by jnp.sum, which would widen bf16 to f32.
+            return jax.lax.reduce(x, jnp.zeros((), dtype), jax.lax.add, (0,))

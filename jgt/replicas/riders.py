@@ -77,7 +77,9 @@ class Pack:
 
     def sums(self, parts: list[_Arrays]) -> _Arrays:
         """Inside of `Replicas.map`: of one turn the sum of each group, [devices, numbers], from the parts of its arrays."""
-        return [self.replicas.sum(jnp.concatenate(of, axis=-1)) for of in parts]
+        sizes = self.replicas.mesh.shape
+        devices = [math.prod(sizes[axis] for axis in axes) for axes, _ in self.groups]
+        return [self.replicas.sum(jnp.concatenate(of, axis=-1), count) for of, count in zip(parts, devices, strict=True)]
 
     def joined(self, sums: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
         """By number, the arrays [...] from the sums of all turns, [turns, devices, numbers]. shapes: of all arrays."""

@@ -10,7 +10,7 @@ If the rules shard no input, the first dim of the first input counts as the batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -30,7 +30,8 @@ class Microbatches:
     """The inputs of a call, in order: their names, kinds and dims.
 
     keys: the numbers of those that are random keys, also of those with a key for each row. axes: the mesh axes of size above 1 that split
-    the batch, into `num_shards` parts. num_rows: the rows of the whole batch; 0 if no input has a batch.
+    the batch, into `num_shards` parts. replicas: axes of a vmap around, over which each entry has a batch of its own. num_rows: the rows of
+    the whole batch; 0 if no input has a batch.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class Microbatches:
     keys: tuple[int, ...]
     dims: tuple[Dims, ...]
     axes: tuple[str, ...]
+    replicas: tuple[str, ...]
     num_rows: int
     num_shards: int
     problems: tuple[str, ...]
@@ -100,11 +102,13 @@ def find_microbatches(
     rules: Rules,
     mesh: Mapping[str, int],
     *,
+    claimed: Collection[str] = (),
     is_drawn_from: Callable[[int], bool],
     is_scanned: Callable[[int], bool],
 ) -> Microbatches:
     """What each input is, by the rules and the mesh sizes.
 
+    claimed: the axes of vmaps around the call.
     is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like keys (uint32[..., 2]).
     is_scanned: whether a scan of the program goes over input number i. It is asked about keys.
     """
@@ -115,13 +119,14 @@ def find_microbatches(
     num_rows = 0 if batch is None else batch.shape[0]
     batch_axes = split[0].dims[0] if split else ()
     # An axis of size 1 splits nothing, so the pipeline need not make it manual.
-    axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1)
+    axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1 and axis not in claimed)
     return Microbatches(
         names=tuple(one.name for one in found),
         inputs=tuple(one.as_input(num_rows) for one in found),
         keys=tuple(i for i, one in enumerate(found) if one.is_key),
-        dims=tuple(one.dims for one in found),
+        dims=tuple(tuple(tuple(a for a in axes if a not in claimed) for axes in one.dims) for one in found),
         axes=axes,
+        replicas=tuple(axis for axis in batch_axes if axis in claimed),
         num_rows=num_rows,
         num_shards=math.prod(mesh[axis] for axis in axes),
         problems=(*_row_problems(split), *_dim_problems(found, batch_axes)),

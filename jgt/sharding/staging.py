@@ -75,18 +75,27 @@ def stage(
     site: Surroundings,
     parameters: tuple[ParameterPlace, ...],
 ) -> StagedCall:
-    """Puts a call with this trace into its pipeline. Raises ValueError inside a shard_map or a vmap over a mesh axis."""
-    if jx.mesh_around() is not None or jx.vmapped_axes():
-        raise ValueError("a pipelined function cannot be called inside shard_map or a vmap over a mesh axis. Put these inside the function")
+    """Puts a call with this trace into its pipeline.
+
+    Raises ValueError inside a shard_map, or a vmap over a mesh axis that does not split the batch.
+    """
+    if jx.mesh_around() is not None:
+        raise ValueError("a pipelined function cannot be called inside shard_map. Put it inside the function")
     mesh, num_params, program = site.mesh, len(parameters), traced.program
     sizes = dict(mesh.shape)
     found = find_microbatches(
         arguments.inputs,
         rules,
         sizes,
+        claimed=site.claimed,
         is_drawn_from=lambda index: is_random_key(program, num_params + index),
         is_scanned=lambda index: is_scanned(program, num_params + index),
     )
+    if others := sorted(site.claimed.difference(found.replicas)):
+        raise ValueError(
+            f"a pipelined function cannot be called inside a vmap over the mesh axis {others[0]}, which does not split its batch. "
+            "Put the vmap inside the function"
+        )
     problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
     # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
@@ -99,7 +108,7 @@ def stage(
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, table, pipeline.axis, found.axes, sizes)
+    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*found.replicas, *found.axes), sizes)
     parts, held = _with_local_experts(parts, parameters, rules, found.axes, sizes)
     executor = Executor(
         split=parts,
@@ -108,14 +117,16 @@ def stage(
         pipeline=pipeline,
         mesh=mesh,
         batch_axes=found.axes,
+        replicas=found.replicas,
         inputs=found.inputs,
-        param_dims=[p.dims for p in parameters],
+        param_dims=[site.free_dims(p.dims) for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
         rewrite=lambda program, place: rewrite_part(program, place, rules, site),
         rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
     )
-    pipelined, places = Pipelined(executor), [(p.dims, p.optimizer_dims) for p in parameters]
+    # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).
+    pipelined, places = Pipelined(executor), [(site.free_dims(p.dims), site.free_dims(p.optimizer_dims)) for p in parameters]
     stored = _stored_call(pipelined, parameters, places, found.dims)
     return StagedCall(parameters=parameters, run=_run_of(pipelined, places, found.dims), stored=stored)
 
@@ -160,16 +171,17 @@ def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int
     if pipeline.axis not in axes:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
         return
-    if pipeline.axis in found.axes:
+    split = (*found.replicas, *found.axes)
+    if pipeline.axis in split:
         yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
-    inside = axes_inside(sizes, pipeline.axis, found.axes)
+    inside = axes_inside(sizes, pipeline.axis, split)
     if pipeline.idle == "skip" and inside:
         yield pipeline.problem(
             "idle",
             f"stages can skip layers only if each device computes its layers alone, but the mesh splits them over {', '.join(inside)}. "
             "Write compute, or leave it out",
         )
-    late = [axis for axis in found.axes if axes.index(axis) > axes.index(pipeline.axis)]
+    late = [axis for axis in split if axes.index(axis) > axes.index(pipeline.axis)]
     if late:
         # XLA requires the manual axes of nested shard_maps in the order of the mesh.
         yield pipeline.problem(

@@ -120,6 +120,11 @@ class Storage:
         """The parameters that are split more finely than the model uses them."""
         return [form for form in self.forms.values() if form.chunks is None and form.stored.dims != form.model.dims]
 
+    @property
+    def in_use(self) -> Storage:
+        """The storage of what `used` returns: stacks that are stored on their stages, and other parameters as the model has them."""
+        return replace(self, forms={path: form for path, form in self.forms.items() if form.chunks is not None})
+
     def of_same_shapes(self) -> Storage | None:
         """The part of it that keeps the model's shapes; None if that is nothing."""
         forms = {path: form for path, form in self.forms.items() if form.stored.shape == form.model.shape}

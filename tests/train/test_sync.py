@@ -1,6 +1,5 @@
 """`sync:` on a mesh: what crosses the axis, and the numbers of a run without it."""
 
-from itertools import islice
 from pathlib import Path
 
 import jax
@@ -8,14 +7,13 @@ import numpy as np
 import pytest
 from hlo import axes_of, collectives
 from plugin import needs_plugin
+from replicas import assert_equal_on_all_devices, first_steps, over, sent
 
 import jgt
 from jgt.hardware.chip import parse_target
 from jgt.hlo.text import Module
 from train.config import load
-from train.data.opening import open_data
 from train.plan.make import make_plan
-from train.run.start import Feed
 from train.setup import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -29,27 +27,6 @@ DILOCO = "sync={axis: replica, every: 3, outer: {lr: 0.7, momentum: 0.9}}"
 def made(tiny_file):
     """The setup of a run."""
     return lambda *overrides: prepare(load(tiny_file, overrides))
-
-
-def first_steps(setup, num_steps, *, repeat=False):
-    """The state after some steps, and their losses, [step] or [step, replica]. repeat: all replicas have the rows of the first."""
-    config = setup.run.config
-    data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
-    state, step, exchange, losses = setup.init(), setup.compile_train_step(), setup.compile_exchanges(), []
-    half = config.train.batch // 2
-    for number, batch in enumerate(islice(Feed(data, setup).train(0), num_steps), 1):
-        twice = {name: np.concatenate([np.asarray(x)[:half]] * 2) for name, x in batch.items()} if repeat else {}
-        state, metrics = step(state, jax.device_put(twice, setup.batch_shardings) if repeat else batch, setup.settings(number))
-        losses.append(jax.device_get(metrics["loss"]))
-        if exchange is not None:
-            state, _ = exchange.after(state, number, is_last=False, since=0)
-    return state, np.array(losses)
-
-
-def over(compiled, setup):
-    """The axes that the collectives of a program cross."""
-    module = Module.parse(compiled.as_text())
-    return {a for looped in (True, False) for c in collectives(module, in_loops=looped) for a in axes_of(c, dict(setup.mesh.shape))}
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +46,7 @@ def plain(made):
 def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, plain, sync, tolerance):
     state, losses = first_steps(made(*HYBRID, sync), 4)
     np.testing.assert_allclose(losses, plain[1], rtol=0, atol=tolerance)
-    # All replicas have the same parameters, bit for bit.
-    for x in jax.tree.leaves(state.params):
-        held = {}
-        for shard in x.addressable_shards:
-            np.testing.assert_array_equal(held.setdefault(str(shard.index), np.asarray(shard.data)), shard.data)
+    assert_equal_on_all_devices(state.params)
 
 
 @pytest.mark.parametrize(
@@ -132,21 +105,18 @@ def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
     ],
 )
 def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, tmp_path, rules, batch, mesh, inside, accumulate):
-    def rows(plan):
-        return sorted((c.kind, c.dtype, c.axes, c.count, c.total_bytes) for c in plan.collectives)
-
     path = tmp_path / "rules.yaml"
     path.write_text(f"extends: {RULES / rules}.yaml\naxes: {{batch: {batch}}}\n")
     parts = f"train.accumulate={accumulate}"
     phases = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", PHASES, parts]))
     alone = load(tiny_file, [f"rules={RULES / rules}.yaml", f"mesh={inside}", "train.batch=8", parts])
     one = prepare(alone, devices=jax.devices()[:4])
-    assert rows(jgt.plan(phases.train_step(), *phases.step_shapes)) == rows(jgt.plan(one.train_step(), *one.step_shapes))
+    assert sent(jgt.plan(phases.train_step(), *phases.step_shapes)) == sent(jgt.plan(one.train_step(), *one.step_shapes))
     for wire, share in (("f32", 1.0), ("int8", 0.27)):
         setup = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", f"sync={{axis: replica, every: 3, wire: {wire}}}"]))
-        sent = jgt.plan(setup.exchanges.exchange(), setup.shapes).sent_bytes
+        exchanged = jgt.plan(setup.exchanges.exchange(), setup.shapes).sent_bytes
         formula = sum(place.bytes_per_device(setup.mesh) for place in setup.stored.parameters)
-        assert sent == formula if wire == "f32" else sent <= 0.35 * formula * share / 0.27
+        assert exchanged == formula if wire == "f32" else exchanged <= 0.35 * formula * share / 0.27
 
 
 @pytest.mark.slow
@@ -193,11 +163,11 @@ def test_the_exchange_of_a_fragment_sends_its_share(made, wire):
     # Large enough for blocks.
     size = ("model.embed=64", "model.ffn=192", "model.heads=4")
     setup = made(*HYBRID, f"sync={{axis: replica, every: 8, fragments: 4, wire: {wire}}}", *size)
-    sent = [jgt.plan(setup.exchanges.exchange(part), setup.shapes).sent_bytes for part in (*range(4), None)]
+    found = [jgt.plan(setup.exchanges.exchange(part), setup.shapes).sent_bytes for part in (*range(4), None)]
     numbers = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in setup.exchanges.fragments]
     if wire == "f32":
-        assert sent[:4] == [4 * n for n in numbers]
-    assert max(sent[:4]) <= (1 / 4 + 0.1) * sent[4]
+        assert found[:4] == [4 * n for n in numbers]
+    assert max(found[:4]) <= (1 / 4 + 0.1) * found[4]
 
 
 def test_what_was_exchanged_is_taken_over_some_steps_later(made):

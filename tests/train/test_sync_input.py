@@ -109,9 +109,3 @@ def test_a_batch_that_the_axis_does_not_split(refused, tmp_path):
 def test_sections_that_do_not_go_with_it(refused, sync, more, key):
     _, problems = refused(sync, more=more)
     assert any(f": {key}: " in p and "cannot be combined with sync" in p for p in problems), problems
-
-
-def test_a_pipeline(refused):
-    more = "pipeline: {signal: layers, microbatches: 2}"
-    _, problems = refused("{axis: data, every: 5}", "mesh: {data: 2, fsdp: 1, stage: 4, tensor: 1}", "pipeline", more)
-    assert any(": pipeline: a pipeline cannot be combined with sync: yet" in p for p in problems), problems

@@ -77,8 +77,6 @@ def _kind_problems(run: Run) -> Iterator[str]:
     """Sections that do not go with it."""
     config, sync = run.config, run.config.sync
     assert sync is not None
-    if run.pipeline is not None:
-        yield run.root.find("pipeline").problem("a pipeline cannot be combined with sync: yet. Remove one of them")
     if not isinstance(config.model, OwnModel) and config.model.experts is not None:
         yield run.root.find("model.experts").problem("experts cannot be combined with sync: yet. Remove one of them")
     if sync.late and config.train.skip_spikes is not None:

@@ -25,23 +25,24 @@ def apart_axes(run: Run, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
     These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
     No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.
-    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself.
+    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes but the one
+    of `sync`.
     """
     config = run.config
     model, is_sum = config.model, config.train.loss is None
-    if run.pipeline is not None or not is_sum or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
+    if not is_sum or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
         return ()
     sync, split = config.sync, run.rules.axes_of_parameters()
     free = [axis for axis in run.batch_dims[0] if mesh.shape.get(axis, 1) > 1 and axis not in split]
     if sync is not None and sync.every > 1:
         free = [axis for axis in free if axis != sync.axis]
-    if config.train.accumulate == 1:
+    if config.train.accumulate == 1 or run.pipeline is not None:
         free = [axis for axis in free if sync is not None and axis == sync.axis]
     return tuple(free)
 
 
 def apart_of(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Apart | None:
-    """How gradients stay apart while the parts of a batch are added up; None: they do not. placement: of the model's parameters."""
+    """How gradients stay apart while the parts of a batch are added up; None: they do not. placement: of the parameters in use."""
     axes, sync = apart_axes(run, mesh), run.config.sync
     if not axes:
         return None
@@ -55,14 +56,22 @@ def apart_of(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Apart
         shardings=placement.used,
         dtypes=jax.tree.unflatten(placement.tree, dtypes),
         wired=_wired(run, mesh, placement),
+        rides=run.pipeline is None,
     )
 
 
 def residual_shardings(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Any:
-    """Of what each replica's gradient has lost on its way, or what waits of it, [R, ...]; as the model has its parameters."""
+    """Of what each replica's gradient has lost on its way, or what waits of it, [R, ...]; placement: of such gradients, without R."""
     wired = _wired(run, mesh, placement)
     assert wired is not None, "only sync: {every: 1} keeps gradients"
     return jax.tree.map(wired.replicas.lifted, wired.shardings)
+
+
+def gradient_replicas(run: Run, mesh: Mesh | AbstractMesh) -> Replicas:
+    """The replicas whose gradients cross the axis of `sync`."""
+    sync = run.config.sync
+    assert sync is not None
+    return Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0])
 
 
 def _wired(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Wired | None:
@@ -70,5 +79,6 @@ def _wired(run: Run, mesh: Mesh | AbstractMesh, placement: Placement) -> Wired |
     sync = run.config.sync
     if sync is None or sync.every > 1:
         return None
-    replicas = Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0])
-    return Wired(replicas=replicas, shardings=placement.params, wire=sync.wire, feedback=sync.feedback, is_late=bool(sync.late))
+    return Wired(
+        replicas=gradient_replicas(run, mesh), shardings=placement.params, wire=sync.wire, feedback=sync.feedback, is_late=bool(sync.late)
+    )

@@ -293,6 +293,9 @@ def _state_maker(
     """The function from a seed to the state. replicas: the size of the axis of `sync`."""
     config, sync = run.config.train, run.config.sync
 
+    def used(params: Any) -> Any:
+        return params if storage is None else storage.used(params)
+
     def make_state(seed: jax.Array) -> State:
         made, variables = init(jax.random.key(seed))
         params = made if storage is None else storage.entered(made)
@@ -301,9 +304,9 @@ def _state_maker(
         losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
         state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
         if sync is not None and sync.feedback:
-            state = state._replace(residual=first_residual(made, replicas))
+            state = state._replace(residual=first_residual(used(params), replicas))
         if sync is not None and sync.late:
-            state = state._replace(waiting=first_residual(made, replicas, waiting_type(sync.wire)))
+            state = state._replace(waiting=first_residual(used(params), replicas, waiting_type(sync.wire)))
         return state if phases is None else phases.begun(state)
 
     return make_state

@@ -29,7 +29,7 @@ from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
 from ..sync.phases import Phases
-from .apart import apart_of, residual_shardings
+from .apart import apart_of, gradient_replicas, residual_shardings
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
@@ -74,9 +74,14 @@ class Setup:
         return self.placement if self.storage is None else self.storage.placement
 
     @property
+    def _used(self) -> Placement:
+        """The placement of the parameters as the loss takes them."""
+        return self.placement if self.storage is None else self.storage.in_use.placement
+
+    @property
     def shardings(self) -> State:
         """Where each part of the state goes."""
-        return self._shardings(self.stored, self.shapes)
+        return self._shardings(self.stored, self._used, self.shapes)
 
     @property
     def saved_shapes(self) -> State:
@@ -86,24 +91,30 @@ class Setup:
     @property
     def saved_shardings(self) -> State:
         """Where each part of a state goes before it is saved, and after it is restored."""
-        return self._shardings(self.placement if self.storage is None else self.storage.saved, self.saved_shapes)
+        return self._shardings(self._saved, self.placement, self.saved_shapes)
+
+    @property
+    def _saved(self) -> Placement:
+        """The placement of the parameters in the model's shapes, before they are saved."""
+        return self.placement if self.storage is None else self.storage.saved
 
     @property
     def saved_of_one(self) -> tuple[State, State]:
         """The shapes and shardings of one replica's state in a checkpoint; without phases, of the state."""
         shapes = self.saved_shapes if self.phases is None else self.phases.of_one(self.saved_shapes)
-        return shapes, self._shardings_of_one(self.placement if self.storage is None else self.storage.saved, shapes)
+        return shapes, self._shardings_of_one(self._saved, self.placement, shapes)
 
     @property
     def _reshapes(self) -> bool:
         return self.storage is not None and self.storage.reshapes
 
-    def _shardings(self, place: Placement, shapes: State) -> State:
+    def _shardings(self, place: Placement, used: Placement, shapes: State) -> State:
         if self.phases is None:
-            return self._shardings_of_one(place, shapes)
-        return self.phases.lifted(self._shardings_of_one(place, self.phases.of_one(shapes)))
+            return self._shardings_of_one(place, used, shapes)
+        return self.phases.lifted(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
 
-    def _shardings_of_one(self, place: Placement, one: State) -> State:
+    def _shardings_of_one(self, place: Placement, used: Placement, one: State) -> State:
+        """place: of the parameters. used: of the gradients that are kept for the next step."""
         whole = place.replicated()
         memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
         moments = place.optimizer(one.opt_state, memory)
@@ -112,9 +123,7 @@ class Setup:
         # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
         average = () if one.average == () else place.gradients
         variables = place.inputs(one.variables, "variables")
-        residual, waiting = (
-            () if of == () else residual_shardings(self.run, self.mesh, self.placement) for of in (one.residual, one.waiting)
-        )
+        residual, waiting = (() if of == () else residual_shardings(self.run, self.mesh, used) for of in (one.residual, one.waiting))
         return State(whole, place.params, moments, losses, variables, average, residual=residual, waiting=waiting)
 
     def to_save(self, state: State) -> State:
@@ -141,14 +150,21 @@ class Setup:
         return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=COMPILED_ONCE)(params)
 
     def _enter(self, state: State) -> State:
-        return self._converted(state, cast(Storage, self.storage).entered)
+        return self._converted(state, lambda storage: storage.entered)
 
     def _leave(self, state: State) -> State:
-        return self._converted(state, cast(Storage, self.storage).left)
+        return self._converted(state, lambda storage: storage.left)
 
-    def _converted(self, state: State, convert: Callable[..., Any]) -> State:
-        one = functools.partial(_converted, convert=convert)
-        return one(state) if self.phases is None else self.phases.converted(state, one)
+    def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Any]]) -> State:
+        storage = cast(Storage, self.storage)
+        one = functools.partial(_converted, convert=conversion(storage))
+        after = one(state) if self.phases is None else self.phases.converted(state, one)
+        # Gradients are those of the parameters in use.
+        residual, waiting = (
+            () if of == () else gradient_replicas(self.run, self.mesh).map(conversion(storage.in_use))(of)
+            for of in (state.residual, state.waiting)
+        )
+        return after._replace(residual=residual, waiting=waiting)
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
@@ -227,7 +243,7 @@ class Setup:
             parts=Parts(
                 count=1 if self.run.pipeline is not None else config.accumulate,
                 pin=pin,
-                apart=apart_of(self.run, self.mesh, self.placement),
+                apart=apart_of(self.run, self.mesh, self._used),
             ),
             clips=optimizer.clip is not None,
             spikes=config.skip_spikes,

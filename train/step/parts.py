@@ -66,19 +66,20 @@ class Apart:
     """How the gradients of replicas stay apart until the last part is done.
 
     shardings: of the gradient by the parameters as the model uses them. dtypes: the type in which each of them crosses the axes. wired: how
-    they cross the first axis instead.
+    they cross the first axis instead. rides: whether the layers are a scan that sums can ride in, which they are not in a pipeline.
     """
 
     replicas: Replicas
     shardings: Any
     dtypes: Any
     wired: Wired | None = None
+    rides: bool = True
 
     @property
     def can_ride(self) -> bool:
         """Whether sums of the last step's gradients can ride along in a scan: they travel as they are, beside one part of the batch."""
         wired = self.wired
-        return wired is not None and wired.is_late and wired.wire != "int8" and self.replicas.axes == wired.replicas.axes
+        return self.rides and wired is not None and wired.is_late and wired.wire != "int8" and self.replicas.axes == wired.replicas.axes
 
     def summed(self, gradients: Any, carried: Carried) -> tuple[Any, Carried]:
         """The sums over all replicas, [R, ...] → [...]: of these gradients, or of those that were waiting."""
@@ -210,7 +211,7 @@ class Parts:
 
         values, gradients, turns = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, pack.cut(waiting))
         gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lifted, apart.shardings))
-        found = pack.joined(turns, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype) for n in pack.rest}
+        found = pack.joined(turns, shapes) | {n: replicas.added(waiting[n], waiting[n].dtype, places[n]) for n in pack.rest}
         sums = jax.lax.with_sharding_constraint([found[n].astype(jnp.float32) for n in range(len(waiting))], places)
         return values, jax.tree.unflatten(structure, sums), Carried(carried.residual, apart.waiting(gradients))
 
