@@ -13,7 +13,7 @@ from train.calibrate.figures import calibrate, starting_chip
 from train.calibrate.fit import Fit, Prior
 from train.calibrate.kernels import Sizes, kernels
 from train.calibrate.measured import ROUNDS, Measured, measure
-from train.calibrate.steps import Layout, layouts, step_of
+from train.calibrate.steps import StepLayout, layouts, step_of
 from train.plan.__main__ import main as plan
 
 TINY = Sizes(matmuls={"float32": ((1, 32, 32, 32),)}, attention=(), memory=(1 << 10,), sent=(1 << 10,), flops=1e5, num_bytes=1e4)
@@ -23,7 +23,7 @@ MODEL = {"kind": "gpt", "layers": 2, "embed": 32, "heads": 2, "vocab": 64, "seq"
 @pytest.fixture(scope="module")
 def programs():
     """A program of each kind for 8 CPU devices."""
-    sections = {"model": MODEL, **Layout(name="fsdp", sizes={"fsdp": 8}, rules="fsdp").document}
+    sections = {"model": MODEL, **StepLayout(name="fsdp", sizes={"fsdp": 8}, rules="fsdp").document}
     return [*kernels(jax.devices(), TINY), step_of("gpt, fsdp", sections, jax.devices())]
 
 

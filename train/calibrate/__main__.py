@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from jgt.command.parser import CommandParser
-from jgt.document import InputError
+from jgt.document import InputError, dump
 
 from ..command_line import whole_number
 
@@ -91,7 +89,7 @@ def chip_text(measured: Sequence[Measured], calibrated: Calibrated, devices: Seq
     ]
     lines += [f"#   {one.seconds * 1e3:10.2f} {calibrated.predicted[one.name] * 1e3:10.2f}  {one.kind}: {one.name}" for one in measured]
     figures = _plain(dataclasses.asdict(chip))
-    return "\n".join(lines) + "\n" + yaml.safe_dump(figures, sort_keys=False, default_flow_style=None, width=140)
+    return "\n".join(lines) + "\n" + dump(figures)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .measured import Program, Run
+from .measured import Program, RunOnce
 
 _AXIS = "device"
 
@@ -187,7 +187,7 @@ def _program(mesh: Mesh, name: str, kind: str, run: Callable[..., jax.Array], x:
     def arrays() -> Sequence[jax.Array]:
         return jax.device_put(np.stack([x] * mesh.size), split), *[jax.device_put(other, whole) for other in others]
 
-    def begin() -> Run:
+    def begin() -> RunOnce:
         given = arrays()
         return lambda: compiled(*given)
 

@@ -24,7 +24,7 @@ _SECONDS = 0.5
 ROUNDS = 4
 """A machine with other work is slow for seconds or minutes: rounds are far apart, and the fastest one counts."""
 
-Run = Callable[[], object]
+RunOnce = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Program:
     kind: str
     compiled: jax.stages.Compiled
     mesh: Mapping[str, int]
-    begin: Callable[[], Run]
+    begin: Callable[[], RunOnce]
 
     def seconds(self) -> float:
         """The median of a round of runs."""

@@ -22,7 +22,7 @@ from .measured import Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StepLayout:
     """How a step is split. sizes: of the mesh's axes. rows: of the batch for each device."""
 
     name: str
@@ -63,18 +63,18 @@ MODELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"cpu": {"gpt": _GPT, "l
 """The models of the steps, by platform."""
 
 
-def layouts(devices: int) -> Iterator[Layout]:
+def layouts(devices: int) -> Iterator[StepLayout]:
     """The layouts for a number of devices."""
-    yield Layout(name="data", sizes={"data": devices}, rules="replicated")
-    yield Layout(name="data, remat block", sizes={"data": devices}, rules="replicated", remat="block")
+    yield StepLayout(name="data", sizes={"data": devices}, rules="replicated")
+    yield StepLayout(name="data, remat block", sizes={"data": devices}, rules="replicated", remat="block")
     if devices > 1:
-        yield Layout(name="fsdp", sizes={"data": 1, "fsdp": devices}, rules="fsdp")
+        yield StepLayout(name="fsdp", sizes={"data": 1, "fsdp": devices}, rules="fsdp")
     if devices % 2 == 0:
-        yield Layout(name="fsdp x tensor", sizes={"data": 1, "fsdp": devices // 2, "tensor": 2}, rules="fsdp_tensor")
+        yield StepLayout(name="fsdp x tensor", sizes={"data": 1, "fsdp": devices // 2, "tensor": 2}, rules="fsdp_tensor")
         sizes = {"data": devices // 2, "fsdp": 1, "stage": 2, "tensor": 1}
-        yield Layout(name="pipeline", sizes=sizes, rules="pipeline", stages=4)
+        yield StepLayout(name="pipeline", sizes=sizes, rules="pipeline", stages=4)
     if devices % 4 == 0:
-        yield Layout(name="tensor", sizes={"data": devices // 4, "tensor": 4}, rules="tensor")
+        yield StepLayout(name="tensor", sizes={"data": devices // 4, "tensor": 4}, rules="tensor")
 
 
 def steps(platform: str, devices: Sequence[Any]) -> Iterator[Program]:

@@ -23,7 +23,7 @@ from .measured import Program, measure
 from .steps import step_of_run
 
 
-def serve() -> None:
+def answer_once() -> None:
     """Reads {config, overrides of each layout, code}, and prints the seconds of a step of each; null for a layout that does not run."""
     replies = os.fdopen(os.dup(1), "w")
     # XLA writes what it likes to stdout.

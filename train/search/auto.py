@@ -37,7 +37,7 @@ _NEAR, _TRIED = 1.1, 5
 """At most so many layouts are measured, whose plans take at most this many times as long as the best one."""
 _MAX_BYTES = 100_000
 _CALIBRATE = "import sys; from jgt.trainer import trainer; sys.exit(trainer('calibrate.__main__').main())"
-_TRIAL = "from jgt.trainer import trainer; trainer('calibrate.trial').serve()"
+_TRIAL = "from jgt.trainer import trainer; trainer('calibrate.trial').answer_once()"
 _LOOK = "import json, jax; d = jax.local_devices(); print(json.dumps([len(d), d[0].device_kind]))"
 
 Say = Callable[[str], None]
