@@ -64,7 +64,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def compare(chip: Chip) -> dict[str, Any]:
     """Measures all rows, and compares them with their predictions."""
-    devices = jax.local_devices()
+    devices: Sequence[Any] = jax.local_devices()
     measured = measure(
         (step_of(name, document, devices) for name, document in ROWS.items()), lambda line: print(line, file=sys.stderr, flush=True)
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
 
 def _measured(file: Path, space: list[Candidate]) -> dict[str, Measured]:
     """The steps of all layouts that compile, by their text."""
-    devices, programs = jax.local_devices(), list[Program]()
+    devices: Sequence[Any] = jax.local_devices()
+    programs: list[Program] = []
     for candidate in space:
         run = load(str(file), [*candidate.overrides, f"devices.virtual_cpu={DEVICES}"])
         try:

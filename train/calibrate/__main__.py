@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jgt.command.parser import CommandParser
 from jgt.document import InputError, dump
 
 from ..command_line import whole_number
+from ..run.folder import write_whole
 
 if TYPE_CHECKING:
     from .figures import Calibrated
@@ -30,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = Path(arguments.write or f"{_chip_name(devices)}.yaml")
         if path.suffix != ".yaml":
             raise InputError([f"command line: --write: {path} must end with .yaml, as chip files do"])
-        measured, calibrated = _calibrate(devices)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(chip_text(measured, calibrated, devices))
+        if not os.access(path.parent, os.W_OK):
+            raise InputError([f"command line: --write: the folder {path.parent} cannot be written"])
+        measured, calibrated = _calibrate(devices)
+        write_whole(path, chip_text(measured, calibrated, devices))
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -110,7 +114,7 @@ def _kept(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def parser() -> CommandParser:
     """The command line of a calibration."""
     parser = CommandParser(
-        "jgt calibrate", "Measures this machine's devices for about three minutes, and writes a chip file for plans and searches."
+        "jgt calibrate", "Measures this machine's devices for about four minutes, and writes a chip file for plans and searches."
     )
     parser.add_argument("--devices", type=whole_number, metavar="N", help="measure N CPU devices; default: the devices that JAX finds")
     parser.add_argument("--write", metavar="FILE", help="the chip file to write; default: the chip's name, such as cpu.yaml")

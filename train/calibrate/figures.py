@@ -45,8 +45,10 @@ def calibrate(start: Chip, measured: Sequence[Measured]) -> Calibrated:
     chip = _with(start, fit.of(list(programs)))
     errors = [_error(start, fit, programs, name) for name, one in programs.items() if one.kind == "step"]
     error = math.exp(_NORMAL_90 * math.sqrt(sum(e**2 for e in errors) / len(errors))) - 1
-    kinds = dict.fromkeys(("one_host", "several_hosts", "pipeline"), round(error, 2))
-    return Calibrated(chip=replace(chip, error=kinds), predicted={name: one.predicted(chip) for name, one in programs.items()}, error=error)
+    # All of these steps are of one host. On GPUs, pipelines are for several.
+    kinds = ("one_host",) if start.error else ("one_host", "pipeline")
+    chip = replace(chip, error={**start.error, **dict.fromkeys(kinds, round(error, 2))})
+    return Calibrated(chip=chip, predicted={name: one.predicted(chip) for name, one in programs.items()}, error=error)
 
 
 def _error(start: Chip, fit: Fit, programs: Mapping[str, Measured], name: str) -> float:

@@ -113,7 +113,12 @@ def _attention(mesh: Mesh, shape: tuple[int, int, int, int], flops: float) -> It
         def run(x: jax.Array, once: Callable[[jax.Array], jax.Array] = once) -> jax.Array:
             return jax.lax.fori_loop(0, trips, lambda _, x: once(x), x)
 
-        yield _program(mesh, f"attention {shape}, {name}", "attention", run, x)
+        try:
+            program = _program(mesh, f"attention {shape}, {name}", "attention", run, x)
+        except (ValueError, RuntimeError, NotImplementedError):
+            # cuDNN does not have this kernel for this GPU.
+            return
+        yield program
 
 
 def _memory(mesh: Mesh, size: int, num_bytes: float) -> Program:
