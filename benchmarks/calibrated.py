@@ -16,7 +16,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -64,7 +64,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def compare(chip: Chip) -> dict[str, Any]:
     """Measures all rows, and compares them with their predictions."""
-    devices: Sequence[Any] = jax.local_devices()
+    devices = cast("Sequence[Any]", jax.local_devices())
     measured = measure(
         (step_of(name, document, devices) for name, document in ROWS.items()), lambda line: print(line, file=sys.stderr, flush=True)
     )

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -98,7 +98,7 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
 
 def _measured(file: Path, space: list[Candidate]) -> dict[str, Measured]:
     """The steps of all layouts that compile, by their text."""
-    devices: Sequence[Any] = jax.local_devices()
+    devices = cast("Sequence[Any]", jax.local_devices())
     programs: list[Program] = []
     for candidate in space:
         run = load(str(file), [*candidate.overrides, f"devices.virtual_cpu={DEVICES}"])
