@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from benchmarks.constants import PRIORS, Fit, chip_with
+from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.published import RUNS
 from benchmarks.truth import order_of
 from jgt.hardware.chip import load_chip, parse_target
+from train.calibrate.fit import Fit
 
 ONES = dict.fromkeys(PRIORS, 1.0)
 
@@ -23,7 +24,7 @@ def seconds(name, constants):
 def fit():
     true = {name: prior.value * 1.1 for name, prior in PRIORS.items()}
     runs = [str(n) for n in range(8 * len(PRIORS))]
-    return Fit(seconds, {name: seconds(name, true) for name in runs})
+    return Fit(seconds, {name: seconds(name, true) for name in runs}, PRIORS, dict.fromkeys(runs, RUN))
 
 
 def test_the_fit_finds_the_constants_of_the_runs(fit):
