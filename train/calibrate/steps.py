@@ -36,7 +36,7 @@ class StepLayout:
     def document(self) -> dict[str, Any]:
         """The sections of a run's file."""
         devices = int(np.prod(list(self.sizes.values())))
-        pipeline = {"signal": "layers", "schedule": "1f1b", "microbatches": self.stages}
+        pipeline = {"signal": "layers", "microbatches": self.stages}
         return {
             "mesh": dict(self.sizes),
             "rules": f"jgt:{self.rules}",
