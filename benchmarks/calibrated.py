@@ -3,7 +3,7 @@
     jgt calibrate --devices 8 --write runs/cpu.yaml
     python benchmarks/calibrated.py [--json] [--save] [--chip runs/cpu.yaml]
 
-The models and most of the layouts are others than those of the calibration. Steps are measured as in a calibration: in rounds, of which the
+The models, and most of the layouts, differ from those of the calibration. Steps are measured as in a calibration: in rounds, of which the
 fastest one counts.
 
     error           (predicted - measured) / measured

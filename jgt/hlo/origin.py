@@ -58,7 +58,7 @@ def origin_of(op_name: str) -> Origin | None:
         origins = {origin_of(name) for name in names}
         return origins.pop() if len(origins) == 1 else None
     if REPLICAS in op_name:
-        # Gradients of all signals, of which one sum may be made.
+        # One collective may add up the gradients of several signals.
         return Origin(EXCHANGED, phase_of(op_name))
     # Scopes are listed from the outermost inwards, as a signal's path is. Words of JAX between them, such as `while`, are left out.
     signals = _SIGNAL.findall(_TWICE_IN_BODY.sub(r"\1", _TWICE.sub(r"\1", op_name)))

@@ -119,7 +119,7 @@ def test_several_processes_are_refused(start):
 def test_devices_without_times_are_refused(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(FILE)
     monkeypatch.setattr(auto, "_devices", lambda run, where: (4, "Mystery"))
-    with pytest.raises(InputError, match="there are no times for the device Mystery"):
+    with pytest.raises(InputError, match="no times for the device Mystery"):
         target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto", print)
 
 
@@ -158,7 +158,7 @@ def test_layouts_with_near_plans_are_measured(measured, chosen, monkeypatch):
     near = [Try(candidate=one, plan=Answer(seconds=1 + rank / 100, fits=True), estimate=None) for rank, one in enumerate(opened[:3])]
     far = Try(candidate=opened[3], plan=Answer(seconds=2.0, fits=True), estimate=None)
     asked, said = [], []
-    monkeypatch.setattr(auto, "step_seconds", lambda question: asked.append(question) or measured)
+    monkeypatch.setattr(auto, "step_seconds", lambda question: (asked.append(question) or measured, []))
     assert auto.fastest([*near, far], "run.yaml", ["train.batch=8"], [], said.append) is near[chosen]
     assert asked[0]["overrides"] == [["train.batch=8", *one.candidate.overrides] for one in near]
     assert "measuring 3 layouts" in said[0]
@@ -170,9 +170,11 @@ def test_steps_are_measured_in_another_process(tmp_path):
     layouts = [["mesh={data: 2}", "rules=jgt:replicated"], ["mesh={tensor: 3}", "rules=jgt:tensor"]]
     given = ["devices.virtual_cpu=2", "train.steps=1"]
     question = {"config": str(tmp_path / "run.yaml"), "overrides": [[*given, *one] for one in layouts], "code": []}
-    fast, impossible = auto.step_seconds(question)
+    (fast, impossible), said = auto.step_seconds(question)
     assert 0 < fast < 10
     assert impossible is None
+    assert len(said) == 1
+    assert said[0].startswith("layout 2: ")
 
 
 CHIP = """

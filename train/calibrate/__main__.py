@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .figures import Calibrated
     from .measured import Measured
 
-_DIGITS = 3
+_DIGITS = 5
+"""Enough for the figures of data sheets, which the file keeps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +66,7 @@ def _chip_name(devices: Sequence[Any]) -> str:
     kind = devices[0].device_kind
     found = name_of(kind) or ("cpu" if devices[0].platform == "cpu" else None)
     if found is None:
-        raise InputError([f"there is no chip file for the device {kind}. Write one like those in jgt/hardware/chips, then calibrate it"])
+        raise InputError([f"jgt has no chip file for the device {kind}. Only CPU devices can be measured without one"])
     return found
 
 
@@ -97,7 +98,7 @@ def chip_text(measured: Sequence[Measured], calibrated: Calibrated, devices: Seq
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures without digits that nobody has measured, and without those that are not there."""
+    """Figures with as many digits as they have, without those that are not there."""
     return dict(_kept(values))
 
 

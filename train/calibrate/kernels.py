@@ -25,7 +25,7 @@ class Sizes:
     """What to measure on a kind of device.
 
     matmuls: [batch, m, k, n] by element type. attention: (batch, length, heads, head size). memory: numbers of f32. sent: bytes on one
-    device. work: FLOPs, and bytes, of a run.
+    device. flops, num_bytes: how much work a run has, by repetition.
     """
 
     matmuls: dict[str, tuple[tuple[int, int, int, int], ...]]
@@ -169,7 +169,7 @@ def _collective(mesh: Mesh, kind: str, send: Callable[[jax.Array], jax.Array], n
 
 
 def _trips(most: float, each: float) -> int:
-    """The repetitions whose work is `most`, of which each has this much."""
+    """How many repetitions make up `most`, if each has this much work."""
     return int(min(max(most / each, 2), 3000))
 
 

@@ -47,6 +47,6 @@ def _seconds(config: str, overrides: Sequence[Sequence[str]], code: Sequence[str
             program.seconds()
             programs.append(program)
         except (InputError, ValueError, RuntimeError, NotImplementedError) as error:
-            print(f"layout {number}: {error}", file=sys.stderr)
+            print(f"layout {number + 1}: {str(error).splitlines()[0]}", file=sys.stderr)
     found = {one.name: one.seconds for one in measure(programs, lambda _: None)}
     return [found.get(str(number)) for number in range(len(overrides))]

@@ -110,7 +110,9 @@ def fastest(ranked: list[Try], config: str, overrides: Sequence[str], code: Sequ
         return near[0]
     say(f"train.auto: measuring {len(near)} layouts, because their plans differ by less than {_NEAR - 1:.0%}")
     question = {"config": config, "overrides": [[*overrides, *one.candidate.overrides] for one in near], "code": list(code)}
-    seconds = step_seconds(question)
+    seconds, said = step_seconds(question)
+    for line in said:
+        say(f"  {line}")
     for one, measured in zip(near, seconds, strict=True):
         found = "did not run" if measured is None else f"{measured:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
         say(f"  {layout_text(one.candidate)}: {found}")
@@ -118,11 +120,16 @@ def fastest(ranked: list[Try], config: str, overrides: Sequence[str], code: Sequ
     return near[times.index(min(times))]
 
 
-def step_seconds(question: Mapping[str, Any]) -> list[float | None]:
-    """Asks a process of its own (`train/calibrate/trial.py`) for the measured seconds of layouts; None for those that do not run."""
+def step_seconds(question: Mapping[str, Any]) -> tuple[list[float | None], list[str]]:
+    """Asks a process of its own (`train/calibrate/trial.py`) for the measured seconds of layouts; None for those that do not run.
+
+    The second list has its lines about layouts that do not run.
+    """
     done = subprocess.run([sys.executable, "-c", _TRIAL], input=json.dumps(question), capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    return [None] * len(question["overrides"]) if done.returncode or not lines else json.loads(lines[-1])
+    answers, said = done.stdout.splitlines(), done.stderr.splitlines()
+    if done.returncode or not answers:
+        return [None] * len(question["overrides"]), [f"the measurement failed: {said[-1] if said else 'its process died'}"]
+    return json.loads(answers[-1]), [line for line in said if line.startswith("layout ")]
 
 
 def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
@@ -135,7 +142,7 @@ def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
 
 
 def target_at_hand(run: Run, where: str, say: Say) -> Target:
-    """The devices of this machine as a target. CPU devices are measured first, once. Raises InputError if there are no times for them."""
+    """The devices of this machine as a target. CPU devices without figures are measured. Raises InputError for devices without times."""
     count, kind = _devices(run, where)
     if kind == "cpu":
         return parse_target(f"cpu:1x{count}", str(_calibrated(count, where, say)))
