@@ -16,7 +16,9 @@ from train.calibrate.measured import ROUNDS, Measured, measure
 from train.calibrate.steps import StepLayout, layouts, step_of
 from train.plan.__main__ import main as plan
 
-TINY = Sizes(matmuls={"float32": ((1, 32, 32, 32),)}, attention=(), memory=(1 << 10,), sent=(1 << 10,), flops=1e5, num_bytes=1e4)
+TINY = Sizes(
+    matmuls={"float32": ((1, 32, 32, 32),)}, attention=(), memory=(1 << 10,), sent=(1 << 10,), launches=3, flops=1e5, num_bytes=1e4
+)
 MODEL = {"kind": "gpt", "layers": 2, "embed": 32, "heads": 2, "vocab": 64, "seq": 16}
 
 

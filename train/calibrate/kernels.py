@@ -25,13 +25,15 @@ class Sizes:
     """What to measure on a kind of device.
 
     matmuls: [batch, m, k, n] by element type. attention: (batch, length, heads, head size). memory: numbers of f32. sent: bytes on one
-    device. flops, num_bytes: how much work a run has, by repetition.
+    device. launches: of kernels, in a run; 0 for CPUs, where XLA compiles such a loop into one function. flops, num_bytes: of a run, by
+    repetition.
     """
 
     matmuls: dict[str, tuple[tuple[int, int, int, int], ...]]
     attention: tuple[tuple[int, int, int, int], ...]
     memory: tuple[int, ...]
     sent: tuple[int, ...]
+    launches: int
     flops: float
     num_bytes: float
 
@@ -51,6 +53,7 @@ CPU = Sizes(
     attention=(),
     memory=(1 << 12, 1 << 16, 1 << 20, 1 << 22),
     sent=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
+    launches=0,
     flops=4e9,
     num_bytes=1e8,
 )
@@ -62,6 +65,7 @@ GPU = Sizes(
     attention=((4, 2048, 16, 64), (4, 2048, 16, 128), (1, 8192, 16, 128)),
     memory=(1 << 16, 1 << 20, 1 << 24, 1 << 27),
     sent=(1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27),
+    launches=3000,
     flops=2e13,
     num_bytes=2e10,
 )
@@ -77,7 +81,8 @@ def kernels(devices: Sequence[Any], sizes: Sizes) -> Iterator[Program]:
         yield from _attention(mesh, shape, sizes.flops)
     for size in sizes.memory:
         yield _memory(mesh, size, sizes.num_bytes)
-    yield _launches(mesh)
+    if sizes.launches:
+        yield _launches(mesh, sizes.launches)
     for num_bytes in sizes.sent if len(devices) > 1 else ():
         for kind, send in _SENT.items():
             yield _collective(mesh, kind, send, num_bytes, sizes.num_bytes)
@@ -131,11 +136,11 @@ def _memory(mesh: Mesh, size: int, num_bytes: float) -> Program:
     return _program(mesh, f"silu of f32[{size}]", "memory", run, _normal((size,), "float32", 1.0))
 
 
-def _launches(mesh: Mesh) -> Program:
+def _launches(mesh: Mesh, trips: int) -> Program:
     """Kernels that do nearly nothing."""
 
     def run(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, 3000, lambda _, x: jnp.cumsum(x * 0.5), x)
+        return jax.lax.fori_loop(0, trips, lambda _, x: jnp.cumsum(x * 0.5), x)
 
     return _program(mesh, "cumsum of f32[8]", "launch", run, _normal((8,), "float32", 1.0))
 
