@@ -16,6 +16,8 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jgt-tests-")
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=60"
+    # As in the trainer (train/xla.py): with it, devices can begin collectives in different orders.
+    " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 
 if metadata.version("jaxlib") < "0.11":

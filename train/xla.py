@@ -38,9 +38,13 @@ _PIPELINE = {
 _OVERLAP = {**_PIPELINE, "xla_gpu_enable_pipelined_all_gather": "true", "xla_gpu_enable_while_loop_double_buffering": "true"}
 # Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
 _FP8 = {"xla_gpu_enable_triton_gemm": "false"}
+# With this scheduler, XLA's default, virtual devices can begin independent collectives in different orders. Each then waits for the others
+# in another one, until XLA aborts the process.
+_CPU = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "none": {},
+    "cpu": _CPU,
     "gpu-overlap": _OVERLAP,
     "gpu-pipeline": _PIPELINE,
     "gpu-fp8": {**_OVERLAP, **_FP8},
@@ -101,7 +105,7 @@ def open_devices() -> None:
 def _auto(config: Config, *, has_gpu: bool) -> Mapping[str, str]:
     """The flags of `preset: auto`."""
     if not has_gpu:
-        return PRESETS["none"]
+        return PRESETS["cpu"]
     base = PRESETS["gpu-overlap" if config.pipeline is None else "gpu-pipeline"]
     return {**base, **_FP8} if config.model.fp8 else base
 

@@ -54,6 +54,13 @@ def _devices(count: int | None) -> Sequence[Any]:
     """The devices to measure. count: of CPU devices; None takes what JAX finds. Raises InputError."""
     import jax
 
+    from ..config import Config
+    from ..sections import DevicesConfig, XlaConfig
+    from ..xla import configure_xla
+
+    # The flags of a run on such devices. The programs are compiled here, whatever is stored.
+    for warning in configure_xla(Config(devices=DevicesConfig(virtual_cpu=count), xla=XlaConfig(cache=None))):
+        print(warning, file=sys.stderr)
     if count is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
