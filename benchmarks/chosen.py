@@ -34,10 +34,11 @@ from train.calibrate.steps import step_of_run
 from train.code.files import Code
 from train.config import load
 from train.search.auto import fastest
-from train.search.estimate import Shape
+from train.search.layout import Candidate, layout_text
 from train.search.plans import Plans, Question
-from train.search.search import LayoutSearch, layout_text
-from train.search.space import Candidate, Open, candidates
+from train.search.search import LayoutSearch
+from train.search.space import Open, candidates
+from train.search.step import Shape
 
 MOST_OVER = 0.05
 MODELS = {

@@ -2,8 +2,9 @@
 
     python benchmarks/search.py [--json] [--save] [--time 300] [ROW ...]
 
-The rows are the runs of runs.yaml. Each search gets the model, the batch and the target of a run; mesh, rules, pipeline, recompute and
-accumulation are open. Both steps are plans of the real program, so the ratio says what the search gains by jgt's own model of the hardware.
+The rows are the runs of runs.yaml. Each search gets the model, the batch and the target of a run, and nothing of its layout: mesh, rules,
+pipeline, recompute and accumulation are open. Both steps are plans of the real program, so the ratio says what the search gains by jgt's
+own model of the hardware.
 
     published   predicted seconds of a step with the published layout, and whether it fits
     found       the same for the best layout that the search has found
@@ -31,14 +32,18 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
+from train.search.space import LAYOUT
 
 RUNS = Path(__file__).with_name("runs.yaml")
 _LIMIT_S = 3600
 
 
-def run_file(settings: Mapping[str, Any]) -> str:
+def run_file(settings: Mapping[str, Any], *, has_layout: bool) -> str:
     """A run's file, as text, with the settings of a published run. Its paths are relative to `configs`, as in runs.yaml."""
     document = dict(settings)
+    if not has_layout:
+        document = {name: value for name, value in document.items() if name not in LAYOUT}
+        document["train"] = {name: value for name, value in document["train"].items() if f"train.{name}" not in LAYOUT}
     if isinstance(document.get("rules"), str):
         document["rules"] = str((ROOT / "configs" / document["rules"]).resolve())
     return yaml.safe_dump(document, sort_keys=False)
@@ -48,19 +53,21 @@ def measure(name: str, run: Mapping[str, Any], seconds: float, *, cached: bool) 
     """The figures of a row. Raises FailedError if the search finds nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
-        path.write_text(run_file(run["set"]))
-        command = [sys.executable, "-m", "jgt", "plan", "--config", str(path), "--target", run["target"], "--search", "--free", "--json"]
-        command += ["--time", f"{seconds:g}", *([] if cached else ["--no-cache"])]
-        sample = run_process(command, limit_s=_LIMIT_S)
-    found, own = sample.found, sample.found["own"]
+        command = [sys.executable, "-m", "jgt", "plan", "--config", str(path), "--target", run["target"], "--json"]
+        path.write_text(run_file(run["set"], has_layout=True))
+        own = run_process(command, limit_s=_LIMIT_S).found
+        path.write_text(run_file(run["set"], has_layout=False))
+        search = ["--search", "--time", f"{seconds:g}", *([] if cached else ["--no-cache"])]
+        sample = run_process([*command, *search], limit_s=_LIMIT_S)
+    found = sample.found
     best = found["best"][0]["plan"]["seconds"]
-    published = None if own is None else own["seconds"] or None
-    fits = "" if own is None or own["fits"] else ", does not fit"
+    published = own["step_time_ms"] / 1e3
+    fits = "" if own["memory"]["fits"] else ", does not fit"
     return {
         "row": name,
-        "published": "not planned" if published is None else f"{published:.3g}{fits}",
+        "published": f"{published:.3g}{fits}",
         "found": round(best, 4),
-        "ratio": None if published is None else round(best / published, 3),
+        "ratio": round(best / published, 3),
         "layout": found["best"][0]["layout"],
         "planned": f"{len(found['best']) + len(found['others'])} of {found['layouts']}",
         **errors(found["best"]),
@@ -107,10 +114,10 @@ def main() -> None:
             sys.exit(f"{name}: {error}")
         # A search takes minutes.
         print(f"{name}: {rows[-1]['found']} s, ratio {rows[-1]['ratio']}", file=sys.stderr, flush=True)
-    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
-    summary = {"ratio": {"median": statistics.median(ratios), "max": max(ratios)}} if ratios else {}
-    lines = [*table(rows), *([f"ratio: median {summary['ratio']['median']:.3f}, largest {summary['ratio']['max']:.3f}"] if ratios else [])]
-    report("search", {"seconds": arguments.time, "rows": rows, **summary}, arguments, lines)
+    ratios = [row["ratio"] for row in rows]
+    ratio = {"median": statistics.median(ratios), "max": max(ratios)}
+    lines = [*table(rows), f"ratio: median {ratio['median']:.3f}, largest {ratio['max']:.3f}"]
+    report("search", {"seconds": arguments.time, "rows": rows, "ratio": ratio}, arguments, lines)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from train.code.files import Code
 from train.config import load
 from train.search import auto
 from train.search.auto import target_at_hand, with_best_layout
+from train.search.layout import Candidate
 from train.search.plans import Answer
 from train.search.search import Try
-from train.search.space import Candidate
 
 FILE = """
 run: {name: mine}

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from jgt.document import InputError
 from jgt.hardware.chip import parse_target
 from train.code.files import Code
 from train.config import load
 from train.plan.__main__ import main as plan
 from train.search.answer import accuracy, answer_json, print_answer, run_document, why_slower, write_run
+from train.search.layout import num_changes
 from train.search.plans import Answer, Plans, Question
 from train.search.search import LayoutSearch, Try
-from train.search.space import Open, candidates
+from train.search.space import Open, candidates, index_of
 
 MODEL = "model={kind: llama, layers: 16, embed: 256, heads: 8, kv_heads: 8, ffn: 1024, vocab: 1024, seq: 1024}"
 FLOPS, PARAMETERS, LAYERS = 1e18, 2e10, 2e9
@@ -31,13 +33,17 @@ class MadeUp:
         self.asked.append(question)
         if self._raises is not None and len(self.asked) > self._raises:
             raise KeyboardInterrupt
-        done = concurrent.futures.Future()
         one = SPACE[question.overrides]
-        done.set_result(Answer(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
-        return done
+        return done(Answer(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
 
     def close(self):
         pass
+
+
+def done(answer):
+    future = concurrent.futures.Future()
+    future.set_result(answer)
+    return future
 
 
 def made_up(one):
@@ -97,6 +103,35 @@ def test_the_fastest_is_found_by_few_plans(make_search):
     assert search.best.plan.seconds <= 1.03 * fastest
     assert len(search.tries) < 60 < len(search.space) / 20
     assert search.ranked() == sorted(search.ranked(), key=lambda t: t.plan.seconds)
+
+
+def test_layouts_that_should_be_a_little_slower_are_planned_too(make_search):
+    search, _ = make_search()
+    search.run()
+    after = search.tries[search.tries.index(search.best) + 1 :]
+    assert len([one for one in after if num_changes(one.candidate, search.best.candidate) > 1]) >= 4
+    assert all(one.estimate.seconds < 1.12 * search.best.plan.seconds for one in after[-4:])
+
+
+def test_the_layout_of_the_file_is_planned_early(make_search, run_file):
+    search, _ = make_search()
+    overrides = search.space[700].overrides
+    own = load(run_file, ["devices.virtual_cpu=32", *overrides])
+    search.begin = index_of(own, Open.read(run_file, ["mesh=null"], Code()), search.space)
+    assert search.begin == 700
+    search.run()
+    assert search.space[700] in [one.candidate for one in search.tries[:3]]
+
+
+def test_the_first_plan_of_a_step_in_parts_is_one_part(make_search):
+    search, _ = make_search()
+    search.space = [one for one in search.space if one.accumulate == 2 and one.stages is None]
+    asked = []
+    search.plans.ask = lambda question: asked.append(question) or done(replace(made_up(search.space[0]), problems=("stop",)))
+    with pytest.raises(InputError, match="stop"):
+        search.run()
+    whole, part = asked[:2]
+    assert part.overrides == (*whole.overrides, "train.accumulate=1", "train.batch=64")
 
 
 def test_an_interrupted_search_keeps_what_it_has(make_search):

@@ -8,10 +8,10 @@ import pytest
 from jgt.document import InputError
 from jgt.hardware.chip import parse_target
 from train.plan.__main__ import main
+from train.search.layout import Candidate
 from train.search.offers import Job, offer_of, print_offers, ranked
 from train.search.plans import Answer
 from train.search.search import Try
-from train.search.space import Candidate
 from train.search.targets import is_choice, parse_targets, parse_tokens, read_job, search_targets
 
 LAYOUT = Candidate(mesh=(("fsdp", 8),), rules="jgt:fsdp", batch_axes=("fsdp",), accumulate=1, rows=1, remat="block")

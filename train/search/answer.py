@@ -14,7 +14,8 @@ from jgt.console import make_console, make_table
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
-from .search import LayoutSearch, Try, layout_text
+from .layout import layout_text
+from .search import LayoutSearch, Try
 
 _HEADROOM = 1.05
 """What the budget of a written file allows beyond its own plan."""

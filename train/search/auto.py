@@ -26,10 +26,11 @@ from ..code.files import read_code
 from ..config import Run, load
 from ..run.folder import CHOICE, write_whole
 from .answer import why_slower
-from .estimate import Shape
+from .layout import layout_text
 from .plans import Plans, Question, chips_folder, plans_folder
-from .search import LayoutSearch, Try, layout_text
+from .search import LayoutSearch, Try
 from .space import Open, candidates
+from .step import Shape
 
 SECONDS, TOP = 120, 5
 """For the search at a start: its time, and the layouts that fit among which it chooses at least."""

@@ -12,8 +12,8 @@ from jgt.schedule.find import find_table
 from jgt.schedule.schedules import SCHEDULES
 from jgt.schedule.simulate import Simulation, simulate
 
+from .layout import STAGE, Candidate
 from .parts import Numbers
-from .space import STAGE, Candidate
 
 KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 7.0, "attention": 14.0, "none": 20.0}
 """What a layer keeps beside its input, in arrays of the input's size."""

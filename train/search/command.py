@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from jgt.document import InputError, collect
 from jgt.hardware.chip import Target
 
 from ..code.files import read_code
-from ..config import load
+from ..config import Run, load
 from .answer import answer_json, print_answer, run_document, write_run
-from .estimate import Shape
+from .layout import layout_text
 from .plans import Answer, Plans, Question, plans_folder
-from .search import LayoutSearch, Try, layout_text
-from .space import LAYOUT, Open, candidates
+from .search import LayoutSearch, Try
+from .space import LAYOUT, Open, candidates, index_of
+from .step import Shape
 from .targets import is_choice, read_job, read_target, search_targets, show_offers
 
 
@@ -31,12 +33,16 @@ def search(arguments: argparse.Namespace) -> int:
     try:
         found = _search(arguments, _target(arguments))
         _say_given(arguments)
-        own = _own_layout(arguments, found)
+        own_run = _own_run(arguments, found.target)
+        found.begin = None if own_run is None else index_of(own_run, _opened(arguments), found.space)
         # Raises if not even the simplest layouts can be compiled, with what is wrong with them.
+        own = None if own_run is None or found.begin is not None else _plan_of(found, arguments.overrides)
         found.run()
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
+    if found.begin is not None:
+        own = next((t.plan for t in found.tries if t.candidate == found.space[found.begin]), None)
     config, tokens = arguments.config, _tokens(arguments)
     best = found.best
     if best is None:
@@ -154,19 +160,23 @@ def _opened(arguments: argparse.Namespace) -> Open:
     return Open.read(arguments.config, arguments.overrides, read_code(arguments.code), free)
 
 
-def _own_layout(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | None:
-    """The plan of the layout that the run's file has; None if it has none for this target, or if it was not asked for."""
-    if not arguments.free:
-        return None
-    overrides = (*arguments.overrides, f"devices.virtual_cpu={found.target.num_devices}")
-    with contextlib.suppress(InputError):
-        load(arguments.config, overrides, code=read_code(arguments.code))
-        try:
-            return found.plans.ask(replace(found.question, overrides=overrides)).result()
-        except KeyboardInterrupt:
-            found.plans.close()
-            raise
+def _own_run(arguments: argparse.Namespace, target: Target) -> Run | None:
+    """The run with the layout that its file has; None if it has none for this target, or if the search was not to leave it."""
+    if arguments.free:
+        with contextlib.suppress(InputError):
+            overrides = (*arguments.overrides, f"devices.virtual_cpu={target.num_devices}")
+            return load(arguments.config, overrides, code=read_code(arguments.code))
     return None
+
+
+def _plan_of(found: LayoutSearch, overrides: Sequence[str]) -> Answer:
+    """The plan of the run as its file has it."""
+    try:
+        question = replace(found.question, overrides=(*overrides, f"devices.virtual_cpu={found.target.num_devices}"))
+        return found.plans.ask(question).result()
+    except KeyboardInterrupt:
+        found.plans.close()
+        raise
 
 
 def _tokens(arguments: argparse.Namespace) -> int:

@@ -24,21 +24,18 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jgt.schedule.schedules import SCHEDULES, TRIED
 
-from ..models.config import ModelConfig, OwnModel
 from .columns import KEPT, Columns, bubble_of, in_flight, others_of
+from .layout import STAGE, Candidate
 from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
-from .space import STAGE, Candidate
-
-SendTime = Callable[[dict[str, int], Sequence[str], float], float]
-"""(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
+from .step import SendTime, Step
 
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
 """What is computed again, in shares of forward and backward pass together, before a plan says so."""
@@ -69,38 +66,6 @@ _LOGITS = 2**30
 """The trainer computes logits in as many parts as make one of them at most this large."""
 _ROOMY = 0.7
 """The share of the memory below which XLA overlaps whatever it can."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a run's file says of its model. layers: their number, or a guess. logits_bytes: of one row of the batch, in f32."""
-
-    layers: int = 32
-    logits_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, model: ModelConfig | OwnModel) -> Shape:
-        """What the section `model:` says."""
-        return cls(layers=getattr(model, "layers", cls.layers), logits_bytes=4.0 * (model.seq or 1) * (model.vocab or 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a model's step has on any mesh. flops: of the model. parameters: their number. state_bytes: of parameters and optimizer state.
-
-    layer_bytes: what `block` keeps of one row of the batch. batch: rows. peak: FLOP/s of a device in matmuls. hbm: bytes/s. memory: the
-    bytes that a program may use.
-    """
-
-    flops: float
-    parameters: float
-    state_bytes: float
-    layer_bytes: float
-    batch: int
-    peak: float
-    hbm: float
-    memory: float | None
-    model: Shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from typing import Any
 from jgt.console import make_console, make_table
 from jgt.hardware.chip import Target
 
-from .search import LayoutSearch, Try, layout_text
+from .layout import layout_text
+from .search import LayoutSearch, Try
 
 _HOURS, _SECONDS = 24, 86_400
 """Of a day."""

@@ -10,6 +10,7 @@ Invariant: a search that is interrupted has the best layout of all plans that we
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import math
 import time
 from collections import Counter
@@ -21,11 +22,11 @@ import numpy.typing as npt
 
 from jgt.document import InputError
 from jgt.hardware.chip import Target
-from jgt.planner.timeline import Network
 
-from .estimate import Estimate, Estimator, Shape, Step
+from .estimate import Estimate, Estimator
+from .layout import STAGE, Candidate, layout_text, num_changes
 from .plans import Answer, Plans, Question
-from .space import STAGE, Candidate
+from .step import Shape, Step, rows_at_once, send_time
 
 _MARGIN = 1.25
 """A layout is planned if its estimated peak is at most this many times the memory: estimates are wrong, too."""
@@ -34,10 +35,14 @@ _GAIN = 1.02
 _NEW = 1.3
 """A kind of layout that has no plan yet is planned if its estimate is at most this many times the best."""
 _NEAR = 1.12
-"""At the end, layouts that differ in one thing from the best are planned if their estimate is at most this many times its seconds."""
+"""At the end, layouts are planned whose estimate is at most this many times the best plan."""
 _FIRST, _REFUSED = 6, 2
 """So many layouts are tried for the first plan, which needs to compile and not to fit. A size of an axis is given up after so many
 refused layouts, if none with it has compiled: it does not divide what it would split."""
+_PATIENCE = 8
+"""A search also plans layouts that should be a little slower, until so many in a row are not faster than the best: estimates of layouts
+that differ by little are often in the wrong order."""
+_LOOKED_AT = 300
 _POLL = 0.5
 
 
@@ -54,7 +59,8 @@ class Try:
 class LayoutSearch:
     """A search over the layouts of one run on one target.
 
-    question: the run, without overrides of its layout. model: what is known of it. say: prints a line of progress. top: the number of plans
+    question: the run, without overrides of its layout. begin: the index of a layout to plan early, such as the one that the run's file has.
+    model: what is known of it. say: prints a line of progress. top: the number of plans
     that fit which the answer should have at least.
     """
 
@@ -65,6 +71,7 @@ class LayoutSearch:
     seconds: float
     top: int
     say: Callable[[str], None]
+    begin: int | None = None
     model: Shape = field(default_factory=Shape)
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
@@ -121,13 +128,20 @@ class LayoutSearch:
         """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
         problems: list[str] = []
         for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
-            plan = self._ask(index).result()
-            if not plan.problems:
-                self._estimator = Estimator(self._step(self.space[index], plan), self._collective(), self.space)
+            asked = self._ask(index)
+            whole = self._ask_without_parts(self.space[index]) if self.space[index].accumulate > 1 else asked
+            plan, step = asked.result(), whole.result()
+            if not plan.problems and not step.problems:
+                self._estimator = Estimator(Step.of(self.space[index], step, self.target, self.model), send_time(self.target), self.space)
                 self._take(index, plan, None)
                 return
-            problems += plan.problems
+            problems += plan.problems or step.problems
         raise InputError(list(dict.fromkeys(problems)))
+
+    def _ask_without_parts(self, candidate: Candidate) -> concurrent.futures.Future[Answer]:
+        """The plan of one part of the batch as if it were the whole. A plan does not know what a loop over parts keeps inside."""
+        overrides = [*candidate.overrides, "train.accumulate=1", f"train.batch={rows_at_once(candidate)}"]
+        return self.plans.ask(self._question(overrides))
 
     def _rest(self) -> None:
         assert self._estimator is not None
@@ -154,6 +168,8 @@ class LayoutSearch:
     def _next(self, pending: Sequence[int]) -> int | None:
         """The index of the layout to plan next; None if no other is worth it."""
         assert self._estimator is not None
+        if self.begin is not None and self.begin not in self._asked:
+            return self.begin
         seconds, best = self._estimator.seconds, self.best
         open_ones = np.flatnonzero(self._open() & self._may_fit())
         if not len(open_ones):
@@ -168,9 +184,20 @@ class LayoutSearch:
                 return int(index)
         if best is None or len(self.ranked()) < self.top or seconds[found] * _GAIN < best.plan.seconds:
             return found
+        return self._near(open_ones[seconds[open_ones] < _NEAR * best.plan.seconds], best)
+
+    def _near(self, indices: npt.NDArray[np.intp], best: Try) -> int | None:
+        """What to plan of layouts that should be a little slower than the best, the fastest first; None after enough of them."""
         # An estimate that is a little wrong may hide a better layout next to the best one.
-        near = open_ones[seconds[open_ones] < _NEAR * best.plan.seconds]
-        return next((int(index) for index in near if num_changes(self.space[index], best.candidate) == 1), None)
+        if (found := next((i for i in indices if num_changes(self.space[i], best.candidate) == 1), None)) is not None:
+            return int(found)
+        since = self.tries[self.tries.index(best) + 1 :]
+        if sum(num_changes(one.candidate, best.candidate) != 1 for one in since) >= _PATIENCE:
+            return None
+        # A layout next to one that has a plan is the least likely to surprise.
+        near = indices[:_LOOKED_AT]
+        far = (i for i in near if all(num_changes(self.space[i], one.candidate) > 1 for one in self.tries))
+        return next((int(i) for i in itertools.chain(far, near)), None)
 
     def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
@@ -191,7 +218,10 @@ class LayoutSearch:
 
     def _ask(self, index: int) -> concurrent.futures.Future[Answer]:
         self._asked.add(index)
-        return self.plans.ask(replace(self.question, overrides=(*self.question.overrides, *self.space[index].overrides)))
+        return self.plans.ask(self._question(self.space[index].overrides))
+
+    def _question(self, overrides: Sequence[str]) -> Question:
+        return replace(self.question, overrides=(*self.question.overrides, *overrides))
 
     def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
         assert self._estimator is not None
@@ -206,54 +236,12 @@ class LayoutSearch:
             self._estimator.learn(index, plan)
         self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
 
-    def _step(self, candidate: Candidate, plan: Answer) -> Step:
-        """What the first plan says about the model's step on any mesh."""
-        sizes, chip = candidate.sizes, self.target.chip
-        devices = math.prod(sizes.values())
-        # Without their number: parameters are f32, as the trainer stores them, and split over all axes but those of copies.
-        split = math.prod(size for axis, size in candidate.mesh if axis not in ("data", "replica"))
-        parameters = plan.parameters or plan.parameter_bytes * split / 4
-        return Step(
-            flops=plan.model_flops * devices,
-            parameters=parameters,
-            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * 4,
-            layer_bytes=plan.activations / candidate.rows * sizes.get(STAGE, 1),
-            batch=math.prod(sizes[axis] for axis in candidate.batch_axes) * candidate.rows * candidate.parts,
-            peak=chip.peak_flops("bf16") * 0.6,
-            hbm=chip.hbm_gbs * 1e9,
-            memory=0.95 * chip.hbm_gb * 1e9,
-            model=self.model,
-        )
-
-    def _collective(self) -> Callable[[dict[str, int], Sequence[str], float], float]:
-        """Seconds of a collective over axes of a mesh, whose devices are on hosts in order."""
-        per_host, known = self.target.per_host, dict[tuple[object, ...], tuple[int, ...]]()
-        network = Network(target=self.target, hosts=[device // per_host for device in range(self.target.num_devices)])
-
-        def seconds(mesh: dict[str, int], axes: Sequence[str], sent: float) -> float:
-            key = (tuple(mesh.items()), tuple(axes))
-            if key not in known:
-                known[key] = _first_group(mesh, axes)
-            return network.seconds(((*known[key],),), round(sent))
-
-        return seconds
-
-
-def _first_group(mesh: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    """The devices that the first device talks to along some axes."""
-    group, stride = [0], 1
-    for axis, size in reversed(mesh.items()):
-        if axis in axes:
-            group = [device + stride * step for step in range(size) for device in group]
-        stride *= size
-    return tuple(sorted(group))
-
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     """Layouts that need little memory and few collectives come first."""
     sizes = candidate.sizes
     split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
-    # What is kept inside a loop over parts of the batch is not in a plan's table.
+    # A loop needs a second plan, without the loop.
     is_looped = candidate.accumulate > 1
     return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
 
@@ -264,29 +252,8 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
 
 
-def num_changes(one: Candidate, other: Candidate) -> int:
-    """In how many things two layouts differ: mesh, rules, rows at once, what is recomputed, and a pipeline's schedule and gathers."""
-
-    def things(c: Candidate) -> tuple[object, ...]:
-        s = c.stages
-        pipeline = (None, None, None) if s is None else ((s.schedule, s.virtual), s.remat, s.gather)
-        # Axes of size 1 may be there or not.
-        return (frozenset(pair for pair in c.mesh if pair[1] > 1), c.rules, c.rows, c.remat, *pipeline)
-
-    return sum(a != b for a, b in zip(things(one), things(other), strict=True))
-
-
 def _outcome(plan: Answer) -> str:
     if plan.problems:
         return "refused"
     size = f"{plan.peak_bytes / 2**30:.0f} GiB"
     return f"{plan.seconds:.4g} s, {size}" if plan.fits else f"{size} do not fit"
-
-
-def layout_text(candidate: Candidate) -> str:
-    """A layout in one line."""
-    rules = "" if candidate.rules is None else f"{candidate.rules.removeprefix('jgt:')}: "
-    stages = "" if candidate.stages is None else f", {candidate.stages.text}"
-    parts = f" x {candidate.accumulate}" if candidate.accumulate > 1 else ""
-    remat = "" if candidate.remat in (None, "none") and candidate.stages else f", remat {candidate.remat or 'as set'}"
-    return f"{rules}{candidate.mesh_text}{stages}, rows {candidate.rows}{parts}{remat}"

@@ -17,7 +17,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, Node, collect, locate, override, read
 from jgt.mesh.sizes import read_sizes
@@ -27,8 +26,8 @@ from jgt.schedule.schedules import TRIED
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
+from .layout import STAGE, Candidate, Stages
 
-STAGE = "stage"
 LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
 """The keys that are a layout."""
 SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
@@ -36,84 +35,6 @@ SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap",
 MOST_ROWS = 16
 """The most rows that a device computes at once. With more, matmuls are not faster, and activations are larger."""
 RECOMPUTE = ("matmuls", "block", "none")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """A pipeline. gather: whether weights become whole once a step or layer by layer."""
-
-    schedule: str
-    virtual: int | None
-    microbatches: int
-    remat: str
-    gather: str
-
-    @property
-    def text(self) -> str:
-        """Such as `interleaved 2 x 16, layer`."""
-        chunks = "" if self.virtual is None else f" {self.virtual}"
-        remat = "" if self.remat == "none" else f", {self.remat}"
-        return f"{self.schedule}{chunks} x {self.microbatches}{remat}{', gather layer' if self.gather == 'layer' else ''}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One layout. mesh: axes outermost first. rules: `jgt:fsdp`, or None for the rules of the run's file. remat: None for the file's.
-
-    batch_axes: the axes that split the batch. rows: the rows of the batch that a device computes at once.
-    """
-
-    mesh: tuple[tuple[str, int], ...]
-    rules: str | None
-    batch_axes: tuple[str, ...]
-    accumulate: int
-    rows: int
-    remat: str | None
-    stages: Stages | None = None
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The mesh as a mapping."""
-        return dict(self.mesh)
-
-    @property
-    def parts(self) -> int:
-        """The number of parts that a step computes one after another."""
-        return self.accumulate if self.stages is None else self.stages.microbatches
-
-    @property
-    def overrides(self) -> list[str]:
-        """The layout as assignments of a command line, which `load` takes."""
-        found = [f"mesh={{{', '.join(f'{axis}: {size}' for axis, size in self.mesh)}}}", f"train.accumulate={self.accumulate}"]
-        if self.rules is not None:
-            found.append(f"rules={self.rules}")
-        if self.remat is not None:
-            found.append(f"train.remat={self.remat}")
-        if (s := self.stages) is not None:
-            values = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, "remat": s.remat}
-            values |= {} if s.virtual is None else {"virtual": s.virtual}
-            values |= {"gather": s.gather}
-            found.append(f"pipeline={{{', '.join(f'{key}: {value}' for key, value in values.items())}}}")
-        return found
-
-    def to_document(self) -> dict[str, Any]:
-        """The layout as the sections of a run's file."""
-        train: dict[str, Any] = {"accumulate": self.accumulate}
-        found: dict[str, Any] = {"mesh": self.sizes}
-        if self.rules is not None:
-            found["rules"] = self.rules
-        if (s := self.stages) is not None:
-            virtual = {} if s.virtual is None else {"virtual": s.virtual}
-            pipeline = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, **virtual}
-            found["pipeline"] = {**pipeline, "remat": s.remat, "gather": s.gather}
-        if self.remat is not None:
-            train["remat"] = self.remat
-        return {**found, "train": train}
-
-    @property
-    def mesh_text(self) -> str:
-        """Such as `fsdp 8 x tensor 4`; axes of size 1 are left out."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +98,11 @@ def _given_sizes(root: Node) -> dict[str, int]:
     return {axis: node.value for axis, node in axes.items() if isinstance(node.value, int) and node.where.startswith("command line")}
 
 
-def rules_of(fixed: Open, *, has_experts: bool) -> dict[str | None, Rules]:
+def rules_of(fixed: Open) -> dict[str | None, Rules]:
     """The rules to try by their name: the run's own, under None, or the shipped ones."""
     if fixed.rules is not None:
         return {None: fixed.rules}
+    has_experts = getattr(fixed.run.config.model, "experts", None) is not None
     names = [name for name in SHIPPED if (name == "experts") is has_experts]
     return {f"jgt:{name}": rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES))) for name in names}
 
@@ -188,10 +110,8 @@ def rules_of(fixed: Open, *, has_experts: bool) -> dict[str | None, Rules]:
 def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
     """All layouts of a run on so many devices that its file leaves open. Raises InputError if the file leaves nothing that fits."""
     run = fixed.run
-    model = run.config.model
-    has_experts = getattr(model, "experts", None) is not None
     found: list[Candidate] = []
-    for name, rules in rules_of(fixed, has_experts=has_experts).items():
+    for name, rules in rules_of(fixed).items():
         batch, others = _axes_of(rules)
         for mesh in _meshes((*batch, *others), fixed, num_devices):
             if _is_special_case(name, batch, others, mesh):
@@ -207,6 +127,20 @@ def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
             ]
         )
     return tuple(dict.fromkeys(found))
+
+
+def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
+    """The index of the layout that a run has; None if it is not among these. fixed: the same run with its layout open."""
+    names = [name for name, rules in rules_of(fixed).items() if rules == run.rules]
+    rest = (run.config.devices.virtual_cpu or 1) // math.prod(size for size in run.mesh.values() if size != -1)
+    mesh = frozenset((axis, rest if size == -1 else size) for axis, size in run.mesh.items() if size != 1 and (size != -1 or rest > 1))
+    for index, one in enumerate(space):
+        stages = None if run.pipeline is None else Stages.of(run.pipeline)
+        if one.rules in names and one.stages == stages and frozenset(pair for pair in one.mesh if pair[1] > 1) == mesh:
+            train = run.config.train
+            if (one.accumulate, one.remat or train.remat) == (train.accumulate, train.remat):
+                return index
+    return None
 
 
 def _axes_of(rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:
