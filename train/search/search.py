@@ -39,9 +39,9 @@ _NEAR = 1.12
 _FIRST, _REFUSED = 6, 2
 """So many layouts are tried for the first plan, which needs to compile and not to fit. A size of an axis is given up after so many
 refused layouts, if none with it has compiled: it does not divide what it would split."""
-_PATIENCE = 8
-"""A search also plans layouts that should be a little slower, until so many in a row are not faster than the best: estimates of layouts
-that differ by little are often in the wrong order."""
+_PATIENCE, _FASTER = 8, 0.995
+"""A search also plans layouts that should be a little slower, because estimates of layouts that differ by little are often in the wrong
+order. It ends after so many that did not bring the best below this share of its seconds."""
 _LOOKED_AT = 300
 _POLL = 0.5
 
@@ -77,6 +77,7 @@ class LayoutSearch:
     started: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
     _estimator: Estimator | None = None
+    _extra: int = 0
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -191,9 +192,9 @@ class LayoutSearch:
         # An estimate that is a little wrong may hide a better layout next to the best one.
         if (found := next((i for i in indices if num_changes(self.space[i], best.candidate) == 1), None)) is not None:
             return int(found)
-        since = self.tries[self.tries.index(best) + 1 :]
-        if sum(num_changes(one.candidate, best.candidate) != 1 for one in since) >= _PATIENCE:
+        if self._extra >= _PATIENCE:
             return None
+        self._extra += 1
         # A layout next to one that has a plan is the least likely to surprise.
         near = indices[:_LOOKED_AT]
         far = (i for i in near if all(num_changes(self.space[i], one.candidate) > 1 for one in self.tries))
@@ -225,8 +226,10 @@ class LayoutSearch:
 
     def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
         assert self._estimator is not None
-        candidate = self.space[index]
+        candidate, best = self.space[index], self.best
         self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
+        if plan.is_usable and (best is None or plan.seconds < _FASTER * best.plan.seconds):
+            self._extra = 0
         # The dims of a model do not divide by every size. The space has only numbers of stages that its layers allow.
         sizes = [(axis, size) for axis, size in candidate.mesh if axis not in (*candidate.batch_axes, STAGE)]
         if plan.problems:
