@@ -31,6 +31,7 @@ from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.regions.proof import mesh_context
 from jgt.regions.region import plan_of
+from jgt.regions.replicas import OfReplicas
 from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
 from jgt.rules.spec import min_rank
 
@@ -57,17 +58,20 @@ def call_of(equation: Equation) -> ExpertCall | None:
 def weights_of(equation: Equation) -> list[tuple[Var, Dims]]:
     """The weights that a call of experts reads, on a mesh or without one, and the axes of their dims; nothing for any other equation."""
     plan = plan_of(equation)
-    if not isinstance(plan, ExpertCall | Forward | Backward):
+    one = plan.plan if isinstance(plan, OfReplicas) else plan
+    if plan is None or not isinstance(one, ExpertCall | Forward | Backward):
         return []
-    call = plan if isinstance(plan, ExpertCall) else plan.call
+    call = one if isinstance(one, ExpertCall) else one.call
     weights, (dims, _) = equation.invars[: call.num_weights], plan.layout(len(equation.invars))
     return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
 
 
-def exchange_of(equation: Equation) -> Forward | Backward | None:
-    """The exchange of rows that an equation is; None for any other equation."""
+def exchange_of(equation: Equation) -> tuple[Forward | Backward, Equation] | None:
+    """The exchange of rows that an equation is, with the equation; None for any other equation. Of several replicas' exchange, one's."""
     plan = plan_of(equation)
-    return plan if isinstance(plan, Forward | Backward) else None
+    if isinstance(plan, OfReplicas):
+        plan, equation = plan.plan, plan.of_one(equation)
+    return (plan, equation) if isinstance(plan, Forward | Backward) else None
 
 
 def place_experts(

@@ -170,10 +170,12 @@ class _Walk:
 
     def _compare(self, equation: Equation, signal: str, times: Fraction, num_bytes: Fraction) -> None:
         """What an exchange of experts sends, and what the other way to do it would send."""
-        plan = exchange_of(equation)
-        other = None if plan is None else plan.otherwise()
+        if (found := exchange_of(equation)) is None:
+            return
+        plan, equation = found
+        other = plan.otherwise()
         instead = None if other is None else other.sent(equation, self._mesh, self._backend.bytes_of)
-        if plan is None or other is None or instead is None or plan.exchange.axis is None:
+        if other is None or instead is None or plan.exchange.axis is None:
             return
         self.exchanges.append(
             ExchangeUse(

@@ -18,6 +18,7 @@ This file depends on internals of JAX, whose facts are in tests/regions/test_reg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax._src import core
 from jax._src.interpreters import partial_eval
 from jax.interpreters import ad, batching, mlir
@@ -33,6 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dims import Dims, partition_spec
+from jgt.regions.replicas import OfReplicas
 
 SentBytes = tuple[tuple[str, ...], Fraction] | None
 """The mesh axes of collectives, and their bytes; None if nothing is sent."""
@@ -120,8 +123,15 @@ def _derivative(primals: Sequence[jax.Array], tangents: Sequence[Any], **params:
     return jax.jvp(lambda *x: _evaluated(*x, **params), tuple(primals), tuple(known))
 
 
-def _vmapped(arrays: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> Any:
-    results = jax.vmap(lambda *x: _evaluated(*x, **params), tuple(dims), 0)(*arrays)
+def _vmapped(axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None], *, plan: Any, mesh: Any, meaning: jx.Program) -> Any:
+    names = axis.spmd_name if isinstance(axis.spmd_name, tuple) else (axis.spmd_name,)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if plan.axes().isdisjoint(names) and math.prod(sizes.get(name, 0) for name in names) == axis.size:
+        arrays = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+        mapped = tuple(dim is not None for dim in dims)
+        results = run_region(OfReplicas(plan=plan, axes_of_replicas=names, count=axis.size, mapped=mapped), mesh, *arrays)
+    else:
+        results = jax.vmap(lambda *x: jx.evaluate(meaning, x), tuple(dims), 0)(*arrays)
     return results, (0,) * len(results)
 
 
@@ -184,7 +194,7 @@ def _on_devices(
 _region.def_impl(_evaluated)
 _region.def_abstract_eval(_avals)
 ad.primitive_jvps[_region] = _derivative
-batching.primitive_batchers[_region] = _vmapped
+batching.fancy_primitive_batchers[_region] = _vmapped
 partial_eval.dce_rules[_region] = _without_unused
 # Not cached: what a lowering is depends on the axes that are manual around it.
 mlir.register_lowering(_region, _lowered, cacheable=False)

@@ -75,6 +75,17 @@ def test_vmap_and_second_derivatives_take_the_meaning(mesh):
     np.testing.assert_array_equal(tangent, X @ W)
 
 
+def test_the_plan_of_each_replica_runs_under_a_vmap_over_other_axes(mesh):
+    both = jax.jit(jax.vmap(region(mesh), (0, None), spmd_axis_name="data"))
+    rows = jax.device_put(np.stack([X, 2 * X]), NamedSharding(mesh, P("data")))
+    product, more = both(rows, W)
+    np.testing.assert_array_equal(product, np.stack([X, 2 * X]) @ W + 1)
+    np.testing.assert_array_equal(more, rows + 2)
+    # Of three entries, two devices would not have one each.
+    alone = jax.jit(jax.vmap(region(mesh), (0, None), spmd_axis_name="data"))(np.stack([X, X, X]), W)[0]
+    np.testing.assert_array_equal(alone[2], X @ W)
+
+
 def test_results_that_nothing_reads_are_not_computed(mesh):
     def used(fn):
         traced = jax.make_jaxpr(jax.checkpoint(lambda x: jnp.sum(fn(x))))(X)

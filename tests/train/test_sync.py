@@ -10,6 +10,7 @@ from plugin import needs_plugin
 from replicas import assert_equal_on_all_devices, first_steps, over, sent
 
 import jgt
+from jgt.document import InputError
 from jgt.hardware.chip import parse_target
 from jgt.hlo.text import Module
 from train.config import load
@@ -92,6 +93,42 @@ def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
         change = first - a
         np.testing.assert_allclose(m, change, rtol=0, atol=1e-6)
         np.testing.assert_allclose(new, first - 0.7 * (change + 0.9 * change), rtol=0, atol=1e-6)
+
+
+EXPERTS = (f"rules={RULES / 'experts.yaml'}", "mesh={data: 2, fsdp: 1, expert: 4}", "model.experts={count: 4, choose: 2, ffn: 32}")
+
+
+def test_replicas_with_experts_send_rows_inside_of_a_replica_only(made):
+    setup, one = made(*EXPERTS, "sync={axis: data, every: 3}"), made(*EXPERTS)
+    assert over(setup.compile_train_step(), setup) == {"expert"}
+    kinds = {c.kind for c in jgt.plan(setup.train_step(), *setup.step_shapes).collectives}
+    assert "all-to-all" in kinds
+    state, losses = first_steps(setup, 3, repeat=True)
+    expected, whole = first_steps(one, 3, repeat=True)
+    np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
+    # The bias of the router is the model's, and no parameter.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.variables, expected.variables)
+
+
+@pytest.mark.slow
+def test_moments_in_the_hosts_memory_give_the_same_bits(made):
+    state, losses = first_steps(made(*HYBRID, PHASES, "optimizer.offload=host"), 4)
+    np.testing.assert_array_equal(losses, first_steps(made(*HYBRID, PHASES), 4)[1])
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2} == {"pinned_host"}
+
+
+def test_replicas_continue_with_the_mean_of_their_statistics(made):
+    setup = made(*EXPERTS, "sync={axis: data, every: 3}")
+    (inside, _), (after, _) = first_steps(setup, 2), first_steps(setup, 3)
+    bias, later = (np.asarray(state.variables["layers"]["moe"]["bias"]) for state in (inside, after))
+    assert not np.array_equal(bias[0], bias[1])
+    np.testing.assert_array_equal(later[0], later[1])
+    np.testing.assert_allclose(setup.evaluated_variables(inside)["layers"]["moe"]["bias"], bias.mean(0), rtol=1e-6)
+
+
+def test_gradients_of_every_step_need_a_model_of_parameters_only(made):
+    with pytest.raises(InputError, match=r"model.kind: the model keeps more than parameters .*Use a larger every"):
+        made(*EXPERTS, "sync={axis: data}")
 
 
 @pytest.mark.slow

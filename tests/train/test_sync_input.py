@@ -100,10 +100,8 @@ def test_a_batch_that_the_axis_does_not_split(refused, tmp_path):
     ("sync", "more", "key"),
     [
         ("{axis: replica, every: 5}", "train: {ema: 0.99}", "train.ema"),
-        ("{axis: replica, every: 5}", "optimizer: {offload: host}", "optimizer.offload"),
         ("{axis: replica, late: 1}", "train: {skip_spikes: {}}", "train.skip_spikes"),
         ("{axis: replica}", "model: {fp8: true, dtype: bf16}", "model.fp8"),
-        ("{axis: replica, every: 5}", "model: {experts: {count: 4}}", "model.experts"),
     ],
 )
 def test_sections_that_do_not_go_with_it(refused, sync, more, key):

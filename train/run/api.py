@@ -36,6 +36,7 @@ from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
+from .replicas import restored_variables
 from .train import train
 
 _FOREVER = 1_000_000.0
@@ -61,7 +62,7 @@ class Trained:
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
         own = self.state.params if self.state.anchor == () else self.state.anchor
-        return _module(self.setup, self.setup.model_params(own), self.state.variables)
+        return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +156,7 @@ def load_model(
     else:
         average = restore_parts(saved, {"average": one.average}, {"average": shardings.average}, cast=False)["average"]
         params = setup.evaluated(State(saved.manifest.step, None, None, average=setup.stored_params(average)))
-    variables = {}
-    if jax.tree.leaves(one.variables):
-        variables = restore_parts(saved, {"variables": one.variables}, {"variables": shardings.variables}, cast=False)["variables"]
+    variables = restored_variables(saved, one, shardings) if jax.tree.leaves(one.variables) else {}
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 

@@ -246,10 +246,11 @@ class Loop:
                 self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            params, sums, in_flight = self._setup.evaluated(state), list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
+            params, variables = self._setup.evaluated(state), self._setup.evaluated_variables(state)
+            sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
             for part in self._data.eval_parts:
                 for batch in self._feed.evaluation(self._config.train.eval_batches, part):
-                    sums.append((part, self._eval_step(params, state.variables, batch)))
+                    sums.append((part, self._eval_step(params, variables, batch)))
                     in_flight.add(sums[-1][1])
             row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
         self._records.metrics(step, row)

@@ -15,12 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgt.document import InputError
 
+from ..checkpoint.restore import restore_parts
 from ..checkpoint.saved import SavedStep, UnusableError
 from ..command_line import may_have_fewer
 from ..config import Run
 from ..setup import Setup
 from ..setup.setup import COMPILED_ONCE, without_arrays
 from ..step.step import State, no_losses
+from ..sync.phases import mean_of_replicas
 
 
 def saved_replicas(saved: SavedStep) -> int:
@@ -60,7 +62,7 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
         return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
 
     def lifted(state: State, fn: Any) -> State:
-        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in ("opt_state", "losses")}
+        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in ("opt_state", "losses", "variables")}
         return state._replace(**parts, params=(), anchor=state.params, momentum=state.params if momentum else ())
 
     return lifted(one, shape), lifted(shardings, sharding)
@@ -68,14 +70,17 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
 
 def merged(state: State) -> State:
     """One state, from the state of several replicas right after an exchange."""
+    parts = {name: jax.tree.map(mean_of_replicas, getattr(state, name)) for name in ("opt_state", "losses", "variables")}
+    return state._replace(params=state.anchor, anchor=(), **parts)
 
-    def mean(x: jax.Array) -> jax.Array:
-        # Counts are equal.
-        return jnp.mean(x, axis=0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
-    return state._replace(
-        params=state.anchor, opt_state=jax.tree.map(mean, state.opt_state), losses=jax.tree.map(mean, state.losses), anchor=()
-    )
+def restored_variables(saved: SavedStep, one: State, shardings: State) -> Any:
+    """What the model keeps beside its parameters, from a checkpoint of any number of replicas. one, shardings: of one replica's state."""
+    before = saved_replicas(saved)
+    if before:
+        one, shardings = lifted_shapes(one, shardings, before, momentum=False)
+    found = restore_parts(saved, {"variables": one.variables}, {"variables": shardings.variables}, cast=False)["variables"]
+    return jax.tree.map(mean_of_replicas, found) if before else found
 
 
 def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:

@@ -51,7 +51,8 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
     run = jax.jit(generate, out_shardings=setup.placement.replicated())
-    after = np.asarray(run(setup.model_params(setup.evaluated(state)), state.variables, tokens, jax.random.key(config.run.seed)))
+    params, variables = setup.model_params(setup.evaluated(state)), setup.evaluated_variables(state)
+    after = np.asarray(run(params, variables, tokens, jax.random.key(config.run.seed)))
     ids = after[0, : len(prompt) + count].tolist()
     # With masked documents the model has not learnt how a text begins after the end of another.
     if data.end in (written := ids[len(prompt) :]):

@@ -97,6 +97,27 @@ class Candidate:
         return " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
 
 
+def simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts that need little memory and few collectives come first."""
+    sizes = candidate.sizes
+    split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
+    # A loop needs a second plan, without the loop.
+    is_looped = candidate.accumulate > 1
+    return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
+
+
+def kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts of one kind have programs of one form."""
+    sizes, stages = candidate.sizes, candidate.stages
+    return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
+
+
+def form_of(candidate: Candidate) -> tuple[object, ...]:
+    """Of layouts of one form, only sizes differ."""
+    s = candidate.stages
+    return (candidate.rules, candidate.remat, None if s is None else (s.schedule, s.remat, s.gather))
+
+
 def num_changes(one: Candidate, other: Candidate) -> int:
     """In how many things two layouts differ: mesh, rules, rows at once, what is recomputed, and a pipeline's schedule and gathers."""
 

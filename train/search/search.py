@@ -10,10 +10,9 @@ Invariant: a search that is interrupted has the best layout of all plans that we
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +23,7 @@ from jgt.document import InputError
 from jgt.hardware.chip import Target
 
 from .estimate import Estimate, Estimator
-from .layout import STAGE, Candidate, layout_text, num_changes
+from .layout import STAGE, Candidate, form_of, kind_of, layout_text, num_changes, simplicity
 from .plans import Answer, Plans, Question
 from .step import Shape, Step, rows_at_once, send_time
 
@@ -42,7 +41,6 @@ refused layouts, if none with it has compiled: it does not divide what it would 
 _PATIENCE, _FASTER = 8, 0.995
 """A search also plans layouts that should be a little slower, because estimates of layouts that differ by little are often in the wrong
 order. It ends after so many that did not bring the best below this share of its seconds."""
-_LOOKED_AT = 300
 _POLL = 0.5
 
 
@@ -78,6 +76,9 @@ class LayoutSearch:
     is_interrupted: bool = False
     _estimator: Estimator | None = None
     _extra: int = 0
+    _pending: deque[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(
+        default_factory=deque[tuple[int, "concurrent.futures.Future[Answer]", Estimate]]
+    )
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -89,6 +90,9 @@ class LayoutSearch:
             self._rest()
         except KeyboardInterrupt:
             self.is_interrupted = True
+            for index, plan, estimate in self._pending:
+                if plan.done():
+                    self._take(index, plan.result(), estimate)
             self.say("Interrupted: this is the best so far")
         finally:
             self.plans.close()
@@ -128,7 +132,7 @@ class LayoutSearch:
     def _first(self) -> None:
         """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
         problems: list[str] = []
-        for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
+        for index in sorted(range(len(self.space)), key=lambda index: simplicity(self.space[index]))[:_FIRST]:
             asked = self._ask(index)
             whole = self._ask_without_parts(self.space[index]) if self.space[index].accumulate > 1 else asked
             plan, step = asked.result(), whole.result()
@@ -146,21 +150,27 @@ class LayoutSearch:
 
     def _rest(self) -> None:
         assert self._estimator is not None
-        pending: dict[concurrent.futures.Future[Answer], tuple[int, Estimate]] = {}
         while True:
-            while not self._is_late and len(pending) < self.plans.workers:
-                if (index := self._next([index for index, _ in pending.values()])) is None:
+            # One more than there are workers, so that none of them waits for an older plan.
+            while not self._is_late and len(self._pending) <= self.plans.workers:
+                if (index := self._next([index for index, _, _ in self._pending])) is None:
                     break
-                pending[self._ask(index)] = index, self._estimator.estimate(index)
-            if not pending:
+                self._pending.append((index, self._ask(index), self._estimator.estimate(index)))
+            if not self._pending:
                 return
-            done, _ = concurrent.futures.wait(pending, timeout=_POLL, return_when=concurrent.futures.FIRST_COMPLETED)
-            if self._is_late and not done:
-                self.say(f"{self.seconds:g} s are over: {len(pending)} plans were not ready")
+            concurrent.futures.wait([self._pending[0][1]], timeout=_POLL)
+            self._take_ready()
+            if self._is_late and self._pending:
+                self.say(f"{self.seconds:g} s are over: {len(self._pending)} plans were not ready")
                 return
-            for future in done:
-                index, estimate = pending.pop(future)
-                self._take(index, future.result(), estimate)
+
+    def _take_ready(self) -> None:
+        """Takes plans in the order of their questions, so that a search whose plans are stored makes the same decisions again."""
+        while self._pending and self._pending[0][1].done():
+            index, plan, estimate = self._pending.popleft()
+            self._take(index, plan.result(), estimate)
+            if not self._is_late:
+                return
 
     @property
     def _is_late(self) -> bool:
@@ -178,10 +188,10 @@ class LayoutSearch:
         open_ones = open_ones[np.argsort(seconds[open_ones], kind="stable")]
         found = int(open_ones[0])
         limit = seconds[found] if best is None else min(seconds[found], best.plan.seconds)
-        known = {_kind(t.candidate) for t in self.tries} | {_kind(self.space[index]) for index in pending}
+        known = {kind_of(t.candidate) for t in self.tries} | {kind_of(self.space[index]) for index in pending}
         # A kind that nobody has compiled may be better than its estimate, but not by any factor.
         for index in open_ones[seconds[open_ones] < _NEW * limit]:
-            if _kind(self.space[index]) not in known:
+            if kind_of(self.space[index]) not in known:
                 return int(index)
         if best is None or len(self.ranked()) < self.top or seconds[found] * _GAIN < best.plan.seconds:
             return found
@@ -195,10 +205,9 @@ class LayoutSearch:
         if self._extra >= _PATIENCE:
             return None
         self._extra += 1
-        # A layout next to one that has a plan is the least likely to surprise.
-        near = indices[:_LOOKED_AT]
-        far = (i for i in near if all(num_changes(self.space[i], one.candidate) > 1 for one in self.tries))
-        return next((int(i) for i in itertools.chain(far, near)), None)
+        # The forms that were planned least are the most likely to surprise.
+        planned = Counter(form_of(one.candidate) for one in self.tries)
+        return min(map(int, indices), key=lambda i: planned[form_of(self.space[i])], default=None)
 
     def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
@@ -238,21 +247,6 @@ class LayoutSearch:
             self._compiled.update(sizes)
             self._estimator.learn(index, plan)
         self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
-
-
-def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    """Layouts that need little memory and few collectives come first."""
-    sizes = candidate.sizes
-    split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
-    # A loop needs a second plan, without the loop.
-    is_looped = candidate.accumulate > 1
-    return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
-
-
-def _kind(candidate: Candidate) -> tuple[object, ...]:
-    """Layouts of one kind have programs of one form."""
-    sizes, stages = candidate.sizes, candidate.stages
-    return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
 
 
 def _outcome(plan: Answer) -> str:

@@ -273,16 +273,15 @@ def _may_reshape(run: Run) -> bool:
 
 
 def _phases(run: Run, mesh: Mesh | AbstractMesh, variables: Any) -> Phases | None:
-    """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with any `sync`."""
+    """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with `every: 1`."""
     sync = run.config.sync
     if sync is None:
         return None
-    if jax.tree.leaves(variables):
-        text = (
-            "the model keeps more than parameters from step to step (statistics, random keys), which sync: does not exchange. Remove sync:"
-        )
-        raise InputError([f"{run.where('model.kind')}: model.kind: {text}"])
     if sync.every == 1:
+        if jax.tree.leaves(variables):
+            text = "the model keeps more than parameters from step to step (statistics, loads of experts, random keys)"
+            remedy = "sync.every: 1 exchanges gradients only. Use a larger every, or remove sync:"
+            raise InputError([f"{run.where('model.kind')}: model.kind: {text}. {remedy}"])
         return None
     return Phases(replicas=Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0]), config=sync)
 

@@ -28,7 +28,7 @@ from ..step.schedule import Settings, settings_of_step
 from ..step.step import State, first_average, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
-from ..sync.phases import Phases
+from ..sync.phases import Phases, mean_of_replicas
 from .apart import apart_of, gradient_replicas, residual_shardings
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
@@ -205,6 +205,15 @@ class Setup:
         own = state.params if state.anchor == () else state.anchor
         return own if state.average == () else self._cast(state.average)
 
+    def evaluated_variables(self, state: State) -> Any:
+        """What the model keeps beside its parameters, to evaluate with: the state's own, with phases the mean of the replicas'."""
+        return state.variables if self.phases is None else self._variables_of_one(state.variables)
+
+    @functools.cached_property
+    def _variables_of_one(self) -> Callable[[Any], Any]:
+        one = self.saved_of_one[1].variables
+        return jax.jit(functools.partial(jax.tree.map, mean_of_replicas), out_shardings=one, compiler_options=COMPILED_ONCE)
+
     def with_params(self, state: State, params: Any) -> State:
         """A state before the first step, with other parameters, as the state has them."""
         phases = self.phases
@@ -292,14 +301,16 @@ class Setup:
 
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
-        shardings, whole, shapes = self.shardings, self.placement.replicated(), self.shapes
+        whole, shapes = self.placement.replicated(), self.shapes
         params = shapes.params if self.phases is None else shapes.anchor
+        # Only parameters may have other shapes in checkpoints.
+        one, shardings = self.saved_of_one
         jitted = jax.jit(
             make_eval_step(self.objective),
             in_shardings=(self.stored.params, shardings.variables, self.batch_shardings),
             out_shardings=whole,
         )
-        return jitted.lower(params, shapes.variables, rows_of(self.element, batch)).compile()
+        return jitted.lower(params, one.variables, rows_of(self.element, batch)).compile()
 
 
 def without_arrays(state: State) -> dict[str, Any]:

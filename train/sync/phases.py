@@ -1,8 +1,9 @@
 """Phases: steps in which groups of devices train for themselves, each followed by an exchange of their parameters.
 
-With `sync: {axis: pod, every: 50}` each pod is a replica of the run. For 50 steps it computes its own gradients, its own updates and its
-own moments, from its own rows, and sends nothing to other pods. Then all pods exchange how far they have come since the last exchange,
-and continue from one point: the mean of their parameters (local SGD), or what Nesterov's momentum makes of the mean change (DiLoCo).
+With `sync: {axis: pod, every: 50}` each pod is a replica of the run. For 50 steps it computes its own gradients, its own updates, its own
+moments and statistics, from its own rows, and sends nothing to other pods. Then all pods exchange how far they have come since the last
+exchange, and continue from one point: the mean of their parameters (local SGD), or what Nesterov's momentum makes of the mean change
+(DiLoCo). Statistics continue from their mean.
 
 Both are programs of their own. So the program of a step has no collective over the axis, for everybody to see in `jgt plan`, and the host
 decides when the other one runs. A state has a dim of replicas, [R, ...], for parameters, moments and the window of losses. The parameters
@@ -25,7 +26,7 @@ from ..step.step import State, StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
-_OF_REPLICAS = ("params", "opt_state", "losses")
+_OF_REPLICAS = ("params", "opt_state", "losses", "variables")
 """The parts of a state that each replica has for itself."""
 
 
@@ -87,7 +88,7 @@ class Phases:
             # Nesterov: with the momentum as the next step would have it.
             mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(momentum, mean, strict=True)]
         new = [(a - g).astype(a.dtype) for a, g in zip(old, mean, strict=True)]
-        state = state._replace(anchor=fragment.pasted(state.anchor, new))
+        state = state._replace(anchor=fragment.pasted(state.anchor, new), variables=jax.tree.map(self._mean_for_all, state.variables))
         return self._with_params(state, fragment, [self._for_all(a) for a in new]) if takes else state
 
     def taken(self, state: State, fragment: Fragment) -> State:
@@ -97,11 +98,20 @@ class Phases:
         blended = [(kept * p.astype(jnp.float32) + (1 - kept) * a[None].astype(jnp.float32)).astype(p.dtype) for p, a in pairs]
         return self._with_params(state, fragment, blended)
 
+    def _mean_for_all(self, x: jax.Array) -> jax.Array:
+        """Statistics of all replicas. Counts and random keys remain."""
+        return self._for_all(mean_of_replicas(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     def _for_all(self, x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (self.replicas.count, *x.shape))
 
     def _with_params(self, state: State, fragment: Fragment, parts: list[jax.Array]) -> State:
         return state._replace(params=fragment.pasted(state.params, parts, lead=1))
+
+
+def mean_of_replicas(x: jax.Array) -> jax.Array:
+    """One value, [...], of those of all replicas, [R, ...]: their mean, or the first of counts and random keys."""
+    return jnp.mean(x, axis=0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
 def _mapped(fn: Callable[[Any], Any], state: State) -> State:
