@@ -133,7 +133,7 @@ class LayoutSearch:
         """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
         problems: list[str] = []
         for index in sorted(range(len(self.space)), key=lambda index: simplicity(self.space[index]))[:_FIRST]:
-            asked = self._ask(index)
+            asked = self.ask(index)
             whole = self._ask_without_parts(self.space[index]) if self.space[index].accumulate > 1 else asked
             plan, step = asked.result(), whole.result()
             if not plan.problems and not step.problems:
@@ -155,7 +155,7 @@ class LayoutSearch:
             while not self._is_late and len(self._pending) <= self.plans.workers:
                 if (index := self._next([index for index, _, _ in self._pending])) is None:
                     break
-                self._pending.append((index, self._ask(index), self._estimator.estimate(index)))
+                self._pending.append((index, self.ask(index), self._estimator.estimate(index)))
             if not self._pending:
                 return
             concurrent.futures.wait([self._pending[0][1]], timeout=_POLL)
@@ -226,7 +226,8 @@ class LayoutSearch:
         memory = self._estimator.step.memory
         return np.ones(len(self.space), bool) if memory is None else self._estimator.peak_bytes <= _MARGIN * memory
 
-    def _ask(self, index: int) -> concurrent.futures.Future[Answer]:
+    def ask(self, index: int) -> concurrent.futures.Future[Answer]:
+        """Asks for the plan of a layout by its index."""
         self._asked.add(index)
         return self.plans.ask(self._question(self.space[index].overrides))
 
