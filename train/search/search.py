@@ -58,8 +58,7 @@ class LayoutSearch:
     """A search over the layouts of one run on one target.
 
     question: the run, without overrides of its layout. begin: the index of a layout to plan early, such as the one that the run's file has.
-    model: what is known of it. say: prints a line of progress. top: the number of plans
-    that fit which the answer should have at least.
+    model: what is known of it. say: prints a line of progress. top: the number of plans that fit which the answer should have at least.
     """
 
     question: Question
@@ -153,7 +152,7 @@ class LayoutSearch:
         while True:
             # One more than there are workers, so that none of them waits for an older plan.
             while not self._is_late and len(self._pending) <= self.plans.workers:
-                if (index := self._next([index for index, _, _ in self._pending])) is None:
+                if (index := self._next()) is None:
                     break
                 self._pending.append((index, self.ask(index), self._estimator.estimate(index)))
             if not self._pending:
@@ -176,7 +175,7 @@ class LayoutSearch:
     def _is_late(self) -> bool:
         return time.monotonic() - self.started > self.seconds
 
-    def _next(self, pending: Sequence[int]) -> int | None:
+    def _next(self) -> int | None:
         """The index of the layout to plan next; None if no other is worth it."""
         assert self._estimator is not None
         if self.begin is not None and self.begin not in self._asked:
@@ -188,7 +187,7 @@ class LayoutSearch:
         open_ones = open_ones[np.argsort(seconds[open_ones], kind="stable")]
         found = int(open_ones[0])
         limit = seconds[found] if best is None else min(seconds[found], best.plan.seconds)
-        known = {kind_of(t.candidate) for t in self.tries} | {kind_of(self.space[index]) for index in pending}
+        known = {kind_of(one) for one in self._seen}
         # A kind that nobody has compiled may be better than its estimate, but not by any factor.
         for index in open_ones[seconds[open_ones] < _NEW * limit]:
             if kind_of(self.space[index]) not in known:
@@ -206,8 +205,13 @@ class LayoutSearch:
             return None
         self._extra += 1
         # The forms that were planned least are the most likely to surprise.
-        planned = Counter(form_of(one.candidate) for one in self.tries)
+        planned = Counter(map(form_of, self._seen))
         return min(map(int, indices), key=lambda i: planned[form_of(self.space[i])], default=None)
+
+    @property
+    def _seen(self) -> list[Candidate]:
+        """The layouts that have a plan, or will have."""
+        return [*(one.candidate for one in self.tries), *(self.space[index] for index, _, _ in self._pending)]
 
     def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
