@@ -117,6 +117,17 @@ def test_moments_in_the_hosts_memory_give_the_same_bits(made):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2} == {"pinned_host"}
 
 
+def test_the_average_of_replicas_is_the_average_of_their_means(made):
+    setup = made(*HYBRID, PHASES, "train.ema=0.5")
+    expected = jax.device_get(setup.init().anchor)
+    for step in range(4):
+        state, _ = first_steps(setup, step + 1)
+        weight = 1 - min(0.5, (1 + step) / (10 + step))
+        mean = jax.tree.map(lambda x: np.asarray(x).mean(0), state.params)
+        expected = jax.tree.map(lambda a, p, weight=weight: a + weight * (p - a), expected, mean)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), setup.evaluated(state), expected)
+
+
 def test_replicas_continue_with_the_mean_of_their_statistics(made):
     setup = made(*EXPERTS, "sync={axis: data, every: 3}")
     (inside, _), (after, _) = first_steps(setup, 2), first_steps(setup, 3)

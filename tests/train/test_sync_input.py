@@ -99,7 +99,6 @@ def test_a_batch_that_the_axis_does_not_split(refused, tmp_path):
 @pytest.mark.parametrize(
     ("sync", "more", "key"),
     [
-        ("{axis: replica, every: 5}", "train: {ema: 0.99}", "train.ema"),
         ("{axis: replica, late: 1}", "train: {skip_spikes: {}}", "train.skip_spikes"),
         ("{axis: replica}", "model: {fp8: true, dtype: bf16}", "model.fp8"),
     ],

@@ -134,6 +134,18 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_average_of_the_parameters_goes_to_another_number_of_replicas(tiny_file, tmp_path):
+    more = ("train.ema=0.9", "data.eval_tokens=0")
+    setup, position = trained(tiny_file, tmp_path / "run", OUTER, *more, "train.steps=3")
+    expected = jax.device_get(setup.model_params(setup.evaluated(position.state)))
+    same(jgt.load(tmp_path / "run").params, expected)
+    for mesh, sync in (("{replica: 4, fsdp: 2}", OUTER), (MESH.partition("=")[2], "sync=null")):
+        other = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync, *more]))
+        state = restore_state(other, find_checkpoint(tmp_path / "run")[0])
+        same(other.model_params(other.evaluated(state)), expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["{axis: replica, wire: int8, feedback: true}", "{axis: replica, late: 1}"])
 def test_what_was_lost_in_rounding_and_what_waits_is_in_the_checkpoint(tiny_file, tmp_path, sync):
     more = (f"sync={sync}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")

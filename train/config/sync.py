@@ -80,8 +80,6 @@ def _kind_problems(run: Run) -> Iterator[str]:
     if sync.late and config.train.skip_spikes is not None:
         text = "a spike's gradient is applied one step later, so it cannot be combined with sync.late. Use null"
         yield run.root.find("train.skip_spikes").problem(text)
-    if sync.every > 1 and config.train.ema is not None:
-        yield run.root.find("train.ema").problem("an average of the parameters cannot be combined with sync.every above 1. Use null")
     if sync.every == 1:
         # Rows of several replicas meet in these, so that the sum of the replicas' gradients would be another gradient.
         why = "cannot be combined with sync.every: 1, which keeps the rows of replicas apart. Use a larger every"

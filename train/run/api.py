@@ -23,7 +23,7 @@ from flax import nnx
 from jgt.document import InputError
 
 from .. import config as configs
-from ..checkpoint.restore import restore_params, restore_parts
+from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
@@ -36,7 +36,7 @@ from ..setup import Setup, prepare
 from ..step.step import State
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
-from .replicas import restored_variables
+from .replicas import restored_of_one
 from .train import train
 
 _FOREVER = 1_000_000.0
@@ -154,9 +154,9 @@ def load_model(
     if setup.shapes.average == ():
         params = setup.stored_params(restore_params(saved, one.params, shardings.params))
     else:
-        average = restore_parts(saved, {"average": one.average}, {"average": shardings.average}, cast=False)["average"]
-        params = setup.evaluated(State(saved.manifest.step, None, None, average=setup.stored_params(average)))
-    variables = restored_variables(saved, one, shardings) if jax.tree.leaves(one.variables) else {}
+        average = restored_of_one(saved, one, shardings, "average")
+        params = setup.averaged_params(setup.stored_params(average))
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 

@@ -22,7 +22,10 @@ from ..config import Run
 from ..setup import Setup
 from ..setup.setup import COMPILED_ONCE, without_arrays
 from ..step.step import State, no_losses
-from ..sync.phases import mean_of_replicas
+from ..sync.phases import OF_REPLICAS, mean_of_replicas
+
+_APART = tuple(name for name in OF_REPLICAS if name != "params")
+"""The parts that each replica has for itself also right after an exchange."""
 
 
 def saved_replicas(saved: SavedStep) -> int:
@@ -62,7 +65,7 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
         return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
 
     def lifted(state: State, fn: Any) -> State:
-        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in ("opt_state", "losses", "variables")}
+        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in _APART}
         return state._replace(**parts, params=(), anchor=state.params, momentum=state.params if momentum else ())
 
     return lifted(one, shape), lifted(shardings, sharding)
@@ -70,16 +73,16 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
 
 def merged(state: State) -> State:
     """One state, from the state of several replicas right after an exchange."""
-    parts = {name: jax.tree.map(mean_of_replicas, getattr(state, name)) for name in ("opt_state", "losses", "variables")}
+    parts = {name: jax.tree.map(mean_of_replicas, getattr(state, name)) for name in _APART}
     return state._replace(params=state.anchor, anchor=(), **parts)
 
 
-def restored_variables(saved: SavedStep, one: State, shardings: State) -> Any:
-    """What the model keeps beside its parameters, from a checkpoint of any number of replicas. one, shardings: of one replica's state."""
+def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str) -> Any:
+    """A part of a state, `variables` or `average`, from a checkpoint of any number of replicas. one, shardings: of one replica's state."""
     before = saved_replicas(saved)
     if before:
         one, shardings = lifted_shapes(one, shardings, before, momentum=False)
-    found = restore_parts(saved, {"variables": one.variables}, {"variables": shardings.variables}, cast=False)["variables"]
+    found = restore_parts(saved, {name: getattr(one, name)}, {name: getattr(shardings, name)}, cast=False)[name]
     return jax.tree.map(mean_of_replicas, found) if before else found
 
 

@@ -203,7 +203,10 @@ class Setup:
     def evaluated(self, state: State) -> Any:
         """The parameters to evaluate, as the state has them: its own, with phases those of the last exchange, or their average."""
         own = state.params if state.anchor == () else state.anchor
-        return own if state.average == () else self._cast(state.average)
+        if state.average == ():
+            return own
+        # The mean of the replicas' averages is the average of their means.
+        return self.averaged_params(state.average if self.phases is None else self._average_of_one(state.average))
 
     def evaluated_variables(self, state: State) -> Any:
         """What the model keeps beside its parameters, to evaluate with: the state's own, with phases the mean of the replicas'."""
@@ -212,6 +215,11 @@ class Setup:
     @functools.cached_property
     def _variables_of_one(self) -> Callable[[Any], Any]:
         one = self.saved_of_one[1].variables
+        return jax.jit(functools.partial(jax.tree.map, mean_of_replicas), out_shardings=one, compiler_options=COMPILED_ONCE)
+
+    @functools.cached_property
+    def _average_of_one(self) -> Callable[[Any], Any]:
+        one = self.stored.gradients
         return jax.jit(functools.partial(jax.tree.map, mean_of_replicas), out_shardings=one, compiler_options=COMPILED_ONCE)
 
     def with_params(self, state: State, params: Any) -> State:
@@ -223,7 +231,7 @@ class Setup:
         def spread(params: Any) -> Any:
             return phases.spread(State(0, params, ())).params
 
-        return state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params)
+        return self.with_average(state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params))
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
@@ -231,8 +239,8 @@ class Setup:
         return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
 
     @functools.cached_property
-    def _cast(self) -> Callable[[Any], Any]:
-        """From the average, in f32 and laid out like moments, to parameters."""
+    def averaged_params(self) -> Callable[[Any], Any]:
+        """From an average, in f32 and laid out like moments, to parameters."""
 
         def to_parameters(average: Any) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)

@@ -26,7 +26,7 @@ from ..step.step import State, StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
-_OF_REPLICAS = ("params", "opt_state", "losses", "variables")
+OF_REPLICAS = ("params", "opt_state", "losses", "variables", "average")
 """The parts of a state that each replica has for itself."""
 
 
@@ -115,10 +115,10 @@ def mean_of_replicas(x: jax.Array) -> jax.Array:
 
 
 def _mapped(fn: Callable[[Any], Any], state: State) -> State:
-    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in _OF_REPLICAS})
+    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in OF_REPLICAS})
 
 
-_AXES = State(*(0 if name in _OF_REPLICAS else None for name in State._fields))
+_AXES = State(*(0 if name in OF_REPLICAS else None for name in State._fields))
 """For jax.vmap: which parts of a state have a dim of replicas."""
 
 
