@@ -150,6 +150,7 @@ def test_gradients_of_every_step_need_a_model_of_parameters_only(made):
         ("replicated", "[replica, data]", "{replica: 2, data: 4}", "{data: 4}"),
         ("fsdp", "[replica, fsdp]", "{replica: 2, fsdp: 4}", "{fsdp: 4}"),
         ("fsdp_tensor", "[replica, data, fsdp]", "{replica: 2, data: 1, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 2, tensor: 2}"),
+        ("overlap", "[replica, data, fsdp]", "{replica: 2, data: 1, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 2, tensor: 2}"),
     ],
 )
 def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, tmp_path, rules, batch, mesh, inside, accumulate):
