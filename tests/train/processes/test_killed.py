@@ -78,14 +78,17 @@ SYNC_SHARES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What runs differ in. count: the number of processes. options: for the model."""
+    """What runs differ in. count: the number of processes. options: for the model. here: a mesh of this process' devices, with replicas."""
 
     count: int
     mesh: str
     rules: dict
     options: tuple[str, ...] = ()
+    here: str | None = None
 
 
+BALANCED = "model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}"
+REPLICAS = "mesh={replica: 2, fsdp: 4}"
 LAYOUTS = {
     "1": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES),
     "2": Layout(count=2, mesh="mesh={data: 2, fsdp: 2}", rules=RULES),
@@ -93,14 +96,21 @@ LAYOUTS = {
         count=1,
         mesh="mesh={data: 1, expert: 2}",
         rules=EXPERTS,
-        options=("model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}",),
+        options=(BALANCED,),
     ),
-    "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,)),
-    "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,)),
-    "feedback": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(FEEDBACK,)),
-    "feedback2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(FEEDBACK,)),
+    "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
+    "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
+    "feedback": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(FEEDBACK,), here=REPLICAS),
+    "feedback2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(FEEDBACK,), here=REPLICAS),
+    "phases-experts": Layout(
+        count=1,
+        mesh="mesh={data: 2, expert: 1}",
+        rules=EXPERTS,
+        options=(BALANCED, PHASES.replace("replica", "data")),
+        here="mesh={data: 2, expert: 4}",
+    ),
 }
-SYNC = ("phases", "phases2", "feedback", "feedback2")
+SYNC = tuple(name for name, layout in LAYOUTS.items() if layout.here)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +174,7 @@ class Runs:
     def _setup(self, name):
         layout, folder = LAYOUTS[name], f"run.dir={self._folder / 'none'}"
         # On all devices of this process. A state of replicas can be read on any mesh with as many of them.
-        mesh = ["mesh={replica: 2, fsdp: 4}", f"rules={self._rules(name)}"] if name in SYNC else []
+        mesh = [layout.here, f"rules={self._rules(name)}"] if layout.here else []
         return prepare(load(self._file, [folder, *mesh, *layout.options, *OVERRIDES]))
 
     def outcome(self, folder, name):
