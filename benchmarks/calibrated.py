@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, bar, make_parser, report, table
 from jgt.document import InputError
 from jgt.hardware.chip import Chip, read_chip
+from train.calibrate.__main__ import measured_devices
 from train.calibrate.measured import measure
 from train.calibrate.steps import step_of
 
@@ -101,8 +102,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    measured_devices(DEVICES)
     try:
         chip = read_chip(arguments.chip)
     except InputError as error:

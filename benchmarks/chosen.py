@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.calibrated import DEVICES, kendall
 from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.hardware.chip import Target, parse_target
+from train.calibrate.__main__ import measured_devices
 from train.calibrate.measured import Measured, Program, measure
 from train.calibrate.steps import step_of_run
 from train.code.files import Code
@@ -120,8 +121,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (all)")
     parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    measured_devices(DEVICES)
     target = parse_target(f"{Path(arguments.chip).stem}:1x{DEVICES}", arguments.chip)
     with tempfile.TemporaryDirectory() as folder:
         rows = [compare(name, target, Path(folder)) for name in arguments.models or MODELS]

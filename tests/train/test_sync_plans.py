@@ -1,14 +1,19 @@
 """What a plan says that `sync:` sends, by formula, is what the compiled step sends."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from plugin import needs_plugin
 
 import jgt
 from train.config import load
+from train.plan.__main__ import main as plan
 from train.setup import prepare
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
+EXPERTS = (f"rules={RULES / 'experts.yaml'}", "mesh={data: 2, fsdp: 1, expert: 4}", "model.experts={count: 4, choose: 2, ffn: 32}")
 PLAIN = (f"rules={RULES / 'hybrid.yaml'}", "mesh={replica: 2, fsdp: 4}")
 
 
@@ -33,3 +38,26 @@ def test_the_formula_of_gradients_is_what_is_sent(tiny_file, pipelined, wire, mo
     assert formula
     assert sum(c.total_bytes for c in plan.collectives if "replica" in c.axes) == pytest.approx(formula, rel=0.01)
     assert not [finding for finding in plan.findings if "replica" in str(finding)]
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "every", "told"),
+    [
+        ((*PLAIN,), [1] * 6 + [10, 50, 500] * 3, ""),
+        ((*EXPERTS,), [10, 50, 500] * 3, "Not compared: .*the model keeps more than parameters"),
+    ],
+)
+def test_policies_are_compared_as_far_as_the_model_allows_them(tiny_file, capsys, more, every, told):
+    axis = "replica" if more == PLAIN else "data"
+    command = ["--config", str(tiny_file), "--target", "h100:2x4", "--sync", "--json", *more, f"sync={{axis: {axis}, every: 10}}"]
+    assert plan(command) == 0
+    found = capsys.readouterr()
+    rows = json.loads(found.out)
+    assert sorted(row["every"] for row in rows) == sorted(every)
+    assert re.search(told, found.err)
+    # More steps between exchanges send less, and so do fewer bits.
+    f32 = [row["bytes_a_step"] for row in rows if row["wire"] == "f32" and row["every"] > 1]
+    assert f32 == sorted(f32, reverse=True)
+    assert all(row["ms_a_step"] > 0 for row in rows)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: measured and written. 1: a program failed, or the file cannot be written. 2: the input is wrong."""
     arguments = parser().parse_args(argv)
     try:
-        devices = _devices(arguments.devices)
+        devices = measured_devices(arguments.devices)
         path = Path(arguments.write or f"{_chip_name(devices)}.yaml")
         if path.suffix != ".yaml":
             raise InputError([f"command line: --write: {path} must end with .yaml, as chip files do"])
@@ -50,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _devices(count: int | None) -> Sequence[Any]:
-    """The devices to measure. count: of CPU devices; None takes what JAX finds. Raises InputError."""
+def measured_devices(count: int | None) -> Sequence[Any]:
+    """The devices to measure, opened with the flags of a run on them. count: of CPU devices; None takes what JAX finds."""
     import jax
 
     from ..config import Config
     from ..sections import DevicesConfig, XlaConfig
     from ..xla import configure_xla
 
-    # The flags of a run on such devices. The programs are compiled here, whatever is stored.
+    # The programs are compiled here, whatever is stored.
     for warning in configure_xla(Config(devices=DevicesConfig(virtual_cpu=count), xla=XlaConfig(cache=None))):
         print(warning, file=sys.stderr)
     if count is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target
 from jgt.planner.budget import overruns
 
 from ..code.files import read_code
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Of two runs, the larger one decides: JAX fixes the number of its devices when it starts.
             use_devices(asked.runs, arguments.devices)
         if arguments.sync:
-            return _compare_policies(arguments, asked.target, _with_policies(arguments, asked))
+            return _compare_policies(arguments, asked)
         plans = [make_plan(run, asked.target, arguments.devices, price=asked.price) for run in asked.runs]
         exchange = make_exchange(asked.runs[0], asked.target, arguments.devices) if len(asked.runs) == 1 else None
     except InputError as error:
@@ -104,39 +103,38 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         print_exchange(plan, exchange)
 
 
-def _with_policies(arguments: argparse.Namespace, asked: Asked) -> list[tuple[SyncPolicy, Run]]:
-    """Each of the policies that --sync compares, and the run with it. Raises InputError for a run without `sync:`."""
-    from .sync import policies
+def _compare_policies(arguments: argparse.Namespace, asked: Asked) -> int:
+    """Prints what `every`, `late` and `wire` would cost. Raises InputError for a run without `sync:`."""
+    from .make import make_exchange, make_plan
+    from .sync import policies, policy_rows, print_policies
 
     run = asked.runs[0]
     if run.config.sync is None:
         example = f"sync={{axis: {next(iter(run.mesh))}}}"
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
-    code = read_code(arguments.code)
-
-    def with_policy(policy: SyncPolicy) -> Run:
-        return load(arguments.config, [*arguments.overrides, policy.override, *asked.devices], code=code)
-
-    return [(policy, with_policy(policy)) for policy in policies(run)]
-
-
-def _compare_policies(arguments: argparse.Namespace, target: Target | None, runs: Sequence[tuple[SyncPolicy, Run]]) -> int:
-    """Prints what `every`, `late` and `wire` would cost. runs: see `_with_policies`."""
-    from .make import make_exchange, make_plan
-    from .sync import policy_rows, print_policies
-
+    code, refused = read_code(arguments.code), list[str]()
     found: list[tuple[SyncPolicy, Plan, Plan | None]] = []
-    for policy, run in runs:
-        exchange = make_exchange(run, target, arguments.devices)
-        # A replica's step is the same program whatever it exchanges.
-        is_known = exchange is not None and found[-1][2] is not None
-        step = found[-1][1] if is_known else make_plan(run, target, arguments.devices)
+    for policy in policies(run):
+        try:
+            one = load(arguments.config, [*arguments.overrides, policy.override, *asked.devices], code=code)
+            exchange = make_exchange(one, asked.target, arguments.devices)
+            # A replica's step is the same program whatever it exchanges.
+            is_known = exchange is not None and bool(found) and found[-1][2] is not None
+            step = found[-1][1] if is_known else make_plan(one, asked.target, arguments.devices)
+        except InputError as error:
+            # Not every model's gradients can be exchanged.
+            if policy.every > 1 or run.config.sync.every == 1:
+                raise
+            refused += error.problems
+            continue
         found.append((policy, step, None if exchange is None else exchange.plan))
+    for problem in dict.fromkeys(refused):
+        print(f"Not compared: {problem}", file=sys.stderr)
     rows = policy_rows(found)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:
-        print_policies(runs[0][0].axis, rows)
+        print_policies(run.config.sync.axis, rows)
     return 0
 
 

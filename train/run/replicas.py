@@ -20,7 +20,7 @@ from ..checkpoint.saved import SavedStep, UnusableError
 from ..command_line import may_have_fewer
 from ..config import Run
 from ..setup import Setup
-from ..setup.setup import COMPILED_ONCE, without_arrays
+from ..setup.state import COMPILED_ONCE, without_arrays
 from ..step.step import State, no_losses
 from ..sync.phases import OF_REPLICAS, mean_of_replicas
 

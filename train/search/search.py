@@ -38,9 +38,9 @@ _NEAR = 1.12
 _FIRST, _REFUSED = 6, 2
 """So many layouts are tried for the first plan, which needs to compile and not to fit. A size of an axis is given up after so many
 refused layouts, if none with it has compiled: it does not divide what it would split."""
-_PATIENCE, _FASTER = 8, 0.995
+_EXTRA, _FASTER = 0.4, 0.995
 """A search also plans layouts that should be a little slower, because estimates of layouts that differ by little are often in the wrong
-order. It ends after so many that did not bring the best below this share of its seconds."""
+order. It ends after so many of them, as a share of the other plans, that did not bring the best below this share of its seconds."""
 _POLL = 0.5
 
 
@@ -201,7 +201,7 @@ class LayoutSearch:
         # An estimate that is a little wrong may hide a better layout next to the best one.
         if (found := next((i for i in indices if num_changes(self.space[i], best.candidate) == 1), None)) is not None:
             return int(found)
-        if self._extra >= _PATIENCE:
+        if self._extra >= _EXTRA * (len(self.tries) - self._extra):
             return None
         self._extra += 1
         # The forms that were planned least are the most likely to surprise.
