@@ -129,7 +129,7 @@ def _vmapped(axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None],
     if plan.axes().isdisjoint(names) and math.prod(sizes.get(name, 0) for name in names) == axis.size:
         arrays = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
         mapped = tuple(dim is not None for dim in dims)
-        results = run_region(OfReplicas(plan=plan, axes_of_replicas=names, count=axis.size, mapped=mapped), mesh, *arrays)
+        results = run_region(OfReplicas(plan=plan, axes_of_replicas=names, mapped=mapped), mesh, *arrays)
     else:
         results = jax.vmap(lambda *x: jx.evaluate(meaning, x), tuple(dims), 0)(*arrays)
     return results, (0,) * len(results)
