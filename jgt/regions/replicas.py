@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfReplicas:
-    """The plan of each replica. axes_of_replicas: the mesh axes between them. mapped: whether an operand has their dim; all results have it."""
+    """The plan of each replica. axes_of_replicas: the mesh axes between them. mapped: whether an operand has their dim.
+
+    All results have it.
+    """
 
     plan: RegionPlan
     axes_of_replicas: tuple[str, ...]
