@@ -1,11 +1,11 @@
 """How far the estimates of a search are from plans, for layouts that the search has not chosen. By plan, without a GPU.
 
-    python benchmarks/estimates.py [--json] [--save] [--time 300] [--sample 16] [ROW ...]
+    python benchmarks/estimates.py [--json] [--save] [--time 300] [--sample 16] [--slowest 2] [ROW ...]
 
 The rows are the runs of runs.yaml, each without its layout. After a search, layouts are drawn at random among those that it has not
-planned, that should fit into memory, and that should take at most twice as long as the best. They are planned, and compared with the
-estimates that the search ended with. `benchmarks/search.py` compares the layouts that a search plans: these are nearly equal, because it
-chose them.
+planned and that should fit into memory; with `--slowest 2`, among those that should also take at most twice as long as the best. They are
+planned, and compared with the estimates that the search ended with. `benchmarks/search.py` compares the layouts that a search plans:
+these are nearly equal, because it chose them.
 
     layouts     of the sample that compile and fit
     time, memory    mean relative errors of the estimates
@@ -15,6 +15,7 @@ chose them.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -37,10 +38,8 @@ from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
 from train.search.step import Shape
 
-_SLOWEST = 2.0
 
-
-def measure(name: str, run: Mapping[str, Any], seconds: float, count: int) -> dict[str, Any]:
+def measure(name: str, run: Mapping[str, Any], seconds: float, count: int, slowest: float) -> dict[str, Any]:
     """The figures of a row."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
@@ -59,7 +58,7 @@ def measure(name: str, run: Mapping[str, Any], seconds: float, count: int) -> di
         search.run()
         search.plans = Plans(plans_folder())
         try:
-            pairs = _pairs(search, count)
+            pairs = _pairs(search, count, slowest)
         finally:
             search.plans.close()
     time, memory = ([guess[key] / plan[key] - 1 for guess, plan in pairs] for key in ("seconds", "peak_bytes"))
@@ -73,12 +72,12 @@ def measure(name: str, run: Mapping[str, Any], seconds: float, count: int) -> di
     }
 
 
-def _pairs(search: LayoutSearch, count: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+def _pairs(search: LayoutSearch, count: int, slowest: float) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Estimate and plan of layouts that were drawn."""
     estimator, best = search.estimator, search.best
     assert estimator is not None and best is not None and estimator.step.memory is not None
     planned = {one.candidate for one in search.tries}
-    fits = (estimator.peak_bytes <= estimator.step.memory) & (estimator.seconds <= _SLOWEST * best.plan.seconds)
+    fits = (estimator.peak_bytes <= estimator.step.memory) & (estimator.seconds <= slowest * best.plan.seconds)
     drawn = [int(i) for i in np.flatnonzero(fits) if search.space[int(i)] not in planned]
     asked = [(i, search.ask(i)) for i in random.Random(0).sample(drawn, min(count, len(drawn)))]
     found: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -104,10 +103,13 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"runs (default: all): {', '.join(runs)}")
     parser.add_argument("--time", type=float, default=300, metavar="S", help="seconds of a search (300)")
     parser.add_argument("--sample", type=int, default=16, metavar="N", help="layouts to draw (16)")
+    parser.add_argument(
+        "--slowest", type=float, default=math.inf, metavar="X", help="draw layouts that should take X times the best at most"
+    )
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in runs]:
         parser.error(f"{unknown[0]!r} is not a row. Known rows: {', '.join(runs)}")
-    rows = [measure(name, runs[name], arguments.time, arguments.sample) for name in arguments.rows or runs]
+    rows = [measure(name, runs[name], arguments.time, arguments.sample, arguments.slowest) for name in arguments.rows or runs]
     report("estimates", {"rows": rows}, arguments, table(rows))
 
 

@@ -6,9 +6,9 @@ exchange, and continue from one point: the mean of their parameters (local SGD),
 (DiLoCo). Statistics continue from their mean.
 
 Both are programs of their own. So the program of a step has no collective over the axis, for everybody to see in `jgt plan`, and the host
-decides when the other one runs. A state has a dim of replicas, [R, ...], for parameters, moments and the window of losses. The parameters
-of the last exchange, the anchor, are whole: evaluations, samples and other runs use them, since the replicas differ in the middle of a
-phase.
+decides when the other one runs. A state has a dim of replicas, [R, ...], for parameters, moments, statistics, an average of the
+parameters and the window of losses. The parameters of the last exchange, the anchor, are whole: evaluations, samples and other runs use
+them, since the replicas differ in the middle of a phase.
 """
 
 from __future__ import annotations
