@@ -3,8 +3,8 @@
     jgt calibrate --devices 8 --write runs/cpu.yaml
     python benchmarks/calibrated.py [--json] [--save] [--chip runs/cpu.yaml]
 
-The models, and most of the layouts, differ from those of the calibration. Steps are measured as in a calibration: in rounds, of which the
-fastest one counts.
+A calibration measures other models, and mostly other layouts, than this benchmark. Steps are measured in the same way in both: each of them
+in several rounds, and the fastest round counts.
 
     error           (predicted - measured) / measured
     order           Kendall's tau of predicted and measured steps

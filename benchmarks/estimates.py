@@ -33,6 +33,7 @@ from benchmarks.harness import make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.hardware.chip import parse_target
 from train.code.files import Code
+from train.search.layout import layout_text
 from train.search.plans import Plans, Question, plans_folder
 from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
@@ -83,9 +84,9 @@ def _pairs(search: LayoutSearch, count: int, slowest: float) -> list[tuple[dict[
     found: list[tuple[dict[str, float], dict[str, float]]] = []
     for index, future in asked:
         plan, estimate = future.result(), estimator.estimate(index)
-        _say(
-            f"estimated {estimate.seconds:.4g} s, planned {'refused' if plan.problems else f'{plan.seconds:.4g} s'}: {search.space[index]}"
-        )
+        outcome = "refused" if plan.problems else f"{plan.seconds:.4g} s, {plan.peak_bytes / 1e9:.1f} GB"
+        guessed = f"{estimate.seconds:.4g} s, {estimate.peak_bytes / 1e9:.1f} GB"
+        _say(f"estimated {guessed}; planned {outcome}: {layout_text(search.space[index])}")
         if plan.is_usable:
             guess = {"seconds": estimate.seconds, "peak_bytes": estimate.peak_bytes}
             found.append((guess, {"seconds": plan.seconds, "peak_bytes": float(plan.peak_bytes)}))

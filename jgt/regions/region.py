@@ -5,7 +5,8 @@ XLA's partitioner splits a program operation by operation. Where that is not goo
 wrote for them: a matmul that runs beside the sends that it needs, say. A region holds both. Its *meaning* is an ordinary program on whole
 arrays, and its *plan* is a function on the parts of a device, with the collectives in it. Everything that looks at a traced program
 (shapes, FLOPs, policies of jax.checkpoint, vmap) sees the meaning. Only the lowering, which is the last step before XLA, takes the plan,
-as a shard_map over the mesh axes that the plan names.
+as a shard_map over the mesh axes that the plan names. One kind of vmap keeps the plan: with `spmd_axis_name`, each device has one entry
+(`OfReplicas`).
 
 So a region is one equation until then: nothing differentiates through the shard_map, no axis is manual while a program is traced or
 cut into stages, and the same equation lowers inside the shard_map of a pipeline, over the axes that are left. A derivative is not part

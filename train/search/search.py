@@ -168,6 +168,7 @@ class LayoutSearch:
         while self._pending and self._pending[0][1].done():
             index, plan, estimate = self._pending.popleft()
             self._take(index, plan.result(), estimate)
+            # The next decision follows each plan, even if more are ready. Without time for another, all of them count.
             if not self._is_late:
                 return
 

@@ -134,13 +134,13 @@ def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
     names = [name for name, rules in rules_of(fixed).items() if rules == run.rules]
     rest = (run.config.devices.virtual_cpu or 1) // math.prod(size for size in run.mesh.values() if size != -1)
     mesh = frozenset((axis, rest if size == -1 else size) for axis, size in run.mesh.items() if size != 1 and (size != -1 or rest > 1))
-    for index, one in enumerate(space):
-        stages = None if run.pipeline is None else Stages.of(run.pipeline)
-        if one.rules in names and one.stages == stages and frozenset(pair for pair in one.mesh if pair[1] > 1) == mesh:
-            train = run.config.train
-            if (one.accumulate, one.remat or train.remat) == (train.accumulate, train.remat):
-                return index
-    return None
+    stages, train = None if run.pipeline is None else Stages.of(run.pipeline), run.config.train
+
+    def is_own(one: Candidate) -> bool:
+        same = one.rules in names and one.stages == stages and frozenset(pair for pair in one.mesh if pair[1] > 1) == mesh
+        return same and (one.accumulate, one.remat or train.remat) == (train.accumulate, train.remat)
+
+    return next((index for index, one in enumerate(space) if is_own(one)), None)
 
 
 def _axes_of(rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -44,13 +44,11 @@ from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
-from ..step.parts import first_residual, waiting_type
-from ..step.schedule import Settings
-from ..step.step import State, first_average, no_losses
 from ..sync.phases import Phases
 from .fit import first_remat
 from .layout import batch_groups, devices_sharing, exchange_metrics, make_mesh, num_shards
 from .setup import Setup, rows_of
+from .state import state_maker
 
 
 def prepare(
@@ -94,7 +92,7 @@ def prepare(
     storage = _storage(run, objective, (params, variables, part))
     make_optimizer = _optimizer(run, model, placement, storage)
     phases = _phases(run, mesh, variables)
-    make_state = _state_maker(init, make_optimizer, run, storage, phases, mesh.shape.get(config.sync.axis, 1) if config.sync else 1)
+    make_state = state_maker(init, make_optimizer, run, storage, phases, mesh.shape.get(config.sync.axis, 1) if config.sync else 1)
     return Setup(
         run=run,
         mesh=mesh,
@@ -284,28 +282,3 @@ def _phases(run: Run, mesh: Mesh | AbstractMesh, variables: Any) -> Phases | Non
             raise InputError([f"{run.where('model.kind')}: model.kind: {text}. {remedy}"])
         return None
     return Phases(replicas=Replicas(mesh=mesh, axes=(sync.axis,), batch=run.batch_dims[0]), config=sync)
-
-
-def _state_maker(
-    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, run: Run, storage: Storage | None, phases: Phases | None, replicas: int
-) -> Callable[[Any], State]:
-    """The function from a seed to the state. replicas: the size of the axis of `sync`."""
-    config, sync = run.config.train, run.config.sync
-
-    def used(params: Any) -> Any:
-        return params if storage is None else storage.used(params)
-
-    def make_state(seed: jax.Array) -> State:
-        made, variables = init(jax.random.key(seed))
-        params = made if storage is None else storage.entered(made)
-        # The state does not depend on the settings.
-        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
-        losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
-        state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
-        if sync is not None and sync.feedback:
-            state = state._replace(residual=first_residual(used(params), replicas))
-        if sync is not None and sync.late:
-            state = state._replace(waiting=first_residual(used(params), replicas, waiting_type(sync.wire)))
-        return state if phases is None else phases.begun(state)
-
-    return make_state

@@ -1,7 +1,7 @@
 """The forms of a run's state: as a step has it, as a checkpoint has it, and as it is evaluated.
 
-A state may store parameters in other shapes than the model's (`Storage`), and with phases in one copy for each replica. Checkpoints have
-the model's shapes, so that they fit any mesh and schedule, and an evaluation takes one replica's parameters.
+Between steps, parameters may have other shapes than in the model (`Storage`), and with phases there is a copy for each replica. A
+checkpoint has the shapes of the model, so it fits any mesh and schedule. An evaluation needs the parameters of one replica.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 
 from ..config import Run
-from ..step.step import State, first_average
+from ..step.optimizer import MakeOptimizer
+from ..step.parts import first_residual, waiting_type
+from ..step.schedule import Settings
+from ..step.step import State, first_average, no_losses
 from ..sync.phases import Phases, mean_of_replicas
 from .apart import gradient_replicas, residual_shardings
 
@@ -58,7 +62,7 @@ class StateLayout:
 
     @property
     def saved_shapes(self) -> State:
-        """The shapes of a state in a checkpoint: the model's, so that it fits any mesh and schedule."""
+        """The shapes of a state in a checkpoint. They are the model's own shapes, so a checkpoint fits any mesh and schedule."""
         return jax.eval_shape(self._leave, self.shapes) if self._reshapes else self.shapes
 
     @property
@@ -200,3 +204,28 @@ def _converted(state: State, convert: Callable[..., Any]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
     moments, average = convert(state.opt_state, as_state=True), convert(state.average, as_state=True)
     return state._replace(params=convert(state.params), opt_state=moments, average=average)
+
+
+def state_maker(
+    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, run: Run, storage: Storage | None, phases: Phases | None, replicas: int
+) -> Callable[[Any], State]:
+    """The function from a seed to the state. replicas: the size of the axis of `sync`."""
+    config, sync = run.config.train, run.config.sync
+
+    def used(params: Any) -> Any:
+        return params if storage is None else storage.used(params)
+
+    def make_state(seed: jax.Array) -> State:
+        made, variables = init(jax.random.key(seed))
+        params = made if storage is None else storage.entered(made)
+        # The state does not depend on the settings.
+        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
+        losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
+        state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
+        if sync is not None and sync.feedback:
+            state = state._replace(residual=first_residual(used(params), replicas))
+        if sync is not None and sync.late:
+            state = state._replace(waiting=first_residual(used(params), replicas, waiting_type(sync.wire)))
+        return state if phases is None else phases.begun(state)
+
+    return make_state
