@@ -205,8 +205,9 @@ class LayoutSearch:
         if self._extra >= _EXTRA * (len(self.tries) - self._extra):
             return None
         self._extra += 1
-        # The forms that were planned least are the most likely to surprise.
-        planned = Counter(map(form_of, self._seen))
+        # The forms with the fewest times are the most likely to surprise. A layout that did not fit has none.
+        unusable = {one.candidate for one in self.tries if not one.plan.is_usable}
+        planned = Counter(form_of(one) for one in self._seen if one not in unusable)
         return min(map(int, indices), key=lambda i: planned[form_of(self.space[i])], default=None)
 
     @property
