@@ -16,9 +16,10 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jgt-tests-")
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=60"
-    # As in the trainer (train/xla.py): with it, devices can begin collectives in different orders.
-    " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
+
+# Threads for 8 devices: with as many as devices, those that run collectives side by side can leave none for the others (train/xla.py).
+os.environ["NPROC"] = "16"
 
 if metadata.version("jaxlib") < "0.11":
     # This code generator for fusions takes a third of the suite's time. The partitioned programs are the same without it. Later versions

@@ -88,12 +88,12 @@ class XlaConfig:
     """The `xla:` section: XLA's flags, and the cache of compiled programs.
 
     preset: a set of flags. auto: on NVIDIA GPUs gpu-overlap, in a pipeline gpu-pipeline, and the flag of gpu-fp8 for a model in eight bits;
-    elsewhere cpu.
+    elsewhere none.
     flags: more flags, by name.
     cache: the folder of compiled programs. auto: a folder in the user's cache folder; null: no cache.
     """
 
-    preset: Literal["auto", "none", "cpu", "gpu-overlap", "gpu-pipeline", "gpu-fp8"] = "auto"
+    preset: Literal["auto", "none", "gpu-overlap", "gpu-pipeline", "gpu-fp8"] = "auto"
     flags: dict[str, bool | int | float | str] = field(default_factory=dict)
     cache: str | None = "auto"
 

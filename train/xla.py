@@ -38,13 +38,9 @@ _PIPELINE = {
 _OVERLAP = {**_PIPELINE, "xla_gpu_enable_pipelined_all_gather": "true", "xla_gpu_enable_while_loop_double_buffering": "true"}
 # Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
 _FP8 = {"xla_gpu_enable_triton_gemm": "false"}
-# With this scheduler, XLA's default, virtual devices can begin independent collectives in different orders. Each then waits for the others
-# in another one, until XLA aborts the process.
-_CPU = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "none": {},
-    "cpu": _CPU,
     "gpu-overlap": _OVERLAP,
     "gpu-pipeline": _PIPELINE,
     "gpu-fp8": {**_OVERLAP, **_FP8},
@@ -58,6 +54,7 @@ def configure_xla(config: Config) -> list[str]:
 
     Flags in the environment's XLA_FLAGS remain and win.
     """
+    _add_threads(config)
     has_gpu = config.devices.virtual_cpu is None and any(Path("/dev").glob("nvidia[0-9]*"))
     inherited = os.environ.get("XLA_FLAGS", "").split()
     flags = _texts(wanted_flags(config, has_gpu=has_gpu), inherited)
@@ -67,6 +64,19 @@ def configure_xla(config: Config) -> list[str]:
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
     return [*_left_out(flags, accepted), *warnings]
+
+
+def _add_threads(config: Config) -> None:
+    """Gives XLA more threads for virtual devices whose program has many collectives that do not depend on each other.
+
+    XLA runs such collectives of a device side by side, and each blocks a thread of a pool that all devices share. The pool has a thread for
+    each device. If some devices block several, none may be left for the last device, and all wait until XLA aborts the process. An exchange
+    in int8 has two collectives for each array. More threads cost other steps a tenth of their speed, so only these runs get them.
+    """
+    sync, count = config.sync, config.devices.virtual_cpu
+    if sync is not None and sync.wire == "int8" and count is not None:
+        # XLA reads this variable for the size of the pool.
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * count)))
 
 
 def wanted_flags(config: Config, *, has_gpu: bool) -> dict[str, str]:
@@ -105,7 +115,7 @@ def open_devices() -> None:
 def _auto(config: Config, *, has_gpu: bool) -> Mapping[str, str]:
     """The flags of `preset: auto`."""
     if not has_gpu:
-        return PRESETS["cpu"]
+        return PRESETS["none"]
     base = PRESETS["gpu-overlap" if config.pipeline is None else "gpu-pipeline"]
     return {**base, **_FP8} if config.model.fp8 else base
 

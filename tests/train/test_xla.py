@@ -12,16 +12,16 @@ from train import xla
 from train.config.config import Config
 from train.models.config import ModelConfig
 from train.sections import DevicesConfig, XlaConfig
+from train.sync.config import SyncConfig
 from train.xla import PRESETS, configure_xla
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
 
 
-def config_of(*, fp8=False, pipeline=None, virtual_cpu=1, preset="none", **options):
+def config_of(*, fp8=False, pipeline=None, virtual_cpu=1, sync=None, **options):
     """The config of a run with this `xla:` section."""
-    xla = XlaConfig(preset=preset, **options)
-    sections = {"model": ModelConfig(fp8=fp8), "devices": DevicesConfig(virtual_cpu=virtual_cpu), "xla": xla}
-    return Config(pipeline=pipeline, **sections)
+    sections = {"model": ModelConfig(fp8=fp8), "devices": DevicesConfig(virtual_cpu=virtual_cpu), "xla": XlaConfig(**options)}
+    return Config(pipeline=pipeline, sync=sync, **sections)
 
 
 @pytest.fixture
@@ -80,6 +80,18 @@ def test_presets_are_known(name, flags):
     assert found == [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
 
 
+@pytest.mark.parametrize(
+    ("wire", "virtual_cpu", "given", "expected"),
+    [("int8", 1_000, None, "2000"), ("int8", 1_000, "5", "5"), ("int8", None, None, None), ("f32", 1_000, None, None)],
+)
+def test_virtual_devices_that_exchange_int8_get_more_threads(flags, monkeypatch, wire, virtual_cpu, given, expected):
+    monkeypatch.delenv("NPROC")
+    if given is not None:
+        monkeypatch.setenv("NPROC", given)
+    flags(config_of(cache=None, virtual_cpu=virtual_cpu, sync=SyncConfig(axis="replica", wire=wire)))
+    assert os.environ.get("NPROC") == expected
+
+
 PIPELINE, FP8 = Pipeline(signal="layers", microbatches=2), {"xla_gpu_enable_triton_gemm": "false"}
 
 
@@ -99,9 +111,7 @@ def test_a_preset_for_the_devices_here(gpus, virtual_cpu, has_gpu, preset, fp8, 
     monkeypatch.setattr(xla, "_accepted_flags", lambda flags, folder: flags)
     monkeypatch.setenv("XLA_FLAGS", "")
     configure_xla(config_of(cache=None, preset=preset, virtual_cpu=virtual_cpu, fp8=fp8, pipeline=pipeline))
-    if not has_gpu:
-        expected = PRESETS["cpu" if preset == "auto" else preset]
-    assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in expected.items()]
+    assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in expected.items() if has_gpu]
 
 
 def test_the_presets_differ_in_these_flags():
@@ -116,7 +126,7 @@ def test_the_presets_differ_in_these_flags():
 
 def test_the_flags_of_a_plan_are_those_of_the_run(flags):
     flags(config_of(cache=None, preset="none"), given=f"--{GOOD}=false")
-    planned, warnings = xla.planned_flags(config_of(preset="auto", flags={GOOD: True, UNKNOWN: 1}), has_gpu=True)
+    planned, warnings = xla.planned_flags(config_of(flags={GOOD: True, "xla_no_such_flag": 1}), has_gpu=True)
     assert planned == {name: value for name, value in PRESETS["gpu-overlap"].items() if name != GOOD}
     assert warnings == ["this XLA does not accept --xla_no_such_flag=1; it is left out"]
 

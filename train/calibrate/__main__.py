@@ -58,7 +58,7 @@ def measured_devices(count: int | None) -> Sequence[Any]:
     from ..sections import DevicesConfig, XlaConfig
     from ..xla import configure_xla
 
-    # The programs are compiled here, whatever is stored.
+    # The flags of a run, which matter on GPUs. The programs are compiled here, whatever is stored.
     for warning in configure_xla(Config(devices=DevicesConfig(virtual_cpu=count), xla=XlaConfig(cache=None))):
         print(warning, file=sys.stderr)
     if count is not None:
