@@ -18,9 +18,6 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=60"
 )
 
-# Threads for 8 devices: with as many as devices, those that run collectives side by side can leave none for the others (train/xla.py).
-os.environ["NPROC"] = "16"
-
 if metadata.version("jaxlib") < "0.11":
     # This code generator for fusions takes a third of the suite's time. The partitioned programs are the same without it. Later versions
     # have no such flag.
@@ -44,6 +41,13 @@ def root() -> "os.PathLike[str]":
     from pathlib import Path
 
     return Path(__file__).parent.parent
+
+
+def pytest_configure(config):
+    # Two threads for each device, as the trainer has them for exchanges in int8, which are among the slow tests (train/xla.py). JAX has not
+    # opened its devices yet. The other tests do not need them, and would be slower.
+    if config.option.markexpr:
+        os.environ["NPROC"] = "16"
 
 
 def pytest_addoption(parser):

@@ -85,11 +85,14 @@ def test_presets_are_known(name, flags):
     [("int8", 1_000, None, "2000"), ("int8", 1_000, "5", "5"), ("int8", None, None, None), ("f32", 1_000, None, None)],
 )
 def test_virtual_devices_that_exchange_int8_get_more_threads(flags, monkeypatch, wire, virtual_cpu, given, expected):
-    monkeypatch.delenv("NPROC")
+    monkeypatch.delenv("NPROC", raising=False)
     if given is not None:
         monkeypatch.setenv("NPROC", given)
-    flags(config_of(cache=None, virtual_cpu=virtual_cpu, sync=SyncConfig(axis="replica", wire=wire)))
-    assert os.environ.get("NPROC") == expected
+    try:
+        flags(config_of(cache=None, virtual_cpu=virtual_cpu, sync=SyncConfig(axis="replica", wire=wire)))
+        assert os.environ.get("NPROC") == expected
+    finally:
+        os.environ.pop("NPROC", None)
 
 
 PIPELINE, FP8 = Pipeline(signal="layers", microbatches=2), {"xla_gpu_enable_triton_gemm": "false"}
