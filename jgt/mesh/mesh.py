@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias, cast
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jgt.mesh.sizes import resolve_sizes
+from jgt.mesh.sizes import resolve_sizes, split_over_hosts
 
 
 class Device(Protocol):
@@ -136,22 +135,6 @@ def host_of(device: Device) -> int:
     if device.platform == "cpu" or type(device.client).__name__ == "CompileOnlyPyClient":
         return device.process_index
     return getattr(device, "slice_index", device.process_index)
-
-
-def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
-    """For each axis the number of parts that lie on different hosts, of `per_host` devices each.
-
-    With 8 devices a host, {data: 4, tensor: 4} gives (2, 1): tensor fits, and 2 of data's 4 share a host with it.
-    """
-    room = per_host
-    over: list[int] = []
-    for size in reversed(list(sizes.values())):
-        # The common divisor, not the minimum: an axis of 6 on a host with room for 4 has 2 devices inside, and 3 parts
-        # over hosts.
-        inside = math.gcd(size, room)
-        room //= inside
-        over.append(size // inside)
-    return tuple(reversed(over))
 
 
 def crossing_axes(sizes: Mapping[str, int], per_host: int) -> list[str]:

@@ -88,6 +88,22 @@ def size_problem(sizes: Mapping[str, int], num_devices: int | None) -> str | Non
     return None
 
 
+def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
+    """For each axis the number of parts that lie on different hosts, of `per_host` devices each.
+
+    With 8 devices a host, {data: 4, tensor: 4} gives (2, 1): tensor fits, and 2 of data's 4 share a host with it.
+    """
+    room = per_host
+    over: list[int] = []
+    for size in reversed(list(sizes.values())):
+        # The common divisor, not the minimum: an axis of 6 on a host with room for 4 has 2 devices inside, and 3 parts
+        # over hosts.
+        inside = math.gcd(size, room)
+        room //= inside
+        over.append(size // inside)
+    return tuple(reversed(over))
+
+
 def _free_problem(sizes: Mapping[str, int]) -> str | None:
     free = [axis for axis, size in sizes.items() if size == -1]
     return f"only one size may be -1; {' and '.join(free)} are" if len(free) > 1 else None

@@ -17,16 +17,19 @@ from .parts import Numbers
 
 KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 7.0, "attention": 14.0, "none": 20.0}
 """What a layer keeps beside its input, in arrays of the input's size."""
+BYTES, WIDE = 2, 4
+"""Of a weight where it is multiplied, and where it is stored."""
 
 
 class Columns:
     """A space as arrays, [layouts] each.
 
     others: the devices over which gradients are added up. model_split, split: the devices that share a weight where it is multiplied, and
-    where it is stored. whole: whether weights are whole for a step. names: kinds of recompute; remat: the index of a layout's.
+    where it is stored. whole: whether weights are whole for a step. zb: whether gradients of weights have a pass of their own. uneven: the
+    layers of the deepest stage over their mean. names: kinds of recompute; remat: the index of a layout's.
     """
 
-    def __init__(self, space: Sequence[Candidate]):
+    def __init__(self, space: Sequence[Candidate], layers: int):
         def axis(name: str) -> Numbers:
             return np.array([one.sizes.get(name, 1) for one in space], float)
 
@@ -42,6 +45,7 @@ class Columns:
         zero1 = np.array([one.rules == "jgt:zero1" for one in space])
         self.zero1 = np.where(zero1, axis("data"), 1)
         layered = np.array([one.stages is not None and one.stages.gather == "layer" for one in space])
+        self.layered = layered
         self.whole = zero1 | ((self.stages > 1) & ~layered)
         self.overlap = np.array(["overlap" in (one.rules or "") for one in space])
         # overlap.yaml extends the rules that split the sequence.
@@ -50,8 +54,10 @@ class Columns:
         self.remat = np.array([self.names.index(remat_of(one)) for one in space])
         self.remats = np.column_stack([self.remat == index for index in range(len(self.names))]).astype(float)
         self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
-        split = [one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in space]
-        self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, split]).astype(float)
+        self.zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in space])
+        chunks = self.stages * self.virtual
+        self.uneven = np.ceil(layers / chunks) * chunks / layers
+        self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, self.zb]).astype(float)
 
 
 def remat_of(candidate: Candidate) -> str:

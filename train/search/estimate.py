@@ -22,8 +22,6 @@ mesh with the same tensor parallelism, and how long a link is busy follows from 
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,41 +29,53 @@ import numpy as np
 
 from jgt.schedule.schedules import SCHEDULES, TRIED
 
-from .columns import KEPT, Columns, bubble_of, in_flight, others_of
-from .layout import STAGE, Candidate
+from .columns import BYTES, KEPT, WIDE, Columns, bubble_of, in_flight
+from .layout import Candidate
+from .links import LINKS, Hidden, by_part, link_seconds
 from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
 from .step import SendTime, Step
 
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
 """What is computed again, in shares of forward and backward pass together, before a plan says so."""
-HIDDEN = {"gathers": 0.5, "sums": 0.3, "tensor": 0.1, "stage": 0.1}
-"""Of the time of links, the share that kernels hide, before a plan says so."""
 _MEMORY = {
-    "constant": 1.0,
+    "constant": 3.0,
     "weights": 4.0,
-    "gradients": 1.0,
-    "added": 1.0,
-    "whole weights": 1.0,
-    "whole gradients": 1.0,
-    "input": 1.0,
-    "input of stages": 1.0,
-    "work": 12.0,
+    "gradients": 0.8,
+    "added": 0.7,
+    "whole weights": 0.5,
+    "whole gradients": 1.2,
+    "input": 1.2,
+    "input of stages": 1.2,
+    "work": 20.0,
     "logits": 3.0,
+    "kept matmuls": 1.3,
+    "kept for zb": 1.2,
 }
 """How often a device holds arrays of these sizes."""
-_TRAFFIC = {"rows": 10.0, "kept rows": 3.0, "all kept": 10.0, "whole rows": 5.0, "weights": 2.0, "weights of stages": 2.0, "update": 2.0}
+_TRAFFIC = {
+    "rows": 130.0,
+    "kept rows": 50.0,
+    "all kept": 110.0,
+    "zb rows": 140.0,
+    "whole rows": 25.0,
+    "gathered rows": 25.0,
+    "weights": 4.0,
+    "weights of stages": 10.0,
+    "update": 10.0,
+}
 """How often memory-bound kernels read or write them."""
-_ROWS = {"rows", "kept rows", "all kept", "whole rows"}
-"""What a model's kernels do with rows is the model's: attention without a fused kernel reads hundreds of times what a layer gets."""
+_ROWS = {"rows", "kept rows", "all kept", "zb rows"}
+"""What a model's kernels do with rows is the model's: attention without a fused kernel reads more of them than matmuls do."""
 _WHOLE_ROWS = 2.0
 """Of what a layer keeps, arrays of the input's size that tensor parallelism alone does not split (Korthikanti et al., arXiv 2205.05198)."""
-_BYTES, _WIDE = 2, 4
-"""Of a weight where it is multiplied, and where it is stored."""
 _LOGITS = 2**30
 """The trainer computes logits in as many parts as make one of them at most this large."""
 _ROOMY = 0.7
 """The share of the memory below which XLA overlaps whatever it can."""
+
+
+_SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +93,30 @@ class Estimator:
 
     def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
         self.step, self.space = step, space
-        c = self._columns = Columns(space)
+        c = self._columns = Columns(space, step.model.layers)
         form = c.form
         kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
         launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
-        self._state = step.state_bytes / c.split / c.zero1
-        self._bubble = np.array([bubble_of(one) for one in space])
+        self._state = step.state_bytes / c.split / c.zero1 * c.uneven
+        # The other stages wait for the deepest one.
+        self._bubble = 1 - (1 - np.array([bubble_of(one) for one in space])) / c.uneven
         schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
         self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
         self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
-        self._again = {name: Portion(kernels, AGAIN.get(name, 0.1)) for name in c.names}
+        self._again = {name: Portion(kernels) for name in c.names}
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
         self._traffic = Sum(self._moved(), _TRAFFIC, _ROWS)
         self._memory = Sum(self._sizes(), _MEMORY)
         looped = (c.stages == 1) & (c.parts > 1)
         hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
-        linked = {name: np.column_stack([form, c.remats]) for name in HIDDEN}
+        linked = {name: np.column_stack([form, c.remats]) for name in LINKS}
         # Whether gradients are added up once a step, or for each part of the batch.
         linked["sums"] = np.column_stack([form, np.where(looped, np.log2(c.parts), 0)])
-        linked["stage"] = np.column_stack([form, c.remats, np.log2(c.virtual)])
-        links = self._link_seconds(collective)
-        self._links = {name: Factor(linked[name], links[name]) for name in HIDDEN}
-        self._hidden = {name: Portion(hidden, share) for name, share in HIDDEN.items()}
+        linked["stage"] = np.column_stack([form, c.remats, np.log2(c.virtual), np.log2(c.stages) / 4])
+        links = link_seconds(step, collective, space, c, self._bubble)
+        self._links = {name: Factor(linked[name], links[name]) for name in LINKS}
+        self._hidden = {name: (Hidden.of(name, c), Portion(hidden)) for name in LINKS}
         self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._update()
 
@@ -128,14 +139,15 @@ class Estimator:
         if parts := plan.parts:
             self._learn_kernels(index, parts)
             busy = sum(seconds for name, seconds in parts.items() if name not in ("bubble", "exposed"))
-            links, exposed = (_by_part(found or {}, self.space[index]) for found in (plan.links, plan.exposed))
+            links, exposed = (by_part(found or {}, self.space[index]) for found in (plan.links, plan.exposed))
             for name, found in links.items():
                 self._links[name].learn(index, found)
                 if found > 0 and busy > 0:
                     hidden = (found - exposed.get(name, 0.0)) / min(found, busy)
+                    prior, portion = self._hidden[name]
+                    expected = prior.share(found / busy, self._full(plan.peak_bytes))[index]
                     # A short time says little about what is hidden of a long one.
-                    weight = min(1.0, 10 * found / plan.seconds)
-                    self._hidden[name].learn(index, hidden, weight, float(self._full(plan.peak_bytes)))
+                    portion.learn(index, hidden, expected, min(1.0, 10 * found / plan.seconds))
         self._update()
 
     def _learn_kernels(self, index: int, parts: Mapping[str, float]) -> None:
@@ -145,14 +157,15 @@ class Estimator:
         self._launch.learn(index, launch)
         self._traffic.learn(index, memory * self.step.hbm)
         if matmuls > 0:
-            self._again[self._columns.names[self._columns.remat[index]]].learn(index, again / matmuls)
+            name = self._columns.names[self._columns.remat[index]]
+            self._again[name].learn(index, again / matmuls, AGAIN.get(name, AGAIN["attention"]))
         if bubble := float(self._bubble[index]):
             self._idle.learn(index, parts.get("bubble", 0.0) / ((matmuls + memory + launch + again) * bubble / (1 - bubble)))
 
     def _update(self) -> None:
         """The estimates, from the forms as they are now."""
         matmuls, c = self._matmuls.values, self._columns
-        again = np.choose(c.remat, [self._again[name].values() for name in c.names])
+        again = np.choose(c.remat, [self._again[name].values(AGAIN.get(name, AGAIN["attention"])) for name in c.names])
         memory = self._traffic.values / self.step.hbm
         parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values}
         busy = sum(parts.values(), np.zeros(len(self.space)))
@@ -160,7 +173,8 @@ class Estimator:
         self.peak_bytes = self._state + self._memory.values
         full = self._full(self.peak_bytes)
         for name, links in self._links.items():
-            parts[name] = links.values - np.minimum(links.values, busy) * self._hidden[name].values(full)
+            prior, portion = self._hidden[name]
+            parts[name] = links.values - np.minimum(links.values, busy) * portion.values(prior.share(links.values / busy, full))
         total = sum(parts.values(), np.zeros(len(self.space)))
         # What no part explains.
         rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))
@@ -174,33 +188,20 @@ class Estimator:
 
     # -- the forms --------------------------------------------------------------------------------------------------------
 
-    def _link_seconds(self, collective: SendTime) -> dict[str, Numbers]:
-        """Seconds of the collectives of each layout, hidden ones included, by what they are for."""
-        c, step = self._columns, self.step
-        weights = step.parameters * _BYTES / c.model_split
-        rows = step.layer_bytes * c.rows * c.parts / c.stages
-        passes = np.where(c.whole, 1, c.parts)
-        # Gathered for the forward and the backward pass, and the gradients scattered.
-        sent = {"gathers": 3 * passes * weights * (c.fsdp - 1) / c.fsdp, "sums": 2 * weights / c.fsdp * (c.others - 1) / c.others}
-        # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward.
-        sent["tensor"] = 8 * rows * (c.tensor - 1) / c.tensor
-        sent["stage"] = 2 * c.parts * c.virtual * step.layer_bytes / step.model.layers * c.rows
-        found: dict[str, Numbers] = {}
-        # The time of a collective is a start and a rate, which few meshes share.
-        for name in HIDDEN:
-            rates = np.array([_start_and_rate(collective, one, name) for one in self.space])
-            found[name] = rates[:, 0] + rates[:, 1] * sent[name]
-        return found
-
     def _moved(self) -> dict[str, Numbers]:
         """Bytes that memory-bound kernels may read or write, a number of times."""
         c, step = self._columns, self.step
         rows = step.layer_bytes * c.rows * c.parts / c.stages
-        weights = np.where(c.parts > 1, step.parameters * _BYTES / c.model_split * c.parts, 0)
+        weights = np.where(c.parts > 1, step.parameters * BYTES / c.model_split * c.parts, 0)
         all_kept = np.array([KEPT.get(name) == KEPT["none"] for name in c.names])[c.remat]
         found = {"rows": rows / c.tensor, "kept rows": np.where(c.keeps & ~all_kept, rows / c.tensor, 0)}
         found["all kept"] = np.where(all_kept, rows / c.tensor, 0)
-        found |= {"whole rows": np.where(c.sequence | (c.tensor == 1), 0, rows), "update": self._state}
+        # A pass of its own for the gradients of weights reads again what the layer has kept.
+        found["zb rows"] = np.where(c.zb, rows / c.tensor, 0)
+        # Between blocks of matmuls rows are whole on each device, or gathered for the next block.
+        split = c.tensor > 1
+        found |= {"whole rows": np.where(split & ~c.sequence, rows, 0), "gathered rows": np.where(split & c.sequence, rows, 0)}
+        found["update"] = self._state
         return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
 
     def _sizes(self) -> dict[str, Numbers]:
@@ -219,45 +220,15 @@ class Estimator:
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
         return {
             "constant": np.full(len(self.space), 3e8),
-            "weights": whole * c.stages / step.model.layers * _BYTES,
-            "gradients": np.where(c.whole, 0, local * _WIDE),
+            "weights": whole * c.stages / step.model.layers * BYTES,
+            "gradients": np.where(c.whole, 0, local * WIDE),
             # Sums over the parts of a batch are there beside the gradients of a part.
-            "added": np.where(c.whole | (c.parts == 1), 0, local * _WIDE),
-            "whole weights": np.where(c.whole, whole * _BYTES, 0),
-            "whole gradients": np.where(c.whole, whole * _WIDE, 0),
+            "added": np.where(c.whole | (c.parts == 1), 0, local * WIDE),
+            "whole weights": np.where(c.whole, whole * BYTES, 0),
+            "whole gradients": np.where(c.whole, whole * WIDE, 0),
             "input": np.where(c.stages == 1, inputs, 0),
             "input of stages": np.where(c.stages > 1, inputs, 0),
             "work": step.layer_bytes / step.model.layers * c.rows / c.tensor,
             "logits": np.minimum(step.model.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
             **{name: sizes for name, sizes in kept.items() if sizes.any()},
         }
-
-
-_SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
-
-
-def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:
-    """The seconds of a collective of a layout without any bytes, and for each byte; 0 if the layout has none."""
-    axes = {"gathers": ["fsdp"], "sums": others_of(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
-    axes = [axis for axis in axes if candidate.sizes.get(axis, 1) > 1]
-    return _rate(collective, candidate.mesh, tuple(axes)) if axes else (0.0, 0.0)
-
-
-@functools.cache
-def _rate(collective: SendTime, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[float, float]:
-    start = collective(dict(mesh), axes, 0.0)
-    return start, (collective(dict(mesh), axes, 1e9) - start) / 1e9
-
-
-def _by_part(seconds: Mapping[str, float], candidate: Candidate) -> dict[str, float]:
-    """Seconds by what they are for, of seconds by axes (`data+fsdp`). Small ones of several axes are left out."""
-    found: dict[str, float] = defaultdict(float)
-    for text, value in seconds.items():
-        axes = text.split("+")
-        if STAGE in axes:
-            found["stage"] += value
-        elif axes == ["tensor"]:
-            found["tensor"] += value
-        elif set(axes) <= set(candidate.batch_axes) and "expert" not in axes:
-            found["gathers" if "fsdp" in axes else "sums"] += value
-    return found

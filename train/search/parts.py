@@ -47,26 +47,22 @@ class Factor:
 
 
 class Portion:
-    """A number between 0 and 1, such as the part of a collective that kernels hide. prior: the number before the first plan.
+    """A number between 0 and 1, such as the part of a collective that kernels hide: an expected number, and what plans add to it."""
 
-    One more feature comes with each question: `more`, [layouts] or a number.
-    """
+    def __init__(self, features: Numbers, ridge: float = 0.05):
+        self._features, self._ridge = _with_constant(features), ridge
+        self._rows: list[tuple[int, float, float]] = []
+        self._added = np.zeros(len(features))
 
-    def __init__(self, features: Numbers, prior: float | Numbers, ridge: float = 0.05):
-        self._features, self._prior, self._ridge = _with_constant(features), np.broadcast_to(prior, len(features)), ridge
-        self._rows: list[tuple[int, float, float, float]] = []
-        self._weights = np.zeros(self._features.shape[1] + 1)
-
-    def learn(self, index: int, share: float, weight: float = 1.0, more: float = 0.0) -> None:
+    def learn(self, index: int, share: float, expected: float, weight: float = 1.0) -> None:
         """Takes a plan's share into account. weight: how much it says."""
-        self._rows.append((index, more, min(max(share, 0.0), 1.0) - float(self._prior[index]), weight))
-        indices, extra, values, weights = map(np.array, zip(*self._rows, strict=True))
-        rows = np.column_stack([self._features[indices], extra])
-        self._weights = _ridge(rows, values, weights, self._ridge, 0.02)
+        self._rows.append((index, min(max(share, 0.0), 1.0) - min(max(expected, 0.0), 1.0), weight))
+        indices, values, weights = map(np.array, zip(*self._rows, strict=True))
+        self._added = self._features @ _ridge(self._features[indices], values, weights, self._ridge, 0.02)
 
-    def values(self, more: Numbers | float = 0.0) -> Numbers:
+    def values(self, expected: Numbers | float) -> Numbers:
         """The share of each layout."""
-        return np.clip(self._prior + self._features @ self._weights[:-1] + more * self._weights[-1], 0, 1)
+        return np.clip(np.clip(expected, 0, 1) + self._added, 0, 1)
 
 
 class Sum:
@@ -76,7 +72,7 @@ class Sum:
     less of a total it explains there. trust: how firmly at least.
     """
 
-    def __init__(self, sizes: Mapping[str, Numbers], prior: Mapping[str, float], scaled: Collection[str] = (), trust: float = 0.1):
+    def __init__(self, sizes: Mapping[str, Numbers], prior: Mapping[str, float], scaled: Collection[str] = (), trust: float = 3.0):
         # Parts of a total, so that each number is 1 before the first plan.
         self._parts = np.column_stack([size * prior.get(name, 1.0) for name, size in sizes.items()])
         self._is_scaled, self._trust = np.array([name in scaled for name in sizes]), trust

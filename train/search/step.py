@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jgt.hardware.chip import Target
+from jgt.mesh.sizes import split_over_hosts
 from jgt.planner.timeline import Network
 
 from ..models.config import ModelConfig, OwnModel
 from .layout import STAGE, Candidate
 from .plans import Answer
 
-SendTime = Callable[[Mapping[str, int], Sequence[str], float], float]
-"""(mesh, axes, bytes that a device sends) → seconds of a collective over these axes."""
+
+class SendTime(Protocol):
+    """Seconds of a collective over axes of a mesh, outermost first, in which each device sends some bytes.
+
+    is_ring: each device sends to its neighbour along the axis.
+    """
+
+    def __call__(self, mesh: Mapping[str, int], axes: Sequence[str], sent: float, *, is_ring: bool = False) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +84,27 @@ def rows_at_once(candidate: Candidate) -> int:
 
 
 def send_time(target: Target) -> SendTime:
-    """Seconds of a collective over axes of a mesh, whose devices are on hosts in order."""
-    known = dict[tuple[object, ...], tuple[int, ...]]()
+    """Seconds of a collective over axes of a mesh."""
+    known = dict[tuple[object, ...], tuple[tuple[int, ...], ...]]()
     network = Network(target=target, hosts=[device // target.per_host for device in range(target.num_devices)])
 
-    def seconds(mesh: Mapping[str, int], axes: Sequence[str], sent: float) -> float:
-        key = (tuple(mesh.items()), tuple(axes))
+    def seconds(mesh: Mapping[str, int], axes: Sequence[str], sent: float, *, is_ring: bool = False) -> float:
+        key = (tuple(mesh.items()), tuple(axes), is_ring)
         if key not in known:
-            known[key] = _first_group(mesh, axes)
-        return network.seconds(((*known[key],),), round(sent))
+            group = _first_group(mesh, axes, target.per_host)
+            known[key] = tuple(itertools.pairwise([*group, group[0]])) if is_ring else (group,)
+        return network.seconds(known[key], round(sent))
 
     return seconds
 
 
-def _first_group(mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    """The devices that the first device talks to along some axes."""
-    group, stride = [0], 1
-    for axis, size in reversed([*mesh.items()]):
+def _first_group(mesh: Mapping[str, int], axes: Sequence[str], per_host: int) -> tuple[int, ...]:
+    """The devices that the first device talks to along some axes, in their order. Devices are numbered host by host."""
+    group, stride, host_stride = [0], 1, per_host
+    for (axis, size), over in reversed([*zip(mesh.items(), split_over_hosts(mesh, per_host), strict=True)]):
+        inside = size // over
         if axis in axes:
-            group = [device + stride * step for step in range(size) for device in group]
-        stride *= size
-    return tuple(sorted(group))
+            steps = [host_stride * (step // inside) + stride * (step % inside) for step in range(size)]
+            group = [device + step for step in steps for device in group]
+        stride, host_stride = stride * inside, host_stride * over
+    return tuple(group)

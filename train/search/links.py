@@ -1,0 +1,108 @@
+"""How long the collectives of a layout take, and how much of that kernels hide, before it is planned.
+
+There are four kinds: weights that are gathered and gradients that are scattered, gradients that are added up over the other axes of the
+batch, rows around each matmul of tensor parallelism, and rows between stages. Bytes and links give their time. The share that kernels
+hide is what plans of many models have shown.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .columns import BYTES, WIDE, Columns, others_of
+from .layout import STAGE, Candidate
+from .parts import Numbers
+from .step import SendTime, Step
+
+LINKS = ("gathers", "sums", "tensor", "stage")
+"""The kinds of collectives."""
+_HIDDEN = {
+    "gathers": (0.40, 0.45, -0.10, 0.15, 0.05, -0.08, -0.14),
+    "sums": (0.35, 0.0, 0.0, 0.0, -0.1, -0.02, -0.02),
+    "tensor": (0.10, 0.30, 0.28, 0.10, 0.36, -0.10, -0.20),
+    "stage": (0.15, 0.15, 0.15, 0.12, 0.0, -0.01, -0.06),
+}
+"""The share that is hidden without a loop over parts, with one, in a pipeline, and in one that gathers layer by layer. Then what is added
+with the rules of overlap.yaml, for each doubling of the time, and by a full memory. Fitted to plans of eight models on 8 to 384 GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """Of the time of collectives of one kind, the share that kernels hide, before a plan says so.
+
+    base: [layouts], where links are busy for as long as kernels. longer: what each doubling of the time of links adds. full: what a full
+    memory adds.
+    """
+
+    base: Numbers
+    longer: float
+    full: float
+
+    @classmethod
+    def of(cls, name: str, c: Columns) -> Hidden:
+        """What is known of one kind."""
+        plain, looped, piped, layered, overlap, longer, full = _HIDDEN[name]
+        base = np.where(c.stages > 1, np.where(c.layered, layered, piped), np.where(c.parts > 1, looped, plain))
+        return cls(base=base + overlap * c.overlap, longer=longer, full=full)
+
+    def share(self, ratio: Numbers | float, full: Numbers | float) -> Numbers:
+        """[layouts]. ratio: the seconds of links over those of kernels. full: how near to its limit the memory is, from 0 to 2."""
+        return self.base + self.longer * np.log2(np.maximum(ratio, 1e-9)) + self.full * full
+
+
+def link_seconds(step: Step, collective: SendTime, space: Sequence[Candidate], c: Columns, bubble: Numbers) -> dict[str, Numbers]:
+    """Seconds of the collectives of each layout, hidden ones included, by what they are for. bubble: the share of idle time."""
+    weights = step.parameters * BYTES / c.model_split
+    rows = step.layer_bytes * c.rows * c.parts / c.stages
+    passes = np.where(c.whole, 1, c.parts * c.uneven)
+    # In a pipeline gradients are f32: they are summed over microbatches first.
+    wide = np.where(c.stages > 1, WIDE / BYTES, 1)
+    # Gathered for the forward and the backward pass, and the gradients scattered.
+    copies = np.where(c.layered | ((c.stages == 1) & (c.parts == 1)), 4, 3)
+    sent = {"gathers": copies * passes * weights * (c.fsdp - 1) / c.fsdp}
+    sent["sums"] = 2 * wide * weights / c.fsdp * (c.others - 1) / c.others
+    # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward, and what is computed again.
+    sent["tensor"] = 12 * rows * c.uneven * (c.tensor - 1) / c.tensor
+    # Both directions in each tick, also in those of the bubble.
+    ticks = c.parts * c.virtual / (1 - bubble)
+    sent["stage"] = np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / step.model.layers * c.rows / c.tensor
+    found: dict[str, Numbers] = {}
+    # The time of a collective is a start and a rate, which few meshes share.
+    for name in LINKS:
+        rates = np.array([_start_and_rate(collective, one, name) for one in space])
+        found[name] = rates[:, 0] + rates[:, 1] * sent[name]
+    return found
+
+
+def _start_and_rate(collective: SendTime, candidate: Candidate, name: str) -> tuple[float, float]:
+    """The seconds of a collective of a layout without any bytes, and for each byte; 0 if the layout has none."""
+    axes = {"gathers": ["fsdp"], "sums": others_of(candidate), "tensor": ["tensor"], "stage": [STAGE]}[name]
+    axes = [axis for axis in axes if candidate.sizes.get(axis, 1) > 1]
+    # With the rules of overlap.yaml rows go around a ring.
+    is_ring = name == "stage" or (name == "tensor" and "overlap" in (candidate.rules or ""))
+    return _rate(collective, candidate.mesh, tuple(axes), is_ring) if axes else (0.0, 0.0)
+
+
+@functools.cache
+def _rate(collective: SendTime, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], is_ring: bool) -> tuple[float, float]:
+    start = collective(dict(mesh), axes, 0.0, is_ring=is_ring)
+    return start, (collective(dict(mesh), axes, 1e9, is_ring=is_ring) - start) / 1e9
+
+
+def by_part(seconds: Mapping[str, float], candidate: Candidate) -> dict[str, float]:
+    """Seconds by what they are for, of seconds by axes (`data+fsdp`). Small ones of several axes are left out."""
+    found: dict[str, float] = defaultdict(float)
+    for text, value in seconds.items():
+        axes = text.split("+")
+        if STAGE in axes:
+            found["stage"] += value
+        elif axes == ["tensor"]:
+            found["tensor"] += value
+        elif set(axes) <= set(candidate.batch_axes) and "expert" not in axes:
+            found["gathers" if "fsdp" in axes else "sums"] += value
+    return found
