@@ -39,30 +39,30 @@ from .step import SendTime, Step
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
 """What is computed again, in shares of forward and backward pass together, before a plan says so."""
 _MEMORY = {
-    "constant": 3.0,
+    "constant": 2.0,
     "weights": 4.0,
     "gradients": 0.8,
-    "added": 0.7,
-    "whole weights": 0.5,
+    "added": 0.5,
+    "whole weights": 0.75,
     "whole gradients": 1.2,
     "input": 1.2,
-    "input of stages": 1.2,
-    "work": 20.0,
+    "input of stages": 0.8,
+    "work": 30.0,
     "logits": 3.0,
-    "kept matmuls": 1.3,
+    "kept matmuls": 0.9,
     "kept for zb": 1.2,
 }
 """How often a device holds arrays of these sizes."""
 _TRAFFIC = {
-    "rows": 130.0,
+    "rows": 200.0,
     "kept rows": 50.0,
     "all kept": 110.0,
-    "zb rows": 140.0,
-    "whole rows": 25.0,
-    "gathered rows": 25.0,
-    "weights": 4.0,
-    "weights of stages": 10.0,
-    "update": 10.0,
+    "zb rows": 100.0,
+    "whole rows": 17.0,
+    "gathered rows": 37.0,
+    "weights": 6.0,
+    "weights of stages": 7.0,
+    "update": 15.0,
 }
 """How often memory-bound kernels read or write them."""
 _ROWS = {"rows", "kept rows", "all kept", "zb rows"}
@@ -110,12 +110,13 @@ class Estimator:
         self._memory = Sum(self._sizes(), _MEMORY)
         looped = (c.stages == 1) & (c.parts > 1)
         hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
-        linked = {name: np.column_stack([form, c.remats]) for name in LINKS}
+        # Plans without a pipeline say little of one with it. So no factor is common to all layouts.
+        linked = {name: np.column_stack([form, c.remats, c.stages == 1]) for name in LINKS}
         # Whether gradients are added up once a step, or for each part of the batch.
-        linked["sums"] = np.column_stack([form, np.where(looped, np.log2(c.parts), 0)])
-        linked["stage"] = np.column_stack([form, c.remats, np.log2(c.virtual), np.log2(c.stages) / 4])
+        linked["sums"] = np.column_stack([linked["sums"], np.where(looped, np.log2(c.parts), 0)])
+        linked["stage"] = np.column_stack([linked["stage"], np.log2(c.virtual), np.log2(c.stages) / 4])
         links = link_seconds(step, collective, space, c, self._bubble)
-        self._links = {name: Factor(linked[name], links[name]) for name in LINKS}
+        self._links = {name: Factor(linked[name], links[name], 0.5, 10.0) for name in LINKS}
         self._hidden = {name: (Hidden.of(name, c), Portion(hidden)) for name in LINKS}
         self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._update()

@@ -22,10 +22,10 @@ from .step import SendTime, Step
 LINKS = ("gathers", "sums", "tensor", "stage")
 """The kinds of collectives."""
 _HIDDEN = {
-    "gathers": (0.40, 0.45, -0.10, 0.15, 0.05, -0.08, -0.14),
-    "sums": (0.35, 0.0, 0.0, 0.0, -0.1, -0.02, -0.02),
-    "tensor": (0.10, 0.30, 0.28, 0.10, 0.36, -0.10, -0.20),
-    "stage": (0.15, 0.15, 0.15, 0.12, 0.0, -0.01, -0.06),
+    "gathers": (0.50, 0.35, -0.20, 0.15, 0.05, -0.08, -0.14),
+    "sums": (0.35, 0.0, 0.0, 0.0, -0.10, -0.02, -0.02),
+    "tensor": (0.20, 0.20, 0.38, 0.10, 0.46, -0.10, -0.20),
+    "stage": (0.15, 0.15, 0.15, 0.02, 0.0, -0.01, -0.06),
 }
 """The share that is hidden without a loop over parts, with one, in a pipeline, and in one that gathers layer by layer. Then what is added
 with the rules of overlap.yaml, for each doubling of the time, and by a full memory. Fitted to plans of eight models on 8 to 384 GPUs."""
@@ -71,11 +71,13 @@ def link_seconds(step: Step, collective: SendTime, space: Sequence[Candidate], c
     # Both directions in each tick, also in those of the bubble.
     ticks = c.parts * c.virtual / (1 - bubble)
     sent["stage"] = np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / step.model.layers * c.rows / c.tensor
+    layers = step.model.layers / c.stages
+    counts = {"gathers": copies * np.where(c.whole, 1, layers * passes), "sums": 1, "tensor": 12 * layers * c.parts, "stage": 2 * ticks}
     found: dict[str, Numbers] = {}
     # The time of a collective is a start and a rate, which few meshes share.
     for name in LINKS:
         rates = np.array([_start_and_rate(collective, one, name) for one in space])
-        found[name] = rates[:, 0] + rates[:, 1] * sent[name]
+        found[name] = rates[:, 0] * counts[name] + rates[:, 1] * sent[name]
     return found
 
 

@@ -22,10 +22,13 @@ _LEAST = 0.01
 
 
 class Factor:
-    """A form times a factor. features: [layouts, features]; form: [layouts], in any unit. values: the corrected form."""
+    """A form times a factor. features: [layouts, features]; form: [layouts], in any unit. values: the corrected form.
 
-    def __init__(self, features: Numbers, form: Numbers, ridge: float = 0.1):
-        self._features, self._form, self._ridge = _with_constant(features), form, ridge
+    ridge: how firmly the features are held back; constant: how firmly a factor of all layouts is.
+    """
+
+    def __init__(self, features: Numbers, form: Numbers, ridge: float = 0.1, constant: float = 1e-4):
+        self._features, self._form, self._ridge, self._constant = _with_constant(features), form, ridge, constant
         self._rows: list[tuple[int, float]] = []
         self.values = form
 
@@ -42,7 +45,7 @@ class Factor:
 
     def _factors(self, found: Sequence[tuple[int, float]]) -> Numbers:
         rows = self._features[[index for index, _ in found]]
-        weights = _ridge(rows, np.array([value for _, value in found]), np.ones(len(rows)), self._ridge, 1e-4)
+        weights = _ridge(rows, np.array([value for _, value in found]), np.ones(len(rows)), self._ridge, self._constant)
         return np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
 
 
