@@ -91,14 +91,14 @@ def send_time(target: Target) -> SendTime:
     def seconds(mesh: Mapping[str, int], axes: Sequence[str], sent: float, *, is_ring: bool = False) -> float:
         key = (tuple(mesh.items()), tuple(axes), is_ring)
         if key not in known:
-            group = _first_group(mesh, axes, target.per_host)
+            group = group_of(mesh, axes, target.per_host)
             known[key] = tuple(itertools.pairwise([*group, group[0]])) if is_ring else (group,)
         return network.seconds(known[key], round(sent))
 
     return seconds
 
 
-def _first_group(mesh: Mapping[str, int], axes: Sequence[str], per_host: int) -> tuple[int, ...]:
+def group_of(mesh: Mapping[str, int], axes: Sequence[str], per_host: int) -> tuple[int, ...]:
     """The devices that the first device talks to along some axes, in their order. Devices are numbered host by host."""
     group, stride, host_stride = [0], 1, per_host
     for (axis, size), over in reversed([*zip(mesh.items(), split_over_hosts(mesh, per_host), strict=True)]):
