@@ -58,11 +58,11 @@ _TRAFFIC = {
     "kept rows": 50.0,
     "all kept": 110.0,
     "zb rows": 100.0,
-    "whole rows": 17.0,
-    "gathered rows": 37.0,
+    "whole rows": 25.0,
+    "gathered rows": 50.0,
     "weights": 6.0,
     "weights of stages": 7.0,
-    "update": 15.0,
+    "update": 20.0,
 }
 """How often memory-bound kernels read or write them."""
 _ROWS = {"rows", "kept rows", "all kept", "zb rows"}
@@ -199,9 +199,9 @@ class Estimator:
         found["all kept"] = np.where(all_kept, rows / c.tensor, 0)
         # A pass of its own for the gradients of weights reads again what the layer has kept.
         found["zb rows"] = np.where(c.zb, rows / c.tensor, 0)
-        # Between blocks of matmuls rows are whole on each device, or gathered for the next block.
-        split = c.tensor > 1
-        found |= {"whole rows": np.where(split & ~c.sequence, rows, 0), "gathered rows": np.where(split & c.sequence, rows, 0)}
+        # Between blocks of matmuls rows are whole on each device with tensor parallelism, or gathered for the next block.
+        rest = rows * (1 - 1 / c.tensor)
+        found |= {"whole rows": np.where(c.sequence, 0, rest), "gathered rows": np.where(c.sequence, rest, 0)}
         found["update"] = self._state
         return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
 
