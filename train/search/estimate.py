@@ -51,6 +51,8 @@ _MEMORY = {
     "logits": 3.0,
     "kept matmuls": 0.9,
     "kept for zb": 1.2,
+    "kept whole": 0.75,
+    "kept gathered": 0.25,
 }
 """How often a device holds arrays of these sizes."""
 _TRAFFIC = {
@@ -58,7 +60,7 @@ _TRAFFIC = {
     "kept rows": 50.0,
     "all kept": 110.0,
     "zb rows": 100.0,
-    "whole rows": 25.0,
+    "whole rows": 30.0,
     "gathered rows": 50.0,
     "weights": 6.0,
     "weights of stages": 7.0,
@@ -215,9 +217,9 @@ class Estimator:
         zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in self.space])
         kept = {"kept for zb": np.where(zb, KEPT["none"] * inputs / c.tensor, 0)}
         kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
-        # What is between two blocks of matmuls is whole on each device, unless the sequence is split, too.
-        whole_rows = (c.tensor > 1) & ~c.sequence & c.keeps
-        kept["kept whole"] = np.where(whole_rows, _WHOLE_ROWS * inputs, 0)
+        # What is between two blocks of matmuls is whole on each device, unless the sequence is split, too. Then some of it is gathered.
+        rest = np.where(c.keeps, _WHOLE_ROWS * inputs * (1 - 1 / c.tensor), 0)
+        kept |= {"kept whole": np.where(c.sequence, 0, rest), "kept gathered": np.where(c.sequence, rest, 0)}
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
         return {
             "constant": np.full(len(self.space), 3e8),
