@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jgt.document import InputError, Node, describe
 
@@ -102,6 +102,18 @@ def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]
         room //= inside
         over.append(size // inside)
     return tuple(reversed(over))
+
+
+def group_of(mesh: Mapping[str, int], axes: Sequence[str], per_host: int) -> tuple[int, ...]:
+    """The devices that the first device talks to along some axes, in their order. Devices are numbered host by host."""
+    group, stride, host_stride = [0], 1, per_host
+    for (axis, size), over in reversed([*zip(mesh.items(), split_over_hosts(mesh, per_host), strict=True)]):
+        inside = size // over
+        if axis in axes:
+            steps = [host_stride * (step // inside) + stride * (step % inside) for step in range(size)]
+            group = [device + step for step in steps for device in group]
+        stride, host_stride = stride * inside, host_stride * over
+    return tuple(group)
 
 
 def _free_problem(sizes: Mapping[str, int]) -> str | None:

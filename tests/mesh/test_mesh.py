@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import jgt
 from jgt.document import InputError
 from jgt.mesh.mesh import arrange, crossing_axes
+from jgt.mesh.sizes import group_of
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,16 @@ def test_axes_that_fit_into_a_host_never_cross_hosts(sizes, data):
     inner = [dim for dim in range(len(sizes)) if math.prod(sizes[dim:]) <= per_host and per_host % math.prod(sizes[dim:]) == 0]
     assert all(num_hosts_along(mesh, dim) == 1 for dim in inner)
     assert not {f"a{dim}" for dim in inner} & set(crossing_axes(named, per_host))
+
+
+AXES = ("data", "fsdp", "stage", "tensor")
+
+
+@pytest.mark.filterwarnings("ignore:mesh:UserWarning")
+@given(st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 4), st.sets(st.sampled_from(AXES), min_size=1))
+def test_a_group_has_the_devices_that_the_mesh_puts_there(sizes, axes):
+    mesh, total = dict(zip(AXES, sizes, strict=True)), math.prod(sizes)
+    per_host = next(size for size in (8, 4, 2, 1) if total % size == 0)
+    grid = arrange(mesh, hosts_of(total // per_host, per_host))
+    line = grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)]
+    assert list(group_of(mesh, list(axes), per_host)) == [device.id for device in line.flat]

@@ -26,10 +26,11 @@ class Columns:
 
     others: the devices over which gradients are added up. model_split, split: the devices that share a weight where it is multiplied, and
     where it is stored. whole: whether weights are whole for a step. zb: whether gradients of weights have a pass of their own. uneven: the
-    layers of the deepest stage over their mean. names: kinds of recompute; remat: the index of a layout's.
+    layers of the deepest stage over their mean, 1 if the number of layers is not known. names: kinds of recompute; remat: the index of a
+    layout's.
     """
 
-    def __init__(self, space: Sequence[Candidate], layers: int):
+    def __init__(self, space: Sequence[Candidate], layers: int | None):
         def axis(name: str) -> Numbers:
             return np.array([one.sizes.get(name, 1) for one in space], float)
 
@@ -56,7 +57,7 @@ class Columns:
         self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
         self.zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in space])
         chunks = self.stages * self.virtual
-        self.uneven = np.ceil(layers / chunks) * chunks / layers
+        self.uneven = np.ones(len(space)) if layers is None else np.ceil(layers / chunks) * chunks / layers
         self.form = np.column_stack([self.sequence & ~self.overlap, self.overlap, self.stages > 1, layered / 2, self.zb]).astype(float)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jgt.schedule.schedules import SCHEDULES, TRIED
+from jgt.schedule.schedules import TRIED
 
 from .columns import BYTES, KEPT, WIDE, Columns, bubble_of, in_flight
 from .layout import Candidate
@@ -105,7 +105,7 @@ class Estimator:
         schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
         self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
-        self._launch = Factor(launched, 5e-4 * step.model.layers * c.parts / c.stages)
+        self._launch = Factor(launched, 5e-4 * step.layers * c.parts / c.stages)
         self._again = {name: Portion(kernels) for name in c.names}
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
         self._traffic = Sum(self._moved(), _TRAFFIC, _ROWS)
@@ -214,8 +214,7 @@ class Estimator:
         alive = np.array([in_flight(one) for one in self.space])
         inputs = step.layer_bytes * c.rows * alive / c.stages
         # A pass of its own for the gradients of weights reads what the layer has kept, whatever is recomputed.
-        zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in self.space])
-        kept = {"kept for zb": np.where(zb, KEPT["none"] * inputs / c.tensor, 0)}
+        kept = {"kept for zb": np.where(c.zb, KEPT["none"] * inputs / c.tensor, 0)}
         kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
         # What is between two blocks of matmuls is whole on each device, unless the sequence is split, too. Then some of it is gathered.
         rest = np.where(c.keeps, _WHOLE_ROWS * inputs * (1 - 1 / c.tensor), 0)
@@ -223,7 +222,7 @@ class Estimator:
         inputs = np.where(c.sequence, inputs / c.tensor, inputs)
         return {
             "constant": np.full(len(self.space), 3e8),
-            "weights": whole * c.stages / step.model.layers * BYTES,
+            "weights": whole * c.stages / step.layers * BYTES,
             "gradients": np.where(c.whole, 0, local * WIDE),
             # Sums over the parts of a batch are there beside the gradients of a part.
             "added": np.where(c.whole | (c.parts == 1), 0, local * WIDE),
@@ -231,7 +230,7 @@ class Estimator:
             "whole gradients": np.where(c.whole, whole * WIDE, 0),
             "input": np.where(c.stages == 1, inputs, 0),
             "input of stages": np.where(c.stages > 1, inputs, 0),
-            "work": step.layer_bytes / step.model.layers * c.rows / c.tensor,
+            "work": step.layer_bytes / step.layers * c.rows / c.tensor,
             "logits": np.minimum(step.model.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
             **{name: sizes for name, sizes in kept.items() if sizes.any()},
         }

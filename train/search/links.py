@@ -70,8 +70,8 @@ def link_seconds(step: Step, collective: SendTime, space: Sequence[Candidate], c
     sent["tensor"] = 12 * rows * c.uneven * (c.tensor - 1) / c.tensor
     # Both directions in each tick, also in those of the bubble.
     ticks = c.parts * c.virtual / (1 - bubble)
-    sent["stage"] = np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / step.model.layers * c.rows / c.tensor
-    layers = step.model.layers / c.stages
+    sent["stage"] = np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / step.layers * c.rows / c.tensor
+    layers = step.layers / c.stages
     counts = {"gathers": copies * np.where(c.whole, 1, layers * passes), "sums": 1, "tensor": 12 * layers * c.parts, "stage": 2 * ticks}
     found: dict[str, Numbers] = {}
     # The time of a collective is a start and a rate, which few meshes share.

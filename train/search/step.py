@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jgt.hardware.chip import Target
-from jgt.mesh.sizes import split_over_hosts
+from jgt.mesh.sizes import group_of
 from jgt.planner.timeline import Network
 
 from ..models.config import ModelConfig, OwnModel
@@ -26,17 +26,20 @@ class SendTime(Protocol):
     def __call__(self, mesh: Mapping[str, int], axes: Sequence[str], sent: float, *, is_ring: bool = False) -> float: ...
 
 
+_LAYERS = 32
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a run's file says of its model. layers: their number, or a guess. logits_bytes: of one row of the batch, in f32."""
+    """What a run's file says of its model. layers: None if it does not say. logits_bytes: of one row of the batch, in f32."""
 
-    layers: int = 32
+    layers: int | None = None
     logits_bytes: float = 0.0
 
     @classmethod
     def of(cls, model: ModelConfig | OwnModel) -> Shape:
         """What the section `model:` says."""
-        return cls(layers=getattr(model, "layers", cls.layers), logits_bytes=4.0 * (model.seq or 1) * (model.vocab or 1))
+        return cls(layers=getattr(model, "layers", None), logits_bytes=4.0 * (model.seq or 1) * (model.vocab or 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,11 @@ class Step:
     hbm: float
     memory: float | None
     model: Shape
+
+    @property
+    def layers(self) -> int:
+        """Their number, or a guess. It only divides what plans correct."""
+        return self.model.layers or _LAYERS
 
     @classmethod
     def of(cls, candidate: Candidate, plan: Answer, target: Target, model: Shape) -> Step:
@@ -96,15 +104,3 @@ def send_time(target: Target) -> SendTime:
         return network.seconds(known[key], round(sent))
 
     return seconds
-
-
-def group_of(mesh: Mapping[str, int], axes: Sequence[str], per_host: int) -> tuple[int, ...]:
-    """The devices that the first device talks to along some axes, in their order. Devices are numbered host by host."""
-    group, stride, host_stride = [0], 1, per_host
-    for (axis, size), over in reversed([*zip(mesh.items(), split_over_hosts(mesh, per_host), strict=True)]):
-        inside = size // over
-        if axis in axes:
-            steps = [host_stride * (step // inside) + stride * (step % inside) for step in range(size)]
-            group = [device + step for step in steps for device in group]
-        stride, host_stride = stride * inside, host_stride * over
-    return tuple(group)
