@@ -31,7 +31,7 @@ from jgt.schedule.schedules import TRIED
 
 from .columns import BYTES, KEPT, WIDE, Columns, bubble_of, in_flight
 from .layout import Candidate
-from .links import LINKS, Hidden, by_part, link_seconds
+from .links import HIDDEN, LINKS, by_part, link_seconds
 from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
 from .step import SendTime, Step
@@ -119,7 +119,7 @@ class Estimator:
         linked["stage"] = np.column_stack([linked["stage"], np.log2(c.virtual), np.log2(c.stages) / 4])
         links = link_seconds(step, collective, space, c, self._bubble)
         self._links = {name: Factor(linked[name], links[name], 0.5, 10.0) for name in LINKS}
-        self._hidden = {name: (Hidden.of(name, c), Portion(hidden)) for name in LINKS}
+        self._hidden = {name: Portion(hidden) for name in LINKS}
         self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._update()
 
@@ -147,10 +147,9 @@ class Estimator:
                 self._links[name].learn(index, found)
                 if found > 0 and busy > 0:
                     hidden = (found - exposed.get(name, 0.0)) / min(found, busy)
-                    prior, portion = self._hidden[name]
-                    expected = prior.share(found / busy, self._full(plan.peak_bytes))[index]
+                    expected = HIDDEN[name].share(self._columns, found / busy, self._full(plan.peak_bytes))[index]
                     # A short time says little about what is hidden of a long one.
-                    portion.learn(index, hidden, expected, min(1.0, 10 * found / plan.seconds))
+                    self._hidden[name].learn(index, hidden, expected, min(1.0, 10 * found / plan.seconds))
         self._update()
 
     def _learn_kernels(self, index: int, parts: Mapping[str, float]) -> None:
@@ -176,8 +175,8 @@ class Estimator:
         self.peak_bytes = self._state + self._memory.values
         full = self._full(self.peak_bytes)
         for name, links in self._links.items():
-            prior, portion = self._hidden[name]
-            parts[name] = links.values - np.minimum(links.values, busy) * portion.values(prior.share(links.values / busy, full))
+            hidden = self._hidden[name].values(HIDDEN[name].share(c, links.values / busy, full))
+            parts[name] = links.values - np.minimum(links.values, busy) * hidden
         total = sum(parts.values(), np.zeros(len(self.space)))
         # What no part explains.
         rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))

@@ -21,38 +21,38 @@ from .step import SendTime, Step
 
 LINKS = ("gathers", "sums", "tensor", "stage")
 """The kinds of collectives."""
-_HIDDEN = {
-    "gathers": (0.50, 0.35, -0.20, 0.15, 0.05, -0.08, -0.14),
-    "sums": (0.35, 0.0, 0.0, 0.0, -0.10, -0.02, -0.02),
-    "tensor": (0.20, 0.20, 0.38, 0.10, 0.46, -0.10, -0.20),
-    "stage": (0.15, 0.15, 0.15, 0.02, 0.0, -0.01, -0.06),
-}
-"""The share that is hidden without a loop over parts, with one, in a pipeline, and in one that gathers layer by layer. Then what is added
-with the rules of overlap.yaml, for each doubling of the time, and by a full memory. Fitted to plans of eight models on 8 to 384 GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
     """Of the time of collectives of one kind, the share that kernels hide, before a plan says so.
 
-    base: [layouts], where links are busy for as long as kernels. longer: what each doubling of the time of links adds. full: what a full
-    memory adds.
+    plain, looped, piped, layered: where links are busy for as long as kernels, without a loop over parts, with one, in a pipeline, and in a
+    pipeline that gathers layer by layer. overlap, longer, full: what the rules of overlap.yaml, each doubling of the time of links, and a
+    full memory add.
     """
 
-    base: Numbers
+    plain: float = 0.0
+    looped: float = 0.0
+    piped: float
+    layered: float
+    overlap: float = 0.0
     longer: float
     full: float
 
-    @classmethod
-    def of(cls, name: str, c: Columns) -> Hidden:
-        """What is known of one kind."""
-        plain, looped, piped, layered, overlap, longer, full = _HIDDEN[name]
-        base = np.where(c.stages > 1, np.where(c.layered, layered, piped), np.where(c.parts > 1, looped, plain))
-        return cls(base=base + overlap * c.overlap, longer=longer, full=full)
-
-    def share(self, ratio: Numbers | float, full: Numbers | float) -> Numbers:
+    def share(self, c: Columns, ratio: Numbers | float, full: Numbers | float) -> Numbers:
         """[layouts]. ratio: the seconds of links over those of kernels. full: how near to its limit the memory is, from 0 to 2."""
-        return self.base + self.longer * np.log2(np.maximum(ratio, 1e-9)) + self.full * full
+        base = np.where(c.stages > 1, np.where(c.layered, self.layered, self.piped), np.where(c.parts > 1, self.looped, self.plain))
+        return base + self.overlap * c.overlap + self.longer * np.log2(np.maximum(ratio, 1e-9)) + self.full * full
+
+
+HIDDEN = {
+    "gathers": Hidden(plain=0.5, looped=0.35, piped=-0.2, layered=0.15, overlap=0.05, longer=-0.08, full=-0.14),
+    "sums": Hidden(plain=0.35, looped=0.0, piped=0.0, layered=0.0, overlap=-0.1, longer=-0.02, full=-0.02),
+    "tensor": Hidden(plain=0.2, looped=0.2, piped=0.38, layered=0.1, overlap=0.46, longer=-0.1, full=-0.2),
+    "stage": Hidden(piped=0.15, layered=0.02, longer=-0.01, full=-0.06),
+}
+"""Fitted to plans of eight models on 8 to 384 GPUs."""
 
 
 def link_seconds(step: Step, collective: SendTime, space: Sequence[Candidate], c: Columns, bubble: Numbers) -> dict[str, Numbers]:
