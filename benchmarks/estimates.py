@@ -1,96 +1,201 @@
 """How far the estimates of a search are from plans, for layouts that the search has not chosen. By plan, without a GPU.
 
-    python benchmarks/estimates.py [--json] [--save] [--time 300] [--sample 16] [--slowest 2] [ROW ...]
+    python benchmarks/estimates.py [--json] [--save] [ROW ...]                      from the plans in benchmarks/layouts, in seconds
+    python benchmarks/estimates.py --plan [--time 300] [--sample 32] [ROW ...]      makes these plans first, for minutes
 
 The rows are the runs of runs.yaml, each without its layout. After a search, layouts are drawn at random among those that it has not
-planned and that should fit into memory; with `--slowest 2`, among those that should also take at most twice as long as the best. They are
-planned, and compared with the estimates that the search ended with. `benchmarks/search.py` compares the layouts that a search plans:
-these are nearly equal, because it chose them.
+planned and that should fit into memory, half of them among those that should also take at most twice as long as the best. They are
+planned, and compared with the estimates that the plans of the search correct. `benchmarks/search.py` compares the layouts that a search
+plans: these are nearly equal, because it chose them.
 
     layouts     of the sample that compile and fit
     time, memory    mean relative errors of the estimates
     bias        mean of estimate / plan - 1, in time
     kendall     rank correlation of estimated and planned seconds (Kendall's tau)
+    near        whether the row has only layouts whose plan takes at most twice as long as the best
+    fitted      whether `benchmarks/fit.py` fits the constants of estimates to this model
 """
 
 from __future__ import annotations
 
-import math
+import json
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import make_parser, report, table
+from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.hardware.chip import parse_target
 from train.code.files import Code
-from train.search.layout import layout_text
-from train.search.plans import Plans, Question, plans_folder
+from train.search.estimate import Estimate, Estimator
+from train.search.layout import Candidate, layout_text
+from train.search.plans import Answer, Plans, Question, from_json, plans_folder
 from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
-from train.search.step import Shape
+from train.search.step import SendTime, Shape, Step, send_time
+
+LAYOUTS = ROOT / "benchmarks" / "layouts"
+FITTED = ("mcore-1.7B", "mcore-16B", "mcore-70B", "sc21-7.5B", "sc21-18B", "titan-8B-8-bf16", "titan-8B-128-bf16", "bridge-8B-8-fp8")
+"""The models to whose plans the constants of estimates are fitted."""
+_NEAR = 2.0
+_LEARNED = ("seconds", "peak_bytes", "fits", "exposed", "links", "parts")
+"""What estimates learn of a plan."""
+_DIGITS = 4
 
 
-def measure(name: str, run: Mapping[str, Any], seconds: float, count: int, slowest: float) -> dict[str, Any]:
-    """The figures of a row."""
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A layout of a space by its index, its plan, and whether it was drawn at random."""
+
+    index: int
+    plan: Answer
+    is_drawn: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The plans of a search and of layouts drawn at random, for one model.
+
+    space: their layouts. found: in the order in which the search took them.
+    """
+
+    row: str
+    space: Sequence[Candidate]
+    step: Step
+    collective: SendTime
+    found: Sequence[Planned]
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the constants of estimates are fitted to these plans."""
+        return self.row in FITTED
+
+    def estimator(self) -> Estimator:
+        """What the search knew at its end."""
+        found = Estimator(self.step, self.collective, self.space)
+        for one in self.found:
+            if not one.is_drawn:
+                found.learn(one.index, one.plan)
+        return found
+
+    def drawn(self, *, near: bool) -> list[Planned]:
+        """The layouts drawn at random whose step fits. near: of those, the ones that take at most twice as long as the best."""
+        usable = [one for one in self.found if one.plan.is_usable]
+        limit = _NEAR * min(one.plan.seconds for one in usable)
+        return [one for one in usable if one.is_drawn and (not near or one.plan.seconds <= limit)]
+
+    def figures(self, estimator: Estimator, *, near: bool) -> dict[str, float]:
+        """How far the estimates are from the plans."""
+        pairs = [(_figures(estimator.estimate(one.index)), _figures(one.plan)) for one in self.drawn(near=near)]
+        time, memory = ([guess[key] / plan[key] - 1 for guess, plan in pairs] for key in ("seconds", "peak_bytes"))
+        return {
+            "layouts": len(pairs),
+            "time": round(statistics.mean(map(abs, time)), 4),
+            "memory": round(statistics.mean(map(abs, memory)), 4),
+            "bias": round(statistics.mean(time), 4),
+            "kendall": round(kendall(pairs), 3),
+        }
+
+
+def _figures(one: Estimate | Answer) -> dict[str, float]:
+    return {"seconds": one.seconds, "peak_bytes": float(one.peak_bytes)}
+
+
+def read_sample(row: str, run: Mapping[str, Any]) -> Sample:
+    """The plans of a row that are stored in benchmarks/layouts. Layouts that a search no longer offers are left out."""
+    head, *lines = [json.loads(line) for line in sample_file(row).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.yaml"
-        path.write_text(run_file(run["set"], has_layout=False))
-        target, opened = parse_target(run["target"]), Open.read(str(path), [], Code())
-        search = LayoutSearch(
-            question=Question.on(target, str(path), [], []),
-            target=target,
-            space=candidates(opened, target.num_devices),
-            plans=Plans(plans_folder()),
-            seconds=seconds,
-            top=6,
-            model=Shape.of(opened.run.config.model),
-            say=_say,
-        )
+        search = _search(_write_run(folder, run), run["target"], 0)
+    offered = {json.dumps(one.overrides): one for one in search.space}
+    lines = [line for line in lines if json.dumps(line["layout"]) in offered]
+    # An estimate does not depend on other layouts of the space.
+    space = [offered[json.dumps(line["layout"])] for line in lines]
+    found = [Planned(index=i, plan=from_json(Answer, line["plan"]), is_drawn=line["drawn"]) for i, line in enumerate(lines)]
+    step = Step(**head | {"model": Shape(**head["model"])})
+    return Sample(row=row, space=space, step=step, collective=send_time(search.target), found=found)
+
+
+def plan_sample(row: str, run: Mapping[str, Any], seconds: float, count: int) -> None:
+    """Searches, draws layouts at random, plans them and stores all plans."""
+    with tempfile.TemporaryDirectory() as folder:
+        search = _search(_write_run(folder, run), run["target"], seconds)
         search.run()
+        estimator = search.estimator
+        assert estimator is not None
+        tries = [one for one in search.tries if not one.plan.problems]
+        lines = [json.dumps(asdict(estimator.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
+        # A search closes its plans.
         search.plans = Plans(plans_folder())
         try:
-            pairs = _pairs(search, count, slowest)
+            asked = [(i, search.ask(i)) for i in _draw(search, estimator, count)]
+            for index, future in asked:
+                plan, estimate, candidate = future.result(), estimator.estimate(index), search.space[index]
+                outcome = "refused" if plan.problems else f"{plan.seconds:.4g} s, {plan.peak_bytes / 1e9:.1f} GB"
+                _say(f"{estimate.seconds:.4g} s, {estimate.peak_bytes / 1e9:.1f} GB; planned {outcome}: {layout_text(candidate)}")
+                lines += [] if plan.problems else [_line(candidate, plan, is_drawn=True)]
         finally:
             search.plans.close()
-    time, memory = ([guess[key] / plan[key] - 1 for guess, plan in pairs] for key in ("seconds", "peak_bytes"))
-    return {
-        "row": name,
-        "layouts": len(pairs),
-        "time": round(statistics.mean(map(abs, time)), 3),
-        "memory": round(statistics.mean(map(abs, memory)), 3),
-        "bias": round(statistics.mean(time), 3),
-        "kendall": round(kendall(pairs), 2),
-    }
+    LAYOUTS.mkdir(exist_ok=True)
+    sample_file(row).write_text("".join(f"{line}\n" for line in lines))
 
 
-def _pairs(search: LayoutSearch, count: int, slowest: float) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Estimate and plan of layouts that were drawn."""
-    estimator, best = search.estimator, search.best
-    assert estimator is not None and best is not None and estimator.step.memory is not None
+def sample_file(row: str) -> Path:
+    """Where the plans of a row are stored."""
+    return LAYOUTS / f"{row}.jsonl"
+
+
+def _write_run(folder: str, run: Mapping[str, Any]) -> Path:
+    path = Path(folder) / "run.yaml"
+    path.write_text(run_file(run["set"], has_layout=False))
+    return path
+
+
+def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
+    target, opened = parse_target(where), Open.read(str(path), [], Code())
+    return LayoutSearch(
+        question=Question.on(target, str(path), [], []),
+        target=target,
+        space=candidates(opened, target.num_devices),
+        plans=Plans(plans_folder()),
+        seconds=seconds,
+        top=6,
+        model=Shape.of(opened.run.config.model),
+        say=_say,
+    )
+
+
+def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:
+    """Layouts by their indices: half of them near the best, the rest anywhere."""
+    assert search.best is not None and estimator.step.memory is not None
     planned = {one.candidate for one in search.tries}
-    fits = (estimator.peak_bytes <= estimator.step.memory) & (estimator.seconds <= slowest * best.plan.seconds)
-    drawn = [int(i) for i in np.flatnonzero(fits) if search.space[int(i)] not in planned]
-    asked = [(i, search.ask(i)) for i in random.Random(0).sample(drawn, min(count, len(drawn)))]
-    found: list[tuple[dict[str, float], dict[str, float]]] = []
-    for index, future in asked:
-        plan, estimate = future.result(), estimator.estimate(index)
-        outcome = "refused" if plan.problems else f"{plan.seconds:.4g} s, {plan.peak_bytes / 1e9:.1f} GB"
-        guessed = f"{estimate.seconds:.4g} s, {estimate.peak_bytes / 1e9:.1f} GB"
-        _say(f"estimated {guessed}; planned {outcome}: {layout_text(search.space[index])}")
-        if plan.is_usable:
-            guess = {"seconds": estimate.seconds, "peak_bytes": estimate.peak_bytes}
-            found.append((guess, {"seconds": plan.seconds, "peak_bytes": float(plan.peak_bytes)}))
-    return found
+    fits = np.flatnonzero(estimator.peak_bytes <= estimator.step.memory)
+    open_ones = [int(i) for i in fits if search.space[int(i)] not in planned]
+    near = [i for i in open_ones if estimator.seconds[i] <= _NEAR * search.best.plan.seconds]
+    chance = random.Random(0)
+    found = chance.sample(near, min(count // 2, len(near)))
+    others = [i for i in open_ones if i not in set(found)]
+    return found + chance.sample(others, min(count - len(found), len(others)))
+
+
+def _line(candidate: Candidate, plan: Answer, *, is_drawn: bool) -> str:
+    values = {name: _rounded(getattr(plan, name)) for name in _LEARNED}
+    return json.dumps({"layout": candidate.overrides, "drawn": is_drawn, "plan": values})
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in cast("dict[str, Any]", value).items() if one}
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
 def _say(line: str) -> None:
@@ -98,20 +203,40 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Searches and samples for each row of the command line, or for all, and reports."""
+    """Reports on each row of the command line, or on all that have plans."""
     runs = yaml.safe_load(RUNS.read_text())
     parser = make_parser(__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"runs (default: all): {', '.join(runs)}")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"runs (default: all with plans): {', '.join(runs)}")
+    parser.add_argument("--plan", action="store_true", help="search, draw and plan first")
     parser.add_argument("--time", type=float, default=300, metavar="S", help="seconds of a search (300)")
-    parser.add_argument("--sample", type=int, default=16, metavar="N", help="layouts to draw (16)")
-    parser.add_argument(
-        "--slowest", type=float, default=math.inf, metavar="X", help="draw layouts that should take X times the best at most"
-    )
+    parser.add_argument("--sample", type=int, default=32, metavar="N", help="layouts to draw (32)")
     arguments = parser.parse_args()
     if unknown := [row for row in arguments.rows if row not in runs]:
         parser.error(f"{unknown[0]!r} is not a row. Known rows: {', '.join(runs)}")
-    rows = [measure(name, runs[name], arguments.time, arguments.sample, arguments.slowest) for name in arguments.rows or runs]
-    report("estimates", {"rows": rows}, arguments, table(rows))
+    names = arguments.rows or [name for name in runs if sample_file(name).exists()]
+    if arguments.plan:
+        for name in names:
+            plan_sample(name, runs[name], arguments.time, arguments.sample)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        sample = read_sample(name, runs[name])
+        estimator = sample.estimator()
+        for near in (False, True):
+            rows.append({"row": name, "fitted": sample.is_fitted, "near": near, **sample.figures(estimator, near=near)})
+    report("estimates", {"rows": rows}, arguments, [*table(rows), *_means(rows)])
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The mean figures of fitted and of held-out models, a line each."""
+    lines: list[str] = []
+    for fitted in (True, False):
+        for near in (False, True):
+            some = [row for row in rows if (row["fitted"], row["near"]) == (fitted, near) and row["layouts"] > 1]
+            if some:
+                means = ", ".join(f"{name} {statistics.mean(row[name] for row in some):.3f}" for name in ("time", "memory", "kendall"))
+                which = f"{'fitted' if fitted else 'held-out'} models, {'near' if near else 'all'} layouts"
+                lines.append(f"mean of {len(some)} {which}: {means}")
+    return lines
 
 
 if __name__ == "__main__":

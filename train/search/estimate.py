@@ -38,7 +38,7 @@ from .step import SendTime, Step
 
 AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
 """What is computed again, in shares of forward and backward pass together, before a plan says so."""
-_MEMORY = {
+MEMORY = {
     "constant": 2.0,
     "weights": 4.0,
     "gradients": 0.8,
@@ -55,7 +55,7 @@ _MEMORY = {
     "kept gathered": 0.25,
 }
 """How often a device holds arrays of these sizes."""
-_TRAFFIC = {
+TRAFFIC = {
     "rows": 200.0,
     "kept rows": 50.0,
     "all kept": 110.0,
@@ -90,8 +90,17 @@ class Estimate:
     bubble: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _All:
+    """The estimates of a space, [layouts] each."""
+
+    seconds: Numbers
+    peak_bytes: Numbers
+    parts: dict[str, Numbers]
+
+
 class Estimator:
-    """Estimates all layouts of a space, and learns from plans. seconds, peak_bytes: the estimates, in the order of the space."""
+    """Estimates all layouts of a space, and learns from plans."""
 
     def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
         self.step, self.space = step, space
@@ -108,8 +117,8 @@ class Estimator:
         self._launch = Factor(launched, 5e-4 * step.layers * c.parts / c.stages)
         self._again = {name: Portion(kernels) for name in c.names}
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
-        self._traffic = Sum(self._moved(), _TRAFFIC, _ROWS)
-        self._memory = Sum(self._sizes(), _MEMORY)
+        self._traffic = Sum(self._moved(), TRAFFIC, _ROWS)
+        self._memory = Sum(self._sizes(), MEMORY)
         looped = (c.stages == 1) & (c.parts > 1)
         hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
         # Plans without a pipeline say little of one with it. So no factor is common to all layouts.
@@ -121,20 +130,31 @@ class Estimator:
         self._links = {name: Factor(linked[name], links[name], 0.5, 10.0) for name in LINKS}
         self._hidden = {name: Portion(hidden) for name in LINKS}
         self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
-        self._update()
+        self._all: _All | None = None
+
+    @property
+    def seconds(self) -> Numbers:
+        """Of a step with each layout, in the order of the space, corrected by all plans so far."""
+        return self._estimates().seconds
+
+    @property
+    def peak_bytes(self) -> Numbers:
+        """Of a device with each layout, in the order of the space, corrected by all plans so far."""
+        return self._estimates().peak_bytes
 
     def estimate(self, index: int) -> Estimate:
         """The estimate of a layout by its index, corrected by all plans so far."""
-        parts = {name: float(values[index]) for name, values in self._parts.items()}
+        found = self._estimates()
         return Estimate(
-            seconds=float(self.seconds[index]),
-            peak_bytes=float(self.peak_bytes[index]),
-            parts=parts,
+            seconds=float(found.seconds[index]),
+            peak_bytes=float(found.peak_bytes[index]),
+            parts={name: float(values[index]) for name, values in found.parts.items()},
             bubble=float(self._bubble[index]),
         )
 
     def learn(self, index: int, plan: Answer) -> None:
         """Takes a plan of this layout into account."""
+        self._all = None
         self._memory.learn(index, plan.peak_bytes - float(self._state[index]))
         # On a machine whose plans have no parts, the whole is all there is.
         if plan.seconds and not plan.parts:
@@ -150,7 +170,6 @@ class Estimator:
                     expected = HIDDEN[name].share(self._columns, found / busy, self._full(plan.peak_bytes))[index]
                     # A short time says little about what is hidden of a long one.
                     self._hidden[name].learn(index, hidden, expected, min(1.0, 10 * found / plan.seconds))
-        self._update()
 
     def _learn_kernels(self, index: int, parts: Mapping[str, float]) -> None:
         matmuls = parts.get("matmul", 0.0) + parts.get("attention", 0.0)
@@ -164,23 +183,28 @@ class Estimator:
         if bubble := float(self._bubble[index]):
             self._idle.learn(index, parts.get("bubble", 0.0) / ((matmuls + memory + launch + again) * bubble / (1 - bubble)))
 
-    def _update(self) -> None:
+    def _estimates(self) -> _All:
         """The estimates, from the forms as they are now."""
-        matmuls, c = self._matmuls.values, self._columns
+        if self._all is not None:
+            return self._all
+        matmuls, c = self._matmuls.values(), self._columns
         again = np.choose(c.remat, [self._again[name].values(AGAIN.get(name, AGAIN["attention"])) for name in c.names])
-        memory = self._traffic.values / self.step.hbm
-        parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values}
+        memory = self._traffic.values() / self.step.hbm
+        parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values()}
         busy = sum(parts.values(), np.zeros(len(self.space)))
-        parts["bubble"] = busy * self._bubble / (1 - self._bubble) * self._idle.values
-        self.peak_bytes = self._state + self._memory.values
-        full = self._full(self.peak_bytes)
+        parts["bubble"] = busy * self._bubble / (1 - self._bubble) * self._idle.values()
+        peak_bytes = self._state + self._memory.values()
+        full = self._full(peak_bytes)
         for name, links in self._links.items():
-            hidden = self._hidden[name].values(HIDDEN[name].share(c, links.values / busy, full))
-            parts[name] = links.values - np.minimum(links.values, busy) * hidden
+            taken = links.values()
+            hidden = self._hidden[name].values(HIDDEN[name].share(c, taken / busy, full))
+            parts[name] = taken - np.minimum(taken, busy) * hidden
         total = sum(parts.values(), np.zeros(len(self.space)))
         # What no part explains.
         rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))
-        self._parts, self.seconds = {name: values * rest for name, values in parts.items()}, total * rest
+        parts = {name: values * rest for name, values in parts.items()}
+        self._all = _All(seconds=total * rest, peak_bytes=peak_bytes, parts=parts)
+        return self._all
 
     def _full(self, peak_bytes: Numbers | float) -> Numbers | float:
         """How near to the limit of the memory a step is. There XLA gives up overlap to save memory."""

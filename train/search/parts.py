@@ -22,7 +22,7 @@ _LEAST = 0.01
 
 
 class Factor:
-    """A form times a factor. features: [layouts, features]; form: [layouts], in any unit. values: the corrected form.
+    """A form times a factor. features: [layouts, features]; form: [layouts], in any unit.
 
     ridge: how firmly the features are held back; constant: how firmly a factor of all layouts is.
     """
@@ -30,14 +30,15 @@ class Factor:
     def __init__(self, features: Numbers, form: Numbers, ridge: float = 0.1, constant: float = 1e-4):
         self._features, self._form, self._ridge, self._constant = _with_constant(features), form, ridge, constant
         self._rows: list[tuple[int, float]] = []
-        self.values = form
 
     def learn(self, index: int, found: float) -> None:
         """Takes a plan's value into account. Zeros say nothing."""
-        if found <= 0 or self._form[index] <= 0:
-            return
-        self._rows.append((index, float(np.log(found / self._form[index]))))
-        self.values = self._form * self._factors(self._rows)
+        if found > 0 and self._form[index] > 0:
+            self._rows.append((index, float(np.log(found / self._form[index]))))
+
+    def values(self) -> Numbers:
+        """The form of each layout, corrected."""
+        return self._form * self._factors(self._rows) if self._rows else self._form
 
     def factors(self, found: Sequence[tuple[int, float]], form: Numbers) -> Numbers:
         """The factors of another form, learned anew from these (index, value)."""
@@ -55,17 +56,18 @@ class Portion:
     def __init__(self, features: Numbers, ridge: float = 0.05):
         self._features, self._ridge = _with_constant(features), ridge
         self._rows: list[tuple[int, float, float]] = []
-        self._added = np.zeros(len(features))
 
     def learn(self, index: int, share: float, expected: float, weight: float = 1.0) -> None:
         """Takes a plan's share into account. weight: how much it says."""
         self._rows.append((index, min(max(share, 0.0), 1.0) - min(max(expected, 0.0), 1.0), weight))
-        indices, values, weights = map(np.array, zip(*self._rows, strict=True))
-        self._added = self._features @ _ridge(self._features[indices], values, weights, self._ridge, 0.02)
 
     def values(self, expected: Numbers | float) -> Numbers:
         """The share of each layout."""
-        return np.clip(np.clip(expected, 0, 1) + self._added, 0, 1)
+        added: Numbers | float = 0.0
+        if self._rows:
+            indices, values, weights = map(np.array, zip(*self._rows, strict=True))
+            added = self._features @ _ridge(self._features[indices], values, weights, self._ridge, 0.02)
+        return np.clip(np.clip(expected, 0, 1) + added, 0, 1)
 
 
 class Sum:
@@ -80,13 +82,16 @@ class Sum:
         self._parts = np.column_stack([size * prior.get(name, 1.0) for name, size in sizes.items()])
         self._is_scaled, self._trust = np.array([name in scaled for name in sizes]), trust
         self._rows: list[tuple[int, float]] = []
-        self.values = self._parts.sum(1)
 
     def learn(self, index: int, total: float) -> None:
-        """Takes a plan's total into account."""
-        if total <= 0:
-            return
-        self._rows.append((index, total))
+        """Takes a plan's total into account. Zeros say nothing."""
+        if total > 0:
+            self._rows.append((index, total))
+
+    def values(self) -> Numbers:
+        """The sum for each layout."""
+        if not self._rows:
+            return self._parts.sum(1)
         # Errors are relative: layouts that fit are not outvoted by those that need ten times as much.
         rows = self._parts[[index for index, _ in self._rows]] / np.array([[total] for _, total in self._rows])
         scale = np.where(self._is_scaled, self._scale(rows), 1.0)
@@ -98,7 +103,7 @@ class Sum:
             for i in range(len(numbers)):
                 rest = 1.0 - rows @ numbers + rows[:, i] * numbers[i]
                 numbers[i] = max((rows[:, i] @ rest + held[i]) / (rows[:, i] @ rows[:, i] + held[i]), 0.0)
-        self.values = self._parts @ (scale * numbers)
+        return self._parts @ (scale * numbers)
 
     def _scale(self, rows: Numbers) -> float:
         scaled, fixed = rows[:, self._is_scaled].sum(1), rows[:, ~self._is_scaled].sum(1)
