@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout as memory_layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgt.pipeline.layout import Axes, Layout
@@ -78,6 +79,17 @@ class Moves:
         # Where no other axis splits the value, a constraint would only pin it to being whole.
         dims = self.layout.other_dims(var)
         return self.constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
+
+    def row_major(self, x: jax.Array) -> jax.Array:
+        """x in row-major order in memory, where a stage computes its rows alone.
+
+        Without this, XLA gives all of a buffer the order that one reader of its rows prefers, by a copy in every tick. Where other axes
+        split a stage's work, the partitioner would gather x for the constraint.
+        """
+        if self.layout.axes_inside or x.ndim < 2:
+            return x
+        constrained: Any = memory_layout.with_layout_constraint  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return cast(jax.Array, constrained(x, memory_layout.Layout(tuple(range(x.ndim)))))
 
     def gathered(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""

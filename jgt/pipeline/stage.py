@@ -148,7 +148,7 @@ class Stage:
         def step(carry: tuple[Arrays, Arrays, GradientSums], i: jax.Array) -> tuple[tuple[Arrays, Arrays, GradientSums], None]:
             cotangents, stashed, sums = carry
             inputs = inputs_of(i, [])
-            residuals = [_at(b, i) for b in again] if again is not None else [_at(b, item.saved, i) for b in buffers.saved]
+            residuals = [_at(b, i) for b in again] if again is not None else [self._kept(b, item.saved, i) for b in buffers.saved]
             cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
             sums = self._added(sums, ready, item, i, inputs.index)
             if self.ticks.apart:
@@ -170,8 +170,8 @@ class Stage:
 
         def step(sums: GradientSums, i: jax.Array) -> tuple[GradientSums, None]:
             inputs = inputs_of(i, [])
-            later = [_at(b, item.stashed, i) for b in buffers.stashed]
-            residuals = later[num_stashed:] if self.keep_input else [_at(b, item.saved, i) for b in buffers.saved]
+            later = [self._kept(b, item.stashed, i) for b in buffers.stashed]
+            residuals = later[num_stashed:] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
             gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
             return self._added(sums, gradients, item, i, inputs.index), None
 
@@ -197,6 +197,10 @@ class Stage:
             return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
 
         return inputs_of
+
+    def _kept(self, buffer: jax.Array, slot: Integers, i: jax.Array) -> jax.Array:
+        """What the layer at a position has kept in a slot."""
+        return self.moves.row_major(_at(buffer, slot, i))
 
     def _if_wanted(self, item: StageItem, run: Callable[[], _T]) -> _T:
         """The results of a layer's program; without an item garbage, or zeros if stages skip.
