@@ -45,7 +45,20 @@ from train.search.space import Open, candidates
 from train.search.step import SendTime, Shape, Step, send_time
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
-FITTED = ("mcore-1.7B", "mcore-16B", "mcore-70B", "sc21-7.5B", "sc21-18B", "titan-8B-8-bf16", "titan-8B-128-bf16", "bridge-8B-8-fp8")
+FITTED = (
+    "sc21-7.5B",
+    "sc21-18B",
+    "kort-22B-sel",
+    "mcore-1.7B",
+    "mcore-16B",
+    "mcore-70B",
+    "titan-8B-8-bf16",
+    "titan-8B-128-bf16",
+    "bridge-8B-8-fp8",
+    "bridge-8B-8-b200-fp8",
+    "maxtext-7B-4x8",
+    "maxtext-7B-16x8",
+)
 """The models to whose plans the constants of estimates are fitted."""
 _NEAR = 2.0
 _LEARNED = ("seconds", "peak_bytes", "fits", "exposed", "links", "parts")

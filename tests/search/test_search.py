@@ -50,7 +50,8 @@ def made_up(one):
     devices = math.prod(one.sizes.values())
     again = {"block": 0.31, "matmuls": 0.04, "none": 0.0}[one.remat or "block"]
     bubble = 0.0 if one.stages is None else (one.sizes["stage"] - 1) / one.stages.microbatches / (one.stages.virtual or 1)
-    compute = FLOPS * (1 + again) * (1 + bubble) / devices / 4e14 * (1.3 if one.stages else 1) * (1 + 0.2 / one.rows)
+    matmul = FLOPS / devices / 4e14 * (1.3 if one.stages else 1) * (1 + 0.2 / one.rows)
+    compute = matmul * (1 + again) * (1 + bubble)
     tensor = 0.2 * math.log2(one.sizes.get("tensor", 1))
     split = math.prod(size for axis, size in one.mesh if axis not in ("data", "replica"))
     kept = LAYERS * one.rows * {"block": 1, "matmuls": 7, "none": 13}[one.remat or "block"] / one.sizes.get("tensor", 1)
@@ -65,6 +66,8 @@ def made_up(one):
         model_flops=FLOPS / devices,
         parameter_bytes=round(4 * PARAMETERS / split),
         exposed={"tensor": tensor},
+        links={"tensor": tensor},
+        parts={"matmul": matmul, "recompute": matmul * again, "bubble": matmul * (1 + again) * bubble, "exposed": tensor},
         sent={},
     )
 

@@ -55,6 +55,8 @@ class Columns:
         self.remat = np.array([self.names.index(remat_of(one)) for one in space])
         self.remats = np.column_stack([self.remat == index for index in range(len(self.names))]).astype(float)
         self.keeps = np.array([KEPT.get(name, 1.0) > 0 for name in self.names])[self.remat]
+        self.all_kept = np.array([KEPT.get(name) == KEPT["none"] for name in self.names])[self.remat]
+        self.in_flight = np.array([_in_flight(one) for one in space])
         self.zb = np.array([one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights for one in space])
         chunks = self.stages * self.virtual
         self.uneven = np.ones(len(space)) if layers is None else np.ceil(layers / chunks) * chunks / layers
@@ -80,7 +82,7 @@ def _table_of(candidate: Candidate) -> tuple[str, int, int, int | None]:
     return s.schedule, candidate.sizes[STAGE], min(s.microbatches, 4 * candidate.sizes[STAGE]), s.virtual
 
 
-def in_flight(candidate: Candidate) -> float:
+def _in_flight(candidate: Candidate) -> float:
     """The microbatches, each of a whole stage, whose activations a stage keeps at once."""
     return 1.0 if candidate.stages is None else _simulated(*_table_of(candidate)).peak
 

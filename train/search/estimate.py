@@ -24,55 +24,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from jgt.schedule.schedules import TRIED
 
-from .columns import BYTES, KEPT, WIDE, Columns, bubble_of, in_flight
+from .columns import KEPT, Columns, bubble_of
+from .forms import MEMORY, ROWS, TRAFFIC, held, moved, state
 from .layout import Candidate
 from .links import HIDDEN, LINKS, by_part, link_seconds
 from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
 from .step import SendTime, Step
 
-AGAIN = {"none": 0.02, "matmuls": 0.05, "attention": 0.1, "block": 1 / 3, "layer": 1 / 3, "stage": 1 / 3}
-"""What is computed again, in shares of forward and backward pass together, before a plan says so."""
-MEMORY = {
-    "constant": 2.0,
-    "weights": 4.0,
-    "gradients": 0.8,
-    "added": 0.5,
-    "whole weights": 0.75,
-    "whole gradients": 1.2,
-    "input": 1.2,
-    "input of stages": 0.8,
-    "work": 30.0,
-    "logits": 3.0,
-    "kept matmuls": 0.9,
-    "kept for zb": 1.2,
-    "kept whole": 0.75,
-    "kept gathered": 0.25,
+_N = TypeVar("_N", float, Numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """What the backward pass computes again, before a plan says so.
+
+    matmuls, memory: shares of the matmuls and of the memory-bound kernels of forward and backward pass together.
+    """
+
+    matmuls: float
+    memory: float
+
+    def share(self, memory: _N) -> _N:
+        """Seconds, over the seconds of matmuls. memory: the same for memory-bound kernels."""
+        return self.matmuls + self.memory * memory
+
+
+AGAIN = {
+    "none": Again(matmuls=0.02, memory=0.0),
+    "matmuls": Again(matmuls=0.04, memory=0.14),
+    "attention": Again(matmuls=0.1, memory=0.1),
+    "all": Again(matmuls=0.25, memory=0.15),
 }
-"""How often a device holds arrays of these sizes."""
-TRAFFIC = {
-    "rows": 200.0,
-    "kept rows": 50.0,
-    "all kept": 110.0,
-    "zb rows": 100.0,
-    "whole rows": 30.0,
-    "gathered rows": 50.0,
-    "weights": 6.0,
-    "weights of stages": 7.0,
-    "update": 20.0,
-}
-"""How often memory-bound kernels read or write them."""
-_ROWS = {"rows", "kept rows", "all kept", "zb rows"}
-"""What a model's kernels do with rows is the model's: attention without a fused kernel reads more of them than matmuls do."""
-_WHOLE_ROWS = 2.0
-"""Of what a layer keeps, arrays of the input's size that tensor parallelism alone does not split (Korthikanti et al., arXiv 2205.05198)."""
-_LOGITS = 2**30
-"""The trainer computes logits in as many parts as make one of them at most this large."""
+"""By what is recomputed: `block`, `layer` and `stage` recompute all."""
+_NARROW = 0.009
+"""By how much longer matmuls take for each further device that shares them, because each has less work at once: in plans of twelve models
+1 % with two devices, 3 % with four, 6 % with eight."""
 _ROOMY = 0.7
 """The share of the memory below which XLA overlaps whatever it can."""
 
@@ -108,17 +101,18 @@ class Estimator:
         form = c.form
         kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
         launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
-        self._state = step.state_bytes / c.split / c.zero1 * c.uneven
+        self._state = state(step, c)
         # The other stages wait for the deepest one.
         self._bubble = 1 - (1 - np.array([bubble_of(one) for one in space])) / c.uneven
         schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
-        self._matmuls = Factor(kernels, step.flops / c.devices / step.peak)
+        self._matmuls = Factor(kernels, step.flops / c.devices / step.peak * (1 + _NARROW * (c.tensor - 1)))
         # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
         self._launch = Factor(launched, 5e-4 * step.layers * c.parts / c.stages)
-        self._again = {name: Portion(kernels) for name in c.names}
+        self._again = {name: Portion(kernels) for name in AGAIN}
+        self._again_of = [name if name in AGAIN else "all" if KEPT.get(name) == 0 else "attention" for name in c.names]
         self._idle = Factor(np.array(schedules), np.ones(len(space)))
-        self._traffic = Sum(self._moved(), TRAFFIC, _ROWS)
-        self._memory = Sum(self._sizes(), MEMORY)
+        self._traffic = Sum(moved(step, c), TRAFFIC, ROWS)
+        self._memory = Sum(held(step, c), MEMORY)
         looped = (c.stages == 1) & (c.parts > 1)
         hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
         # Plans without a pipeline say little of one with it. So no factor is common to all layouts.
@@ -178,8 +172,8 @@ class Estimator:
         self._launch.learn(index, launch)
         self._traffic.learn(index, memory * self.step.hbm)
         if matmuls > 0:
-            name = self._columns.names[self._columns.remat[index]]
-            self._again[name].learn(index, again / matmuls, AGAIN.get(name, AGAIN["attention"]))
+            name = self._again_of[self._columns.remat[index]]
+            self._again[name].learn(index, again / matmuls, AGAIN[name].share(memory / matmuls))
         if bubble := float(self._bubble[index]):
             self._idle.learn(index, parts.get("bubble", 0.0) / ((matmuls + memory + launch + again) * bubble / (1 - bubble)))
 
@@ -188,8 +182,9 @@ class Estimator:
         if self._all is not None:
             return self._all
         matmuls, c = self._matmuls.values(), self._columns
-        again = np.choose(c.remat, [self._again[name].values(AGAIN.get(name, AGAIN["attention"])) for name in c.names])
         memory = self._traffic.values() / self.step.hbm
+        shares = [self._again[name].values(AGAIN[name].share(memory / matmuls)) for name in self._again_of]
+        again = np.choose(c.remat, shares)
         parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values()}
         busy = sum(parts.values(), np.zeros(len(self.space)))
         parts["bubble"] = busy * self._bubble / (1 - self._bubble) * self._idle.values()
@@ -211,49 +206,3 @@ class Estimator:
         if self.step.memory is None:
             return 0.0 * peak_bytes
         return 2 * np.clip((peak_bytes / self.step.memory - _ROOMY) / (1 - _ROOMY), 0, 1)
-
-    # -- the forms --------------------------------------------------------------------------------------------------------
-
-    def _moved(self) -> dict[str, Numbers]:
-        """Bytes that memory-bound kernels may read or write, a number of times."""
-        c, step = self._columns, self.step
-        rows = step.layer_bytes * c.rows * c.parts / c.stages
-        weights = np.where(c.parts > 1, step.parameters * BYTES / c.model_split * c.parts, 0)
-        all_kept = np.array([KEPT.get(name) == KEPT["none"] for name in c.names])[c.remat]
-        found = {"rows": rows / c.tensor, "kept rows": np.where(c.keeps & ~all_kept, rows / c.tensor, 0)}
-        found["all kept"] = np.where(all_kept, rows / c.tensor, 0)
-        # A pass of its own for the gradients of weights reads again what the layer has kept.
-        found["zb rows"] = np.where(c.zb, rows / c.tensor, 0)
-        # Between blocks of matmuls rows are whole on each device with tensor parallelism, or gathered for the next block.
-        rest = rows * (1 - 1 / c.tensor)
-        found |= {"whole rows": np.where(c.sequence, 0, rest), "gathered rows": np.where(c.sequence, rest, 0)}
-        found["update"] = self._state
-        return found | {"weights": np.where(c.stages > 1, 0, weights), "weights of stages": np.where(c.stages > 1, weights, 0)}
-
-    def _sizes(self) -> dict[str, Numbers]:
-        """Bytes of the kinds of arrays that a step has beside its state."""
-        c, step = self._columns, self.step
-        local, whole = step.parameters / c.split, step.parameters / c.model_split
-        alive = np.array([in_flight(one) for one in self.space])
-        inputs = step.layer_bytes * c.rows * alive / c.stages
-        # A pass of its own for the gradients of weights reads what the layer has kept, whatever is recomputed.
-        kept = {"kept for zb": np.where(c.zb, KEPT["none"] * inputs / c.tensor, 0)}
-        kept |= {f"kept {name}": np.where(c.remat == i, KEPT.get(name, 10.0) * inputs / c.tensor, 0) for i, name in enumerate(c.names)}
-        # What is between two blocks of matmuls is whole on each device, unless the sequence is split, too. Then some of it is gathered.
-        rest = np.where(c.keeps, _WHOLE_ROWS * inputs * (1 - 1 / c.tensor), 0)
-        kept |= {"kept whole": np.where(c.sequence, 0, rest), "kept gathered": np.where(c.sequence, rest, 0)}
-        inputs = np.where(c.sequence, inputs / c.tensor, inputs)
-        return {
-            "constant": np.full(len(self.space), 3e8),
-            "weights": whole * c.stages / step.layers * BYTES,
-            "gradients": np.where(c.whole, 0, local * WIDE),
-            # Sums over the parts of a batch are there beside the gradients of a part.
-            "added": np.where(c.whole | (c.parts == 1), 0, local * WIDE),
-            "whole weights": np.where(c.whole, whole * BYTES, 0),
-            "whole gradients": np.where(c.whole, whole * WIDE, 0),
-            "input": np.where(c.stages == 1, inputs, 0),
-            "input of stages": np.where(c.stages > 1, inputs, 0),
-            "work": step.layer_bytes / step.layers * c.rows / c.tensor,
-            "logits": np.minimum(step.model.logits_bytes * c.rows / c.tensor / c.stages, _LOGITS),
-            **{name: sizes for name, sizes in kept.items() if sizes.any()},
-        }

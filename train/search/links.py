@@ -47,12 +47,12 @@ class Hidden:
 
 
 HIDDEN = {
-    "gathers": Hidden(plain=0.5, looped=0.35, piped=-0.2, layered=0.15, overlap=0.05, longer=-0.08, full=-0.14),
-    "sums": Hidden(plain=0.35, looped=0.0, piped=0.0, layered=0.0, overlap=-0.1, longer=-0.02, full=-0.02),
-    "tensor": Hidden(plain=0.2, looped=0.2, piped=0.38, layered=0.1, overlap=0.46, longer=-0.1, full=-0.2),
-    "stage": Hidden(piped=0.15, layered=0.02, longer=-0.01, full=-0.06),
+    "gathers": Hidden(plain=0.7, looped=0.35, piped=-0.8, layered=0.05, overlap=0.05, longer=-0.08, full=-0.34),
+    "sums": Hidden(plain=0.15, looped=0.4, piped=0.0, layered=0.25, overlap=-0.25, longer=-0.02, full=0.23),
+    "tensor": Hidden(plain=0.3, looped=0.3, piped=0.28, layered=0.1, overlap=0.21, longer=-0.15, full=-0.55),
+    "stage": Hidden(piped=-0.15, layered=0.07, longer=-0.06, full=-0.06),
 }
-"""Fitted to plans of eight models on 8 to 384 GPUs."""
+"""Fitted to plans of twelve models on 8 to 768 GPUs (`benchmarks/fit.py`)."""
 
 
 def link_seconds(step: Step, collective: SendTime, space: Sequence[Candidate], c: Columns, bubble: Numbers) -> dict[str, Numbers]:
