@@ -25,6 +25,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.hardware.chip import parse_target
 from jgt.pipeline.layer import Body
+from jgt.pipeline.moves import Moves
 from jgt.pipeline.wire import split_further
 from jgt.program.reads import narrow_reads
 from train.config import load
@@ -210,3 +211,20 @@ def test_bytes_between_stages_are_those_of_the_formula(schedule, virtual):
         # As an all-reduce of n devices: 2 (n - 1) / n of a part. A tick more shows what entered: it is not worth a branch.
         assert MICROBATCHES * part <= shown <= (MICROBATCHES + STAGES - 1) * part
     assert {c.kind for c in between} == {"collective-permute", "all-reduce"}
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_no_matmul_has_a_buffer_copied_into_its_own_order(monkeypatch):
+    pipeline = "pipeline={signal: layers, axis: stage, schedule: interleaved, virtual: 2, microbatches: 8, remat: none}"
+    mesh = "mesh={data: 4, fsdp: 1, stage: 2, tensor: 1}"
+    gpt = ("model={kind: gpt, layers: 8, heads: 4}", mesh, "rules=rules/pipeline.yaml", pipeline, "train.remat=none")
+    gpt = (*gpt, "model.embed=512", "model.ffn=2048", "model.seq=512", "train.batch=32")
+    found = planned(*gpt)
+    monkeypatch.setattr(Moves, "row_major", lambda _, x: x)
+    copied = planned(*gpt)
+    assert found.memory.peak_bytes < copied.memory.peak_bytes
+    assert found.parts_ms["memory"] < copied.parts_ms["memory"]

@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 import yaml
+
 from benchmarks.estimates import FITTED, read_sample
 from benchmarks.search import RUNS
 
