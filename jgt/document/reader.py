@@ -21,6 +21,9 @@ from jgt.document.node import InputError, Node, Value, dotted_key, shown
 
 MAX_DEPTH = 32
 """Levels of mappings and lists inside each other."""
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+_LIBYAML_TOO_DEEP = "maximum nesting depth"
+"""Part of libyaml's message at its own limit of 1,000 levels, which it has since PyYAML 6.0.4."""
 
 MAX_VALUES = 10_000
 """Keys and values of a document."""
@@ -98,10 +101,7 @@ class _Builder:
                     self._report(event, f"{shown(event.value)} contains half of a surrogate pair, which is not a character")
                 yield event
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            # The end of the text may be one line behind its last.
-            line = min(mark.line, text.count("\n")) + 1 if mark else 1
-            self._problems.append(f"{self._file}:{line}: not valid YAML: {_syntax_problem(error, text)}")
+            self._report_syntax(error, text)
         except yaml.YAMLError as error:
             self._problems.append(f"{self._file}:1: not valid YAML: {str(error).splitlines()[0]}")
         except UnicodeEncodeError as error:
@@ -110,6 +110,16 @@ class _Builder:
         except (ValueError, OverflowError) as error:
             # PyYAML's loader in Python lets these through, for version numbers and \U escapes that are too large.
             self._problems.append(f"{self._file}:1: not valid YAML: {error}")
+
+    def _report_syntax(self, error: yaml.MarkedYAMLError, text: str) -> None:
+        mark = error.problem_mark or error.context_mark
+        # The end of the text may be one line behind its last.
+        line = min(mark.line, text.count("\n")) + 1 if mark else 1
+        if _LIBYAML_TOO_DEEP not in (error.problem or ""):
+            self._problems.append(f"{self._file}:{line}: not valid YAML: {_syntax_problem(error, text)}")
+        # libyaml may reach its limit before its first event. Otherwise _node has reported MAX_DEPTH.
+        elif not any(_TOO_DEEP in problem for problem in self._problems):
+            self._problems.append(f"{self._file}:{line}: {_TOO_DEEP}")
 
     def _report(self, event: yaml.Event, problem: str) -> None:
         self._problems.append(f"{self._at(event)}: {problem}")
@@ -131,7 +141,7 @@ class _Builder:
             # implicit[0]: the scalar is not quoted.
             return dataclasses.replace(node, value=_scalar(event.value) if event.implicit[0] else event.value)
         if depth == MAX_DEPTH:
-            self._problems.append(node.problem(f"nested deeper than {MAX_DEPTH} levels"))
+            self._problems.append(node.problem(_TOO_DEEP))
             self._skip_collection()
             return node
         is_list = isinstance(event, yaml.SequenceStartEvent)

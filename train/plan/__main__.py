@@ -20,8 +20,8 @@ from jgt.planner.budget import overruns
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
 from ..config import Run, load
-from ..search.options import add_arguments
 from .asked import Asked, read_asked
+from .options import add_arguments
 
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
