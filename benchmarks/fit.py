@@ -1,6 +1,6 @@
 """Fits the constants of a search's estimates to plans. The result is text for train/search: forms.py, estimate.py, links.py.
 
-    python benchmarks/fit.py [--rounds 3] [--table traffic ...]
+    python benchmarks/fit.py [--rounds 3] [--table traffic ...] [--without maxtext]
 
 The plans are those in benchmarks/layouts of the models that `benchmarks/estimates.py` names as fitted. For each of them the estimates
 learn from the plans of its search, as they would at the end of a search. What counts is how far they are from the plans of layouts drawn
@@ -72,7 +72,7 @@ def constants(tables: Sequence[str]) -> Iterator[Constant]:
     for table in tables:
         for name, value in TABLES[table].items():
             if is_dataclass(value):
-                # Without a pipeline there are no stages between which rows are sent.
+                # Only a pipeline sends rows between stages, so nothing reads the other shares of `stage`.
                 names = [field.name for field in fields(value) if name != "stage" or field.name not in ("plain", "looped", "overlap")]
                 yield from (Constant(table=table, name=name, field=field) for field in names)
             else:

@@ -64,12 +64,10 @@ AGAIN = {
 }
 """By what is recomputed: `block`, `layer` and `stage` recompute all."""
 _NARROW = 0.009
-"""By how much longer matmuls take for each further device that shares them, because each has less work at once: in plans of twelve models
-1 % with two devices, 3 % with four, 6 % with eight."""
+"""By how much longer matmuls take for each further device that shares them, because each has less work at once: in plans of ten models
+1 % with two devices, 3 % with four, 7 % with eight."""
 _ROOMY = 0.7
 """The share of the memory below which XLA overlaps whatever it can."""
-
-
 _SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
 
 
@@ -123,7 +121,6 @@ class Estimator:
         links = link_seconds(step, collective, space, c, self._bubble)
         self._links = {name: Factor(linked[name], links[name], 0.5, 10.0) for name in LINKS}
         self._hidden = {name: Portion(hidden) for name in LINKS}
-        self._rest, self._totals = Factor(np.column_stack([kernels, c.remats]), np.ones(len(space)), 0.3), list[tuple[int, float]]()
         self._all: _All | None = None
 
     @property
@@ -150,9 +147,6 @@ class Estimator:
         """Takes a plan of this layout into account."""
         self._all = None
         self._memory.learn(index, plan.peak_bytes - float(self._state[index]))
-        # On a machine whose plans have no parts, the whole is all there is.
-        if plan.seconds and not plan.parts:
-            self._totals.append((index, plan.seconds))
         if parts := plan.parts:
             self._learn_kernels(index, parts)
             busy = sum(seconds for name, seconds in parts.items() if name not in ("bubble", "exposed"))
@@ -194,11 +188,7 @@ class Estimator:
             taken = links.values()
             hidden = self._hidden[name].values(HIDDEN[name].share(c, taken / busy, full))
             parts[name] = taken - np.minimum(taken, busy) * hidden
-        total = sum(parts.values(), np.zeros(len(self.space)))
-        # What no part explains.
-        rest = self._rest.factors(self._totals, total) if self._totals else np.ones(len(self.space))
-        parts = {name: values * rest for name, values in parts.items()}
-        self._all = _All(seconds=total * rest, peak_bytes=peak_bytes, parts=parts)
+        self._all = _All(seconds=sum(parts.values(), np.zeros(len(self.space))), peak_bytes=peak_bytes, parts=parts)
         return self._all
 
     def _full(self, peak_bytes: Numbers | float) -> Numbers | float:

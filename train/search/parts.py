@@ -8,7 +8,7 @@ coefficients that are not negative (`Sum`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -38,16 +38,11 @@ class Factor:
 
     def values(self) -> Numbers:
         """The form of each layout, corrected."""
-        return self._form * self._factors(self._rows) if self._rows else self._form
-
-    def factors(self, found: Sequence[tuple[int, float]], form: Numbers) -> Numbers:
-        """The factors of another form, learned anew from these (index, value)."""
-        return self._factors([(index, float(np.log(value / form[index]))) for index, value in found])
-
-    def _factors(self, found: Sequence[tuple[int, float]]) -> Numbers:
-        rows = self._features[[index for index, _ in found]]
-        weights = _ridge(rows, np.array([value for _, value in found]), np.ones(len(rows)), self._ridge, self._constant)
-        return np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
+        if not self._rows:
+            return self._form
+        rows = self._features[[index for index, _ in self._rows]]
+        weights = _ridge(rows, np.array([value for _, value in self._rows]), np.ones(len(rows)), self._ridge, self._constant)
+        return self._form * np.exp(np.clip(self._features @ weights, -_MOST, _MOST))
 
 
 class Portion:
