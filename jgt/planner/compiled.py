@@ -32,6 +32,7 @@ from jgt.document import InputError
 from jgt.hardware.chip import Target, chip_of, is_described
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
+from jgt.partitioner import Avoided, avoided_faults
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
@@ -109,7 +110,8 @@ class Compiled:
 
     target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation;
     ignored: those that this XLA does not have. program: as traced. text: as compiled.
-    lines: what XLA wrote to stderr meanwhile. seconds: the time that all of it took.
+    lines: what XLA wrote to stderr meanwhile. avoided: the operations that XLA would have computed wrongly. seconds: the time that all of it
+    took.
     """
 
     target: Target | None
@@ -121,6 +123,7 @@ class Compiled:
     text: str
     memory: MemoryStats
     lines: tuple[str, ...]
+    avoided: tuple[Avoided, ...]
     seconds: float
 
     @property
@@ -158,7 +161,7 @@ def compile_function(
     options = {
         name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **(_WITHOUT_GPU if is_described(target) else {})}.items()
     }
-    with _uncached(), captured_stderr() as lines:
+    with _uncached(), avoided_faults() as avoided, captured_stderr() as lines:
         lowered = jitted.lower(*jax.tree.leaves(shapes))
         if is_described(target):
             keep_on_host(lowered, ins_on_host, outs_on_host)
@@ -180,6 +183,7 @@ def compile_function(
         text=compiled.as_text() or "",
         memory=stats,
         lines=tuple(lines),
+        avoided=tuple(dict.fromkeys(avoided)),
         seconds=time.perf_counter() - started,
     )
 

@@ -49,7 +49,15 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
 
 
 def check_surroundings(arrays: Iterable[Any]) -> None:
-    """Raises ValueError where a mesh with Explicit axes is around a call, or where one of its arguments is on such a mesh."""
+    """Raises ValueError where a mesh with Explicit axes is around a call, or where one of its arguments is on such a mesh.
+
+    And where XLA would choose layouts by GSPMD, which nobody can ask before (see jgt.partitioner).
+    """
+    if not jax.config.values["jax_use_shardy_partitioner"]:
+        raise ValueError(
+            "jax_use_shardy_partitioner is off, so jgt cannot see which layouts XLA chooses, and XLA computes some of them wrongly "
+            "(docs/partitioner.md). Remove that setting"
+        )
     around = jax.sharding.get_abstract_mesh()
     where = f"the axes {', '.join(around.explicit_axes)} of the mesh around this call (jax.set_mesh) are Explicit"
     if not around.explicit_axes:

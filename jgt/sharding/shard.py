@@ -19,6 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
+from jgt.partitioner import avoid_faults
 from jgt.pipeline.config import Pipeline
 from jgt.sharding.argument_specs import check_aliases
 from jgt.sharding.arguments import Arguments
@@ -50,6 +51,7 @@ class Sharded(Generic[_P, _R]):
         state: StateArguments = None,
         pad: bool = False,
     ):
+        avoid_faults()
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
         # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.

@@ -1,0 +1,233 @@
+"""Random layouts of matmuls, convolutions, gathers, loops and small models through `jgt.shard`: does any compute another number?
+
+    python benchmarks/random_layouts.py --layouts 20000             # with the faults of XLA's partitioner avoided
+    python benchmarks/random_layouts.py --layouts 2000 --faults     # as XLA computes them
+
+Each layout gives random specs to the parameters, the inputs, the named tensors and the result of one function, on one of five meshes with
+two to four axes. Values and all gradients are compared with those of the plain function. Layouts that XLA refuses to compile, or of which
+its compiler dies, are counted apart: they are not silent. A program has many layouts, each in a signal of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+MESHES = [*[{"d": 2, "f": 2, "t": 2}] * 4, {"d": 2, "t": 4}, {"d": 4, "t": 2}, {"d": 2, "f": 2, "t": 2, "s": 2}, {"d": 2, "f": 4, "t": 2}]
+TOLERANCE = 1e-4
+"""Of the largest number of an array. Wrong layouts are off by half of it and more."""
+
+
+def functions():
+    """By name: a function of parameters and an input, whose values are named tensors, with the shapes of both."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from jgt.signal import tensor
+
+    def einsum(text):
+        return lambda p, x: jnp.einsum(text, tensor(x, "x"), tensor(p["w"], "w"))
+
+    def conv(**options):
+        def apply(p, x):
+            dims = ("NHWC", "HWIO", "NHWC")
+            return lax.conv_general_dilated(tensor(x, "x"), tensor(p["w"], "w"), dimension_numbers=dims, **options)
+
+        return apply
+
+    def mlp(p, x):
+        return tensor(jnp.tanh(x @ p["w"]), "x") @ p["v"]
+
+    def layers(p, x):
+        return lax.scan(lambda h, w: (tensor(jnp.tanh(h @ w), "x"), None), x, p["w"])[0]
+
+    def attention(p, x):
+        q, k, v = (tensor(jnp.einsum("bsd,dhk->bshk", x, p[name]), name) for name in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("bshk,bthk->bhst", q, k))
+        return jnp.einsum("bshk,hkd->bsd", tensor(jnp.einsum("bhst,bthk->bshk", scores, v), "x"), p["o"])
+
+    same = {"padding": "SAME", "window_strides": (1, 1)}
+    image = (8, 8, 8, 8)
+    return {
+        "matmul": (einsum("mk,kn->mn"), {"w": (16, 8)}, (8, 16)),
+        "rows": (einsum("bsk,kn->bsn"), {"w": (16, 8)}, (8, 8, 16)),
+        "batched": (einsum("bmk,bkn->bmn"), {"w": (8, 16, 8)}, (8, 8, 16)),
+        "heads": (einsum("bsd,dhk->bshk"), {"w": (8, 8, 8)}, (8, 8, 8)),
+        "two sums": (einsum("bshd,hde->bse"), {"w": (8, 8, 8)}, (8, 8, 8, 8)),
+        "three sums": (einsum("abck,abcn->kn"), {"w": (8, 8, 4, 8)}, (8, 8, 4, 8)),
+        "conv": (conv(**same), {"w": (3, 3, 8, 8)}, image),
+        "strided": (conv(padding="SAME", window_strides=(2, 2)), {"w": (3, 3, 8, 8)}, image),
+        "dilated": (conv(**same, rhs_dilation=(2, 2)), {"w": (3, 3, 8, 8)}, image),
+        "depthwise": (conv(**same, feature_group_count=8), {"w": (3, 3, 1, 8)}, image),
+        "grouped": (conv(**same, feature_group_count=4), {"w": (3, 3, 2, 8)}, image),
+        "transposed": (conv(padding=((1, 2), (1, 2)), window_strides=(1, 1), lhs_dilation=(2, 2)), {"w": (3, 3, 8, 8)}, (8, 4, 4, 8)),
+        "pooled": (lambda p, x: lax.reduce_window(x * p["w"], -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"), {"w": (8,)}, image),
+        "embedding": (lambda p, x: p["w"][(jnp.abs(x) * 7).astype(jnp.int32) % 16], {"w": (16, 8)}, (8, 8)),
+        "cumulative": (lambda p, x: lax.associative_scan(jnp.add, tensor(x * p["w"], "x"), axis=1), {"w": (8,)}, (8, 8, 8)),
+        "mlp": (mlp, {"w": (8, 16), "v": (16, 8)}, (16, 8)),
+        "layers": (layers, {"w": (3, 8, 8)}, (8, 8)),
+        "attention": (attention, {"q": (8, 4, 8), "k": (8, 4, 8), "v": (8, 4, 8), "o": (4, 8, 8)}, (8, 8, 8)),
+    }
+
+
+def spec(rng, shape, mesh):
+    """A random spec whose axes divide the shape."""
+    axes, dims = list(mesh), [[] for _ in shape]
+    rng.shuffle(axes)
+    for axis in axes:
+        fits = [d for d, size in enumerate(shape) if size % (mesh[axis] * _product(mesh[a] for a in dims[d])) == 0]
+        if fits and rng.random() < 0.75:
+            dims[rng.choice(fits)].append(axis)
+    return [d or None for d in dims]
+
+
+def _product(sizes):
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def tensors_of(fn, params, x):
+    """The shapes of a function's named tensors."""
+    import jax
+
+    from jgt.program import jaxpr as jx
+
+    found = {}
+
+    def walk(program):
+        for equation in jx.body(program).eqns:
+            if name := jx.tensor_name(equation):
+                found[name] = jx.shape_of(equation.outvars[0])
+            for inner in jx.subprograms(equation):
+                walk(inner)
+
+    walk(jax.make_jaxpr(fn)(params, x))
+    return found
+
+
+def run_programs(name, seeds, count, keeps_faults):
+    """Compiles `count` layouts of one function in one program for each seed, and prints what came out as JSON."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jgt
+    from jgt.partitioner import avoided_faults, with_faults
+
+    fn, shapes, of_x = functions()[name]
+    draw = np.random.default_rng(0)
+    params = {key: draw.standard_normal(shape, np.float32) for key, shape in shapes.items()}
+    x = draw.standard_normal(of_x, np.float32)
+    out = jax.eval_shape(fn, params, x)
+    cotangent = jnp.asarray(draw.standard_normal(out.shape, np.float32))
+    expected = jax.jit(lambda p, x: (fn(p, x), *jax.vjp(fn, p, x)[1](cotangent)))(params, x)
+    expected = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
+    tensors = tensors_of(fn, params, x)
+    numbers = [f"{n}" for n in range(count)]
+
+    def many(p, x):
+        results = []
+        for n in numbers:
+            with jgt.signal.context(f"layout{n}"):
+                results.append(fn({key: value[n] for key, value in p.items()}, x[n]))
+        return results
+
+    for seed in seeds:
+        rng = random.Random(seed)
+        sizes = rng.choice(MESHES)
+        signals = {
+            f"layout{n}": {
+                "params": {f"{key}/{n}": spec(rng, shape[1:] if name == "layers" else shape, sizes) for key, shape in shapes.items()},
+                "tensors": {key: spec(rng, shape, sizes) for key, shape in tensors.items() if rng.random() < 0.7},
+                "out": spec(rng, out.shape, sizes),
+            }
+            for n in numbers
+        }
+        inputs = {n: spec(rng, of_x, sizes) for n in numbers}
+        mesh = jgt.make_mesh(sizes, devices=jax.devices()[: _product(sizes.values())])
+        sharded = jgt.shard(many, jgt.make_rules({"signals": signals, "inputs": inputs, "default": "replicate"}), mesh, partial=True)
+
+        def run(p, x, sharded=sharded):
+            results, pull = jax.vjp(sharded, p, x)
+            return results, *pull([cotangent] * count)
+
+        arguments = {key: dict.fromkeys(numbers, value) for key, value in params.items()}, dict.fromkeys(numbers, x)
+        with avoided_faults() as avoided, with_faults() if keeps_faults else contextlib.nullcontext():
+            try:
+                found = jax.jit(run)(*arguments)
+            except jax.errors.JaxRuntimeError as error:
+                print(json.dumps({"refused": str(error)[:300]}), flush=True)
+                continue
+        wrong = []
+        for n in numbers:
+            mine = found[0][int(n)], {key: value[n] for key, value in found[1].items()}, found[2][n]
+            pairs = zip(map(np.asarray, jax.tree.leaves(mine)), expected, strict=True)
+            errors = [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs]
+            if not max(errors) < TOLERANCE:
+                wrong.append([max(errors), signals[f"layout{n}"], inputs[n]])
+        changed = {match for a in avoided for match in re.findall(r"layout\d+", a.name)}
+        print(json.dumps({"mesh": sizes, "wrong": wrong, "changed": len(changed)}), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--program", type=int, default=24, help="layouts in one program")
+    parser.add_argument("--faults", action="store_true", help="leave the faults in")
+    parser.add_argument("--only", help="one function")
+    parser.add_argument("--run", nargs=2, metavar=("NAME", "SEEDS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run_programs(options.run[0], json.loads(options.run[1]), options.program, options.faults)
+        return
+    # XLA's partitioner is the same without what takes the most time for small programs.
+    flags = [
+        "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib") < "0.11" else "",
+    ]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    totals, seed, started = collections.Counter(), options.seed, time.perf_counter()
+    names = [options.only] if options.only else list(functions())
+    for name in itertools.cycle(names):
+        if totals["layouts"] >= options.layouts:
+            break
+        seeds = list(range(seed, seed + 10))
+        seed += 10
+        command = [sys.executable, __file__, "--program", str(options.program), "--run", name, json.dumps(seeds)]
+        done = subprocess.run(command + ["--faults"] * options.faults, check=False, capture_output=True, text=True, env=environment)
+        for line in done.stdout.splitlines():
+            found = json.loads(line)
+            if "refused" in found:
+                totals["layouts in programs that XLA refuses"] += options.program
+                print(f"refused: {name}: {found['refused']}", flush=True)
+                continue
+            totals["layouts"] += options.program
+            totals["changed"] += found["changed"]
+            totals["wrong"] += len(found["wrong"])
+            totals[f"wrong: {name}"] += len(found["wrong"])
+            for error, rules, inputs in found["wrong"]:
+                print(f"wrong by {error:.2f}: {name} {found['mesh']} {rules} inputs {inputs}", flush=True)
+        if done.returncode < 0:
+            totals["layouts in programs that XLA's compiler dies of"] += options.program
+            print(f"died: {name} after {len(done.stdout.splitlines())} programs of seeds {seeds}", flush=True)
+        elif done.returncode:
+            raise SystemExit(done.stderr)
+    print(json.dumps({key: value for key, value in totals.items() if value} | {"seconds": round(time.perf_counter() - started)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+# pyright: basic
+"""The layouts that Shardy, XLA's propagation of shardings, chooses for the operations of a lowered program.
+
+A lowered program names the layouts of some of its values. Shardy chooses the others when XLA compiles, and no API returns them. So this
+file turns a copy of the program into what XLA makes of it before it calls Shardy, and runs the same passes: jaxlib has them among its MLIR
+passes. tests/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
+
+A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so
+an axis is taken apart where one of the layouts of an operation does that; each piece is an *atom*.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy, stablehlo
+from jaxlib.mlir.passmanager import PassManager
+
+Atom = tuple[str, int, int]
+"""A part of a mesh axis: its name, the number of parts before it, and its own size."""
+Layout = tuple[tuple[Atom, ...], ...]
+"""The atoms that split each dim, major to minor."""
+
+
+def operations(module: Any) -> list[Any]:
+    """All operations of a module, also those within others, in a fixed order."""
+    found: list[Any] = []
+
+    def add(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(add)
+    return found
+
+
+def meshes_of(module: Any) -> dict[str, Any]:
+    """The meshes that the shardings of a module name."""
+    return {
+        ir.StringAttr(op.attributes["sym_name"]).value: sdy.MeshAttr(op.attributes["mesh"])
+        for op in module.regions[0].blocks[0].operations
+        if op.operation.name == "sdy.mesh"
+    }
+
+
+def inline_calls(module: Any) -> None:
+    """Puts the bodies of functions where they are called, as XLA does before Shardy chooses."""
+    functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in operations(module) if op.name == "func.func"}
+    main = functions.pop("main")
+    while calls := [op for op in operations(main) if op.name == "func.call"]:
+        for call in calls:
+            body = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].operation.clone(ir.InsertionPoint(main))
+            block = body.regions[0].blocks[0]
+            for argument, operand in zip(block.arguments, call.operands, strict=True):
+                argument.replace_all_uses_with(operand)
+            *inner, end = block.operations
+            for op in inner:
+                op.operation.move_before(call)
+                _name_within(op, call.location)
+            for result, value in zip(call.results, end.operands, strict=True):
+                result.replace_all_uses_with(value)
+            call.operation.erase()
+            body.operation.erase()
+    for function in functions.values():
+        function.operation.erase()
+
+
+def _name_within(op: Any, place: Any) -> None:
+    """Puts the scopes of a call before the names of an operation and of those in it, as XLA does."""
+    if isinstance(place, ir.NameLoc):
+        for inner in operations(op):
+            if isinstance(inner.location, ir.NameLoc):
+                inner.location = ir.Location.name(f"{place.name_str}/{inner.location.name_str}", childLoc=inner.location.child_loc)
+
+
+def choose_layouts(module: Any) -> None:
+    """Lets Shardy choose. The module has no calls; it is changed as XLA would change it, and every operation has its layout then."""
+    _reshape_broadcasts(module)
+    _free_invariants(module, next(iter(meshes_of(module))))
+    passes = PassManager.parse("builtin.module(sdy-import-pipeline,sdy-user-priority-propagate)")
+    # Verifying a copy that nobody compiles would take twice the time of all else.
+    passes.enable_verifier(False)
+    passes.run(module.operation)
+
+
+def _reshape_broadcasts(module: Any) -> None:
+    """Makes reshapes of the broadcasts that only add dims of size 1. Shardy looks at reshapes first."""
+    for op in operations(module):
+        if op.name != "stablehlo.broadcast_in_dim" or not (shape := shape_of(op.operands[0])):
+            continue
+        if math.prod(shape) == math.prod(shape_of(op.results[0])):
+            with ir.InsertionPoint(op):
+                new = stablehlo.ReshapeOp(op.results[0].type, op.operands[0]).result
+            op.results[0].replace_all_uses_with(new)
+            op.operation.erase()
+
+
+def _free_invariants(module: Any, mesh: str) -> None:
+    """Takes the values that a loop does not change out of what it carries. Each loop then chooses layouts of its own for them."""
+    for loop in [op for op in operations(module) if op.name == "stablehlo.while"]:
+        condition, body = (region.blocks[0] for region in loop.regions)
+        end = list(body.operations)[-1]
+        for n in [n for n, value in enumerate(end.operands) if value == body.arguments[n]]:
+            inside = loop.operands[n]
+            loop.results[n].replace_all_uses_with(inside)
+            if rank := len(shape_of(inside)):
+                with ir.InsertionPoint(loop):
+                    dims = [sdy.DimensionShardingAttr.get([], is_closed=False)] * rank
+                    inside = sdy.ShardingConstraintOp(inside, sdy.TensorShardingAttr.get(mesh, dims)).result
+            condition.arguments[n].replace_all_uses_with(inside)
+            body.arguments[n].replace_all_uses_except(inside, end.operation)
+
+
+def sharding_of(value: Any) -> Any:
+    """The sharding of a value; None if it has none, and so is whole on every device."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        op, n, name = owner.owner, ir.BlockArgument(value).arg_number, "in_shardings"
+        if op.name == "func.func":
+            attributes = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[n]) if "arg_attrs" in op.attributes else {}
+            return sdy.TensorShardingAttr(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else None
+        if op.name == "stablehlo.while":
+            # What a loop carries has its layout at the result.
+            value = op.results[n]
+    else:
+        op, n, name = owner, ir.OpResult(value).result_number, "out_shardings"
+    edge = next((use.owner for use in value.uses if use.owner.name == "sdy.data_flow_edge"), op)
+    if "sharding" in edge.attributes:
+        return sdy.TensorShardingAttr(edge.attributes["sharding"])
+    found = next((op.attributes[key] for key in (name, "sdy.sharding") if key in op.attributes), None)
+    return None if found is None else sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(found).shardings[n])
+
+
+def manual_axes(op: Any) -> frozenset[str]:
+    """The axes of the shard_maps around an operation, which split nothing inside."""
+    found: set[str] = set()
+    while (op := op.operation.parent) is not None:
+        if op.name == "sdy.manual_computation":
+            found |= set(sdy.ManualAxesAttr(op.attributes["manual_axes"]))
+    return frozenset(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The devices of a mesh, seen from an operation: its atoms, and the ids of the devices, with one dim for each atom."""
+
+    atoms: tuple[Atom, ...]
+    devices: np.ndarray
+
+    @classmethod
+    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> Grid:
+        """The grid for arrays of these shardings. manual: the axes that split nothing there."""
+        axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
+        cuts = {axis.name: {1, axis.size} for axis in axes}
+        for ref in (ref for sharding in shardings for dim in _references(sharding) for ref in dim):
+            if ref.sub_axis_info is not None:
+                info = sdy.SubAxisInfoAttr(ref.sub_axis_info)
+                cuts[ref.name] |= {info.pre_size, info.pre_size * info.size}
+        pairs = [(axis.name, pair) for axis in axes for pair in itertools.pairwise(sorted(cuts[axis.name]))]
+        atoms = [(name, low, high // low) for name, (low, high) in pairs]
+        ids = np.array(list(mesh.device_ids) or range(math.prod(size for _, _, size in atoms)))
+        ids = ids.reshape([size for _, _, size in atoms])[tuple(0 if name in manual else slice(None) for name, _, _ in atoms)]
+        return cls(atoms=tuple(atom for atom in atoms if atom[0] not in manual), devices=ids)
+
+    def layout(self, sharding: Any, rank: int) -> Layout:
+        """The layout of an array of this rank."""
+        if sharding is None:
+            return ((),) * rank
+        return tuple(tuple(atom for ref in dim for atom in self._parts(ref)) for dim in _references(sharding))
+
+    def _parts(self, ref: Any) -> Iterator[Atom]:
+        info = None if ref.sub_axis_info is None else sdy.SubAxisInfoAttr(ref.sub_axis_info)
+        for name, low, size in self.atoms:
+            if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
+                yield name, low, size
+
+    def copies(self, layout: Layout) -> int:
+        """How many devices have the same part of an array."""
+        return self.devices.size // parts(atom for axes in layout for atom in axes)
+
+    def groups(self, layout: Layout, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
+        """The devices that have the same part of these dims, in the order of the other dims.
+
+        and_copies: devices that have the same part of the whole array are in different groups.
+        """
+        used = {atom for axes in layout for atom in axes}
+        whole = [atom for atom in self.atoms if atom not in used]
+        front = [atom for d in dims for atom in layout[d]] + (whole if and_copies else [])
+        inner = [atom for d, axes in enumerate(layout) if d not in dims for atom in axes] + ([] if and_copies else whole)
+        order = [self.atoms.index(atom) for atom in (*front, *inner)]
+        return self.devices.transpose(order).reshape(parts(front), -1).tolist()
+
+    def constrained(self, value: Any, layout: Layout, mesh: Any) -> Any:
+        """A value that is constrained to a layout, where operations are inserted now."""
+        dims = [sdy.DimensionShardingAttr.get([self._reference(atom) for atom in joined(axes)], is_closed=True) for axes in layout]
+        return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
+
+    def _reference(self, atom: Atom) -> Any:
+        name, low, size = atom
+        is_whole = size == parts(a for a in self.atoms if a[0] == name)
+        return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
+
+
+def parts(atoms: Iterator[Atom] | Sequence[Atom]) -> int:
+    """Into how many parts these atoms split a dim."""
+    return math.prod(size for _, _, size in atoms)
+
+
+def joined(axes: Sequence[Atom]) -> list[Atom]:
+    """The atoms of a dim, with neighbouring parts of one axis as one."""
+    found: list[Atom] = []
+    for name, low, size in axes:
+        if found and found[-1][0] == name and found[-1][1] * found[-1][2] == low:
+            found[-1] = (name, found[-1][1], found[-1][2] * size)
+        else:
+            found.append((name, low, size))
+    return found
+
+
+def _references(sharding: Any) -> list[list[Any]]:
+    """The axes, or parts of axes, that a sharding names for each dim."""
+    if sharding is None:
+        return []
+    return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of an array; () for a value that is none, such as a token."""
+    return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()
