@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from jgt.sharding.shard import shard as shard
     from jgt.trainer import load as load
     from jgt.trainer import run as run
+    from jgt.verification import Verification as Verification
+    from jgt.verification import verify as verify
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ _OWNERS = {
     "Placement": "jgt.sharding.placement",
     "Plan": "jgt.planner.plan",
     "Rules": "jgt.rules",
+    "Verification": "jgt.verification",
     "abstract_mesh": "jgt.mesh.mesh",
     "init": "jgt.sharding.shard",
     "load": "jgt.trainer",
@@ -46,6 +49,7 @@ _OWNERS = {
     "plan": "jgt.planner.plan",
     "run": "jgt.trainer",
     "shard": "jgt.sharding.shard",
+    "verify": "jgt.verification.verify",
 }
 
 __all__ = [
@@ -54,6 +58,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Rules",
+    "Verification",
     "abstract_mesh",
     "init",
     "load",
@@ -65,6 +70,7 @@ __all__ = [
     "run",
     "shard",
     "signal",
+    "verify",
 ]
 
 

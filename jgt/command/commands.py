@@ -56,6 +56,7 @@ _OWN = {
     "plot": _of_trainer("curves.__main__", "draw metrics of runs, as a PNG or in the terminal", "plot"),
     "compare": _of_trainer("curves.__main__", "show what two runs differ in", "compare"),
     "check": _of_trainer("check.__main__", "check the rules against the mesh and the shapes, without devices"),
+    "verify": _of_trainer("verify.__main__", "show that the layout changes no number, on virtual devices"),
     "plan": _of_trainer("plan.__main__", "show what XLA does with the training step, also for GPUs that you do not have"),
     "calibrate": _of_trainer("calibrate.__main__", "measure the devices of this machine, for the times of plans"),
     "schedule": _of_jgt("jgt.schedule.__main__", "show and compare pipeline schedules"),

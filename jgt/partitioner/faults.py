@@ -286,6 +286,10 @@ def _sums_wrongly(dims: _Dims, layouts: Sequence[Layout], grid: Grid) -> bool:
 
     if any(len({axes(n, f) for n in range(3)}) > 1 for f in dims.batch):
         return True
+    uses = [{f for f in range(len(dims.factors)) for n in range(3) if atom in axes(n, f)} for atom in grid.atoms]
+    if any(len(used) > 2 for used in uses):
+        # An axis splits three different dims.
+        return True
     counts = [[parts(axes(n, f)) for f in dims.summed] for n in (0, 1)]
     if counts[0] != counts[1] and all(sum(count > 1 for count in one) > 1 for one in counts):
         # Both operands split several of the dims that are summed over, but differently. A sum is forgotten.

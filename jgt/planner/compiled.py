@@ -110,8 +110,7 @@ class Compiled:
 
     target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation;
     ignored: those that this XLA does not have. program: as traced. text: as compiled.
-    lines: what XLA wrote to stderr meanwhile. avoided: the operations that XLA would have computed wrongly. seconds: the time that all of it
-    took.
+    lines: what XLA wrote to stderr meanwhile. avoided: operations that XLA would have computed wrongly. seconds: the time all of it took.
     """
 
     target: Target | None

@@ -37,7 +37,16 @@ from jgt.planner.memory import USABLE, Memory
 from jgt.planner.signals import SignalRow
 
 FindingKind = Literal[
-    "memory", "avoided", "rematerialization", "indivisible", "replicated", "computed-alike", "dense-experts", "unexplained", "exchange", "unknown-loop"
+    "memory",
+    "avoided",
+    "rematerialization",
+    "indivisible",
+    "replicated",
+    "computed-alike",
+    "dense-experts",
+    "unexplained",
+    "exchange",
+    "unknown-loop",
 ]
 
 _FORGOTTEN = 0.05
@@ -125,7 +134,15 @@ def findings(
     shards = [*_replicated(params, compiled.mesh.size), *dense, *repeated]
     rules = {row.signal: row.rule for row in rows}
     advice = _exchanged(exchanges, sum(c.total_bytes for c in sent))
-    for finding in (*_too_much_memory(memory), *_avoided(compiled, sent), *misfits, *shards, *unexplained, *advice, *_unknown_loops(module)):
+    for finding in (
+        *_too_much_memory(memory),
+        *_avoided(compiled, sent),
+        *misfits,
+        *shards,
+        *unexplained,
+        *advice,
+        *_unknown_loops(module),
+    ):
         rule = finding.rule or rules.get(finding.signal, "")
         # Functions that were not sharded by rules have findings too.
         yield replace(finding, rule=rule, text=f"{finding.text} (rule: {rule})") if rule else finding
@@ -153,8 +170,8 @@ def _avoided(compiled: Compiled, sent: Sequence[Collective]) -> Iterator[Finding
         signal, kind = _signal_of(avoided.name), avoided.name.rpartition("/")[2]
         sends = sum(c.total_bytes for c in sent if c.source and avoided.line.endswith(c.source) and c.signal == signal)
         text = (
-            f"XLA would compute this {kind} wrongly with the layouts {avoided.before}, so jgt gives it {avoided.after}. What is computed in this "
-            f"line sends {size_text(sends)} in a step. Specs by which an axis splits one dim of the {kind} only need no such help"
+            f"XLA would compute this {kind} wrongly with the layouts {avoided.before}, so jgt gives it {avoided.after}. This line sends "
+            f"{size_text(sends)} in a step. Specs by which each axis splits only one dim of the {kind} need no such help"
         )
         yield _finding("avoided", signal, avoided.line, sends, text)
 

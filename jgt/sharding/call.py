@@ -48,7 +48,8 @@ class PlannedCall:
 
     run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`. storage:
     the stored forms of parameters, where these are not the model's. run_stored: the same where stacks are stored on their stages.
-    out_tree: the tree of the result.
+    out_tree: the tree of the result. program, rewritten: as traced, and with every rule applied; None in a
+    pipeline, which rewrites parts.
     is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
     around it.
     """
@@ -57,6 +58,8 @@ class PlannedCall:
     run: Run
     out_tree: Any
     changed: tuple[int, ...]
+    program: Program
+    rewritten: Program | None
     is_reusable: bool
     storage: Storage | None = None
     run_stored: Run | None = None
@@ -119,6 +122,8 @@ def plan_call(
         run_stored=None if staged.stored is None else pinned(staged.stored.run),
         out_tree=traced.out_tree,
         changed=traced.changed,
+        program=program,
+        rewritten=applied.whole.program if pipeline is None else None,
         is_reusable=not jx.closes_over_tracers(program),
     )
 

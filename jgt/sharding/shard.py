@@ -77,6 +77,11 @@ class Sharded(Generic[_P, _R]):
         """
         return self._plan(self._arguments(args, kwargs)).placement
 
+    def planned(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Arguments, PlannedCall]:
+        """The arrays of a call and what it runs, for comparisons of both programs. Raises InputError as a call does."""
+        arguments = self._arguments(args, kwargs)
+        return arguments, self._plan(arguments)
+
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
         """The form in which parameters are best stored between steps; None: as the model has them."""
         return self._plan(self._arguments(args, kwargs)).storage

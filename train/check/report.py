@@ -22,6 +22,7 @@ from ..config import Run
 from ..records.console import Screen
 from ..run.train import open_run
 from ..setup import Setup, prepare
+from ..verify.compare import is_verified
 
 
 def dry_run(run: Run) -> None:
@@ -92,3 +93,5 @@ def print_check(setup: Setup) -> None:
     screen = Screen(enabled=True)
     screen.setup(setup)
     screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes or padded.")
+    if not is_verified(setup.run):
+        screen.say("This layout was never compared with one device on this machine: jgt verify FILE does that in seconds.")

@@ -58,7 +58,7 @@ class Objective:
     """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
 
     is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
-    that both take. settle: see `Model`.
+    that both take. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones.
     """
 
     loss: ShardedLoss
@@ -66,12 +66,19 @@ class Objective:
     is_token_loss: bool
     used: Callable[[Any], Any] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
+    unstored: ShardedLoss | None = None
+
+    @property
+    def of_model(self) -> ShardedLoss:
+        """The loss of the model's own parameters."""
+        return self.loss if self.unstored is None else self.unstored
 
     def on_stored(self, storage: Storage) -> Objective:
         """The same of parameters that are stored in other forms."""
         assert isinstance(self.loss, Sharded)
         assert isinstance(self.evaluated, Sharded)
-        return replace(self, loss=self.loss.on_used(storage), evaluated=self.evaluated.on_used(storage), used=storage.used)
+        loss, evaluated = self.loss.on_used(storage), self.evaluated.on_used(storage)
+        return replace(self, loss=loss, evaluated=evaluated, used=storage.used, unstored=self.loss)
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:

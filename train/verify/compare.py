@@ -1,0 +1,76 @@
+"""The comparison of a small run with one device, and the note that a layout was compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgt.document.shipped import shipped_folder
+from jgt.sharding.shard import Sharded
+from jgt.verification import TOLERANCE, Verification, verify_sharded
+
+from ..compiled.programs import default_folder
+from ..config import Run
+from ..data.config import OwnData
+from ..data.own import open_own
+from ..setup import Setup, prepare
+from ..step.schedule import Settings, settings_of_step
+
+_EIGHT_BITS = 0.1
+"""The tolerance where weights or gradients travel in eight bits, which rounds them."""
+
+
+def compare(small: Run, run: Run) -> Verification:
+    """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
+    setup = prepare(small)
+    loss = setup.objective.of_model
+    assert isinstance(loss, Sharded)
+    params, variables = setup.model.init(jax.random.key(0))
+    batch = rows_of(setup)
+    settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
+    rounds = any(rule.gather for rule in small.rules.signals)
+    found = verify_sharded(
+        loss, params, variables, batch, optimizer=setup.make_optimizer(settings), tolerance=_EIGHT_BITS if rounds else TOLERANCE
+    )
+    if found.is_right:
+        note = _note_of(run)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    return found
+
+
+def is_verified(run: Run) -> bool:
+    """Whether the layout of a run was compared on this machine, or has rules that ship, which the tests compare."""
+    if run.rules_root is None or _note_of(run).exists():
+        return True
+    return Path(run.rules_root.where.rpartition(":")[0]).resolve().is_relative_to(shipped_folder().resolve() / "rules")
+
+
+def _note_of(run: Run) -> Path:
+    axes = [axis for axis, size in run.mesh.items() if size != 1]
+    pipeline = None if run.pipeline is None else (run.pipeline.schedule, run.pipeline.signal)
+    rules = None if run.rules_root is None else run.rules_root.plain()
+    key = repr((axes, rules, pipeline, run.config.model.kind))
+    return default_folder().parent.parent / "verified" / hashlib.sha256(key.encode()).hexdigest()
+
+
+def rows_of(setup: Setup) -> Mapping[str, jax.Array]:
+    """A batch: random tokens, weights and documents, or the first samples of the user's own data."""
+    run, shapes = setup.run, setup.batch_shapes
+    if isinstance(run.config.data, OwnData):
+        source = open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab)
+        samples = [source.train[n % len(source.train)] for n in range(run.config.train.batch)]
+        return {name: jnp.asarray(x) for name, x in source.stack(samples).items()}
+    random, vocab, shape = np.random.default_rng(0), run.config.model.vocab, shapes["inputs"].shape
+    arrays = {
+        "inputs": random.integers(0, vocab, shape),
+        "targets": random.integers(0, vocab, shape),
+        "weights": random.integers(0, 2, shape) / np.prod(shape),
+        "segments": np.sort(random.integers(1, 4, shape), axis=-1),
+    }
+    return {name: jnp.asarray(arrays[name], x.dtype) for name, x in shapes.items()}

@@ -1,0 +1,92 @@
+"""A run at sizes that a laptop compares in seconds, with the layout of the run.
+
+What a layout does depends on which mesh axes split a dim, and on whether they divide it, but hardly on how long it is. So each mesh axis
+shrinks to 2 or 4 devices, and each dim of the model to a small multiple of all of them together; a vocabulary that is
+padded stays one that has to be padded. The model computes in f32: in bf16, a wrong layout could hide behind rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jgt.document import InputError
+
+from ..config import Run
+from ..models.config import OwnModel
+
+_HEAD = 4
+"""Numbers of a head; rotary positions need an even number."""
+_MOST_EXPERTS = 16
+
+
+def small_mesh(sizes: Mapping[str, int], num_devices: int, where: str) -> dict[str, int]:
+    """Sizes of 2 for all axes above 1, then of 4 for the largest, as far as the devices go. Raises InputError if 2 is too many."""
+    small = {axis: 1 if size == 1 else 2 for axis, size in sizes.items()}
+    if math.prod(small.values()) > num_devices:
+        split = ", ".join(axis for axis, size in small.items() if size > 1)
+        text = f"{split} split something, which takes {math.prod(small.values())} devices. Use --devices {math.prod(small.values())}"
+        raise InputError([f"{where}: mesh: {text}"])
+    # -1 stands for all devices that are left.
+    for axis in sorted(sizes, key=lambda axis: -sizes[axis] if sizes[axis] > 0 else -math.inf):
+        if (sizes[axis] < 0 or sizes[axis] >= 4) and math.prod(small.values()) * 2 <= num_devices:
+            small[axis] *= 2
+    return small
+
+
+def small_overrides(run: Run, num_devices: int) -> list[str]:
+    """The overrides that make a run small. A model of the user's own keeps its sizes."""
+    mesh = small_mesh(run.mesh, num_devices, run.where("mesh")) if run.config.mesh is not None else {"data": num_devices}
+    unit, pipeline, config = math.prod(mesh.values()), run.pipeline, run.config
+    stages = 1 if pipeline is None else mesh.get(pipeline.axis, 1)
+    microbatches = 1 if pipeline is None else 2 * stages
+    accumulate = min(config.train.accumulate, 2)
+    new: dict[str, Any] = {
+        "devices.virtual_cpu": unit,
+        "mesh": mesh,
+        "train.batch": unit * microbatches * accumulate,
+        "train.accumulate": accumulate,
+        "model.dtype": "f32",
+        "sync": None,
+        "budget": None,
+    }
+    if pipeline is not None:
+        new["pipeline.microbatches"] = microbatches
+    if not isinstance(config.model, OwnModel):
+        new |= _model(run, unit, stages)
+    return [f"{key}={_text(value)}" for key, value in new.items()]
+
+
+def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
+    config, train = run.config.model, run.config.train
+    assert not isinstance(config, OwnModel)
+    kv_heads = config.kv_heads or config.heads
+    virtual = 1 if run.pipeline is None else run.pipeline.virtual or 1
+    chunks = stages * virtual
+    heads = unit * min(config.heads // kv_heads, 4)
+    new: dict[str, Any] = {
+        # Chunks of equal length stay so, others do not become so.
+        "model.layers": max(chunks, 2) + bool(chunks > 1 and config.layers % (run.mesh.get("stage", stages) * virtual)),
+        "model.embed": heads * _HEAD,
+        "model.heads": heads,
+        "model.kv_heads": unit if config.kv_heads is not None else None,
+        "model.head_dim": _HEAD if config.head_dim is not None else None,
+        "model.ffn": 2 * unit * _HEAD,
+        # One more than a multiple is divided by no axis.
+        "model.vocab": 4 * unit + (train.uneven == "pad" and config.vocab % 8 != 0),
+        "model.seq": 2 * unit,
+        "model.fp8": False,
+        "model.attention": "xla",
+    }
+    if config.experts is not None:
+        new["model.experts.count"] = min(config.experts.count, _MOST_EXPERTS)
+        new["model.experts.ffn"] = unit * _HEAD
+        new["model.experts.first_dense"] = min(config.experts.first_dense, 1)
+    return new
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
