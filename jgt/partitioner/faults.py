@@ -48,8 +48,6 @@ from jgt.partitioner.shardy import (
 
 MARK = "avoided_fault"
 """The last part of the names of the added constraints, and so of the collectives that they cause."""
-_ROUNDS = 4
-"""A constraint can change what Shardy chooses elsewhere, so the result is checked again, at most this often."""
 _NUMBER = "jgt.number"
 
 
@@ -110,23 +108,24 @@ def avoid_faults() -> None:
 def without_faults(module: ir.Module) -> ir.Module:
     """The module itself, or a copy in which no operation has a layout that is known to be computed wrongly.
 
-    Raises RuntimeError if no such layout is found.
+    In a copy, all matmuls and windows are constrained, the right ones to the layouts that they have anyway: Shardy might choose others
+    for them in the new program.
     """
     with module.context, ir.Location.unknown():
         if not _may_have_faults(module):
             return module
         copy = module.operation.clone()
         inline_calls(copy)
-        if not (faults := _faults(copy)):
+        layouts = _layouts(copy)
+        wrong = [found.avoided for found in layouts if found.avoided is not None]
+        if not wrong:
             return module
         module = _copy(module)
         inline_calls(module)
-        for _ in range(_ROUNDS):
-            _constrain(module, faults)
-            if not (faults := _faults(module.operation.clone())):
-                return module
-    lines = "; ".join(f"{fault.avoided.line or fault.avoided.name} ({fault.avoided.before})" for fault in faults)
-    raise RuntimeError(f"XLA's partitioner computes these layouts wrongly, and no other was found: {lines}. Write other specs there")
+        _constrain(module, layouts)
+    if (collected := _collected.get()) is not None:
+        collected += wrong
+    return module
 
 
 # The dims of operations
@@ -211,8 +210,11 @@ _READERS: dict[str, Callable[[Any], _Dims]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fault:
-    """A wrong layout of an operation, which is given by its number among those with readers. given, better: the layouts of its arrays."""
+class _Found:
+    """The layouts of an operation's arrays, as Shardy chooses them and as they should be. avoided: None if they are the same.
+
+    number: of the operation among those with readers.
+    """
 
     number: int
     arrays: tuple[int, ...]
@@ -220,7 +222,7 @@ class _Fault:
     better: tuple[Layout, ...]
     grid: Grid
     mesh: Any
-    avoided: Avoided
+    avoided: Avoided | None
 
 
 def _may_have_faults(module: Any) -> bool:
@@ -237,21 +239,21 @@ def _moves(dims: _Dims, op: Any) -> bool:
     return any(len({factor[n] for factor in dims.factors} - {None}) < len(shape_of(values[a])) for n, a in enumerate(dims.arrays))
 
 
-def _faults(module: Any) -> list[_Fault]:
-    """The operations of a module whose layouts are wrong. The module is changed as Shardy changes it."""
+def _layouts(module: Any) -> list[_Found]:
+    """The layouts of the operations that have readers. The module is changed as Shardy changes it."""
     meshes = meshes_of(module)
     integer = ir.IntegerType.get_signless(64)
     for number, op in enumerate(_readable(module)):
         op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
     choose_layouts(module)
-    return [fault for op in _readable(module) if (fault := _fault_of(op, meshes)) is not None]
+    return [found for op in _readable(module) if (found := _layouts_of(op, meshes)) is not None]
 
 
 def _readable(module: Any) -> list[Any]:
     return [op for op in operations(module) if op.name in _READERS]
 
 
-def _fault_of(op: Any, meshes: dict[str, Any]) -> _Fault | None:
+def _layouts_of(op: Any, meshes: dict[str, Any]) -> _Found | None:
     dims = _READERS[op.name](op)
     values = [[*op.operands, *op.results][n] for n in dims.arrays]
     shardings = [sharding_of(value) for value in values]
@@ -260,15 +262,14 @@ def _fault_of(op: Any, meshes: dict[str, Any]) -> _Fault | None:
         return None
     grid = Grid.of(meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings, manual_axes(op))
     shapes = [shape_of(value) for value in values]
-    layouts = tuple(grid.layout(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True))
-    is_wrong = _moves_along_split_dim(dims, layouts) or (bool(dims.summed) and _sums_wrongly(dims, layouts, grid))
-    if not is_wrong:
-        return None
-    better = _compatible(dims, layouts, shapes)
-    name = op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
-    avoided = Avoided(name=name, line=_line_of(op), before=_shown(layouts), after=_shown(better))
+    given = tuple(grid.layout(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True))
+    better, avoided = given, None
+    if _moves_along_split_dim(dims, given) or (dims.summed and _sums_wrongly(dims, given, grid)):
+        better = _compatible(dims, given, shapes)
+        name = op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
+        avoided = Avoided(name=name, line=_line_of(op), before=_shown(given), after=_shown(better))
     number = ir.IntegerAttr(op.attributes[_NUMBER]).value
-    return _Fault(number=number, arrays=dims.arrays, given=layouts, better=better, grid=grid, mesh=mesh, avoided=avoided)
+    return _Found(number=number, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh, avoided=avoided)
 
 
 def _moves_along_split_dim(dims: _Dims, layouts: Sequence[Layout]) -> bool:
@@ -388,24 +389,24 @@ def _compatible(dims: _Dims, layouts: Sequence[Layout], shapes: Sequence[tuple[i
     return tuple(tuple(layout) for layout in better)
 
 
-def _constrain(module: ir.Module, faults: Sequence[_Fault]) -> None:
-    """Puts constraints around operations. What reads their results finds them as they were, so that nothing else changes its layout."""
+def _constrain(module: ir.Module, layouts: Sequence[_Found]) -> None:
+    """Puts constraints around operations. What reads a result that has another layout now finds it as it was."""
     readable = _readable(module)
-    for fault in faults:
-        op, avoided = readable[fault.number], fault.avoided
-        with ir.Location.name(f"{avoided.name}/{MARK}", childLoc=op.location):
-            for n, given, better in zip(fault.arrays, fault.given, fault.better, strict=True):
+    for found in layouts:
+        op = readable[found.number]
+        name = op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
+        with ir.Location.name(f"{name}/{MARK}", childLoc=op.location):
+            for n, given, better in zip(found.arrays, found.given, found.better, strict=True):
                 if n < len(op.operands):
                     with ir.InsertionPoint(op):
-                        op.operands[n] = fault.grid.constrained(op.operands[n], better, fault.mesh)
-                else:
-                    result = op.results[n - len(op.operands)]
-                    with ir.InsertionPoint.after(op):
-                        new = fault.grid.constrained(result, better, fault.mesh)
-                        last = fault.grid.constrained(new, given, fault.mesh)
-                    result.replace_all_uses_except(last, new.owner.operation)
-        if (collected := _collected.get()) is not None:
-            collected.append(avoided)
+                        op.operands[n] = found.grid.constrained(op.operands[n], better, found.mesh)
+                    continue
+                result = op.results[n - len(op.operands)]
+                with ir.InsertionPoint.after(op):
+                    first = last = found.grid.constrained(result, better, found.mesh)
+                    if given != better:
+                        last = found.grid.constrained(first, given, found.mesh)
+                result.replace_all_uses_except(last, first.owner.operation)
 
 
 def _copy(module: ir.Module) -> ir.Module:

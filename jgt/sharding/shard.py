@@ -18,6 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.batch import joined_results
 from jgt.document import InputError
 from jgt.partitioner import avoid_faults
 from jgt.pipeline.config import Pipeline
@@ -81,6 +82,20 @@ class Sharded(Generic[_P, _R]):
         """The arrays of a call and what it runs, for comparisons of both programs. Raises InputError as a call does."""
         arguments = self._arguments(args, kwargs)
         return arguments, self._plan(arguments)
+
+    def joined(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+        """For each result, in the result's tree, how it is joined from parts of the batch: the first dim of the first input that has dims.
+
+        Raises InputError as a call does.
+        """
+        arguments, planned = self.planned(*args, **kwargs)
+        num_params = len(arguments.parameters)
+        shapes = [() if one.is_state or one.is_key else one.x.shape for one in arguments.inputs]
+        rows = next((shape[0] for shape in shapes if shape), 0)
+        batched = [False] * num_params + [bool(shape) and shape[0] == rows for shape in shapes]
+        larger = arguments.trace_rows(batched, 2 * rows, planned.changed)
+        results = joined_results(planned.program, larger, ratio=2.0, num_params=num_params)
+        return jax.tree.unflatten(planned.out_tree, results[: planned.out_tree.num_leaves])
 
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
         """The form in which parameters are best stored between steps; None: as the model has them."""

@@ -111,11 +111,15 @@ class Data:
         return sum(map(len, self._held_out.values()))
 
     def eval_batch(self, batch: int, multiple: int) -> int:
-        """The rows of a batch of an evaluation: `batch`, or without padding a smaller multiple that leaves out the fewest samples."""
+        """The rows of a batch of an evaluation: `batch`, or without padding a smaller multiple that leaves out the fewest samples.
+
+        At least half of `batch` if there are as many samples: many small batches take long.
+        """
         if self.pads or not self._held_out:
             return batch
         count = self.eval_sequences
-        fits = range(multiple, min(batch, max(count, multiple)) + 1, multiple)
+        half = -(-batch // (2 * multiple)) * multiple
+        fits = range(half if half <= count else multiple, min(batch, max(count, multiple)) + 1, multiple)
         # Of equal ones the largest.
         return min(reversed(fits), key=lambda size: count % size)
 

@@ -174,7 +174,11 @@ class Feed:
         self._batch = setup.run.config.train.batch
         # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
         shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())
-        self.eval_batch = data.eval_batch(self._batch, shards)
+        is_whole = setup.objective.is_of_whole_batches
+        self.eval_batch = self._batch if is_whole else data.eval_batch(self._batch, shards)
+        if is_whole and 0 < data.eval_sequences < self._batch:
+            few = f"{data.eval_sequences} held-out samples are fewer than a batch of {self._batch}, which the loss compares with each other"
+            raise InputError([f"{setup.run.where('data')}: data.source: {few}. Hold out more, or none, or lower train.batch"])
         if not data.pads and 0 < data.eval_sequences < shards:
             where, config = setup.run.where("data"), setup.run.config
             few = f"{data.eval_sequences} held-out samples are fewer than the {shards} devices that split a batch"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from ..models.own import own_model
 from ..models.remat import Remat
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
-from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
+from ..step.objective import Objective, ShardedLoss, own_objective, problem_of_parts, token_objective
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..sync.phases import Phases
 from .fit import first_remat
@@ -89,6 +89,7 @@ def prepare(
     problems = (*batch_problems(run, mesh.shape), *replica_problems(run, mesh.shape))
     placement = jgt.place(objective.loss, rules, mesh, params, variables, part, pipeline=pipeline, state="variables", problems=problems)
     _check_remat(run, placement.tensors)
+    objective = _checked_parts(run, objective, (params, variables, part))
     storage = _storage(run, objective, (params, variables, part))
     make_optimizer = _optimizer(run, model, placement, storage)
     phases = _phases(run, mesh, variables)
@@ -190,6 +191,22 @@ def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, r
         pipeline == run.pipeline and not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
     )
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
+
+
+def _checked_parts(run: Run, objective: Objective, shapes: tuple[Any, ...]) -> Objective:
+    """Raises InputError for an own loss that would be another one on parts of a batch. An evaluation of such a loss gets whole batches."""
+    if objective.is_token_loss or run.pipeline is not None:
+        return objective
+    assert isinstance(objective.loss, Sharded)
+    assert isinstance(objective.evaluated, Sharded)
+    if run.config.train.accumulate > 1 and (problem := problem_of_parts(objective.loss, shapes)):
+        where = f"{run.where('train.accumulate')}: train.accumulate: {problem}"
+        remedies = (
+            "Set it to 1 (train.remat saves memory, too), return (sum, weight) for an average that leaves out rows, or compute what is "
+            "meant of a part inside jgt.signal.per_microbatch()"
+        )
+        raise InputError([f"{where}. {remedies}"])
+    return replace(objective, is_of_whole_batches=bool(problem_of_parts(objective.evaluated, shapes)))
 
 
 def roles_of(model: Model, placement: Placement) -> Any:

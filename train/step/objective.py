@@ -58,7 +58,8 @@ class Objective:
     """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
 
     is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
-    that both take. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones.
+    that both take. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones. is_of_whole_batches:
+    an evaluation's results on a smaller batch are others, because rows meet.
     """
 
     loss: ShardedLoss
@@ -67,6 +68,7 @@ class Objective:
     used: Callable[[Any], Any] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
     unstored: ShardedLoss | None = None
+    is_of_whole_batches: bool = False
 
     @property
     def of_model(self) -> ShardedLoss:
@@ -144,6 +146,19 @@ def _reported(where: str) -> Iterator[None]:
         if not (line := own_line(error)):
             raise
         raise InputError([f"{where} failed: {line}{type(error).__name__}: {error}"]) from error
+
+
+def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
+    """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
+    value, part = loss.joined(*shapes)
+    pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
+    for what, (found, weight) in pairs.items():
+        for one in (found, *([] if weight is None else [weight])):
+            if one.problem:
+                return f"{what} of a batch cannot be made of those of its parts: {one.problem}"
+            if weight is None and one.degree:
+                return f"{what} is a sum over rows, where a scalar counts as a mean"
+    return ""
 
 
 def joined(value: Any, weight: Any, parts: int) -> Any:
