@@ -9,6 +9,7 @@ A program that was rewritten by rules has the sites of the original, in the same
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,12 +24,13 @@ from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 class Site:
     """A place in a program. signal: the path of the signals around it. tensor: the name of a tensor; empty for what leaves the signal.
 
-    number: how many sites before it have the same signal and tensor.
+    number: how many sites before it have the same signal and tensor. loop: the number of the outermost scan around it, from 1; 0 for none.
     """
 
     signal: str
     tensor: str
     number: int = 0
+    loop: int = 0
 
     def __str__(self) -> str:
         return f"{f'tensor {self.tensor}' if self.tensor else 'output'} of signal {self.signal or '(none)'}"
@@ -38,13 +40,13 @@ def sites_of(program: Program) -> dict[Var, Site]:
     """The sites of a program, in order, by the variables of the values."""
     found: dict[Var, Site] = {}
     counts: dict[tuple[str, str], int] = {}
-    for var, signal, tensor in _sites(program, Place()):
+    for var, signal, tensor, loop in _sites(program, Place(), itertools.count(1)):
         number = counts[signal, tensor] = counts.get((signal, tensor), -1) + 1
-        found[var] = Site(signal, tensor, number)
+        found[var] = Site(signal, tensor, number, loop)
     return found
 
 
-def _sites(program: Program, around: Place) -> Iterator[tuple[Var, str, str]]:
+def _sites(program: Program, around: Place, loops: Iterator[int], loop: int = 0) -> Iterator[tuple[Var, str, str, int]]:
     inner = jx.body(program)
     readers: dict[Atom, list[Place]] = {var: [around] for var in inner.outvars if jx.is_var(var)}
     for equation in reversed(inner.eqns):
@@ -56,11 +58,12 @@ def _sites(program: Program, around: Place) -> Iterator[tuple[Var, str, str]]:
     for equation in inner.eqns:
         place, name = jx.place_of(equation, around), jx.tensor_name(equation)
         if _is_entered(equation):
-            yield from (site for part in jx.subprograms(equation) for site in _sites(part, place))
+            inside = loop or (next(loops) if jx.is_scan(equation) else 0)
+            yield from (site for part in jx.subprograms(equation) for site in _sites(part, place, loops, inside))
         for var in () if _is_constraint(equation) else equation.outvars:
             leaves = bool(place.path) and any(not reader.inside(place.signals) for reader in readers.get(var, ()))
             if (name is not None or leaves) and not jx.is_dropped(var) and jx.is_real(var):
-                yield var, place.path, name or ""
+                yield var, place.path, name or "", loop
 
 
 def _is_constraint(equation: Equation) -> bool:

@@ -151,10 +151,21 @@ def _errors(expected: _Named, found: _Named) -> dict[str, float]:
         a, b = (np.asarray(arrays[name], np.float64) for arrays in (expected, found))
         if not np.array_equal(np.isfinite(a), np.isfinite(b)):
             return float("inf")
-        difference = np.max(np.abs(np.where(np.isfinite(a), a - b, 0.0)), initial=0.0)
+        finite = np.isfinite(a)
+        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0)
         return float(difference / (max(sizes[name], smallest) or 1.0))
 
     return {name: error(name) for name in expected}
+
+
+def _in_order(sites: Sequence[Site], values: Mapping[Site, Any]) -> list[tuple[Site, Any]]:
+    """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
+    first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
+    found: list[tuple[tuple[int, int, int], Site, Any]] = []
+    for position, site in enumerate(sites):
+        steps = range(len(values[site])) if site.loop else (...,)
+        found += [((first[site.loop] if site.loop else position, step if site.loop else 0, position), site, step) for step in steps]
+    return [(site, step) for _, site, step in sorted(found, key=lambda entry: entry[0])]
 
 
 class _Comparison:
@@ -200,14 +211,16 @@ class _Comparison:
             return ""
         plain, sharded = self._taps(self._planned.program, self._device), self._taps(self._planned.rewritten, self._whole)
         for n, what in ((0, "value"), (1, "cotangent")):
-            common = {
-                str(i): site for i, site in enumerate(plain[n]) if site in sharded[n] and plain[n][site].shape == sharded[n][site].shape
-            }
-            errors = _errors({i: plain[n][site] for i, site in common.items()}, {i: sharded[n][site] for i, site in common.items()})
-            wrong = [i for i in (errors if n == 0 else reversed(errors)) if not errors[i] <= tolerance]
+            common = [site for site in plain[n] if site in sharded[n] and plain[n][site].shape == sharded[n][site].shape]
+            steps = _in_order(common, plain[n])
+            names = {f"{number}": (site, step) for number, (site, step) in enumerate(steps)}
+            errors = _errors(*({name: one[n][site][step] for name, (site, step) in names.items()} for one in (plain, sharded)))
+            wrong = [name for name in (errors if n == 0 else reversed(errors)) if not errors[name] <= tolerance]
             if wrong:
-                site = common[wrong[0]]
-                return f"the {what} of {site}{self._rule_of(site, plain[n][site].ndim, backward=n == 1)} is off by {errors[wrong[0]]:.2g}"
+                site, step = names[wrong[0]]
+                rule = self._rule_of(site, plain[n][site].ndim, backward=n == 1)
+                where = f", step {step} of its loop," if site.loop else ""
+                return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
         return ""
 
     def _taps(self, program: Any, where: Any) -> tuple[dict[Site, Any], dict[Site, Any]]:

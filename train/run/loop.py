@@ -61,6 +61,10 @@ class Loop:
         self._is_first, self._check_lock = lock is not None, _nothing if lock is None else lock.check
         self._config = setup.run.config
         self._feed = Feed(data, setup)
+        if data.eval_sequences and self._feed.eval_batch != self._config.train.batch:
+            screen.say(f"An evaluation reads {data.eval_sequences} samples in batches of {self._feed.eval_batch}, so that few are left out")
+        elif data.eval_sequences and setup.objective.is_of_whole_batches:
+            screen.say("An evaluation reads whole batches only, because the loss compares their rows")
         self._eval_step: Any = None
         self._saved, self._has_failed = 0, False
         """The step of the last save that was started, and whether it has failed."""
