@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxlib.mlir import ir
@@ -142,7 +142,7 @@ def manual_axes(op: Any) -> frozenset[str]:
     found: set[str] = set()
     while (op := op.operation.parent) is not None:
         if op.name == "sdy.manual_computation":
-            found |= set(sdy.ManualAxesAttr(op.attributes["manual_axes"]))
+            found |= set(cast(Any, sdy.ManualAxesAttr(op.attributes["manual_axes"])))
     return frozenset(found)
 
 

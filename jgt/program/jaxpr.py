@@ -88,7 +88,8 @@ def closes_over_tracers(program: Program) -> bool:
 
 def evaluate(program: Program, args: Sequence[ArrayLike]) -> list[jax.Array]:
     """Runs a program on arrays or tracers, under whatever transformation is active."""
-    return jex.jaxpr_as_fun(program)(*args)
+    inner = body(program)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(inner, []) if inner is program else program)(*args)
 
 
 def body(program: Program) -> jex.Jaxpr:

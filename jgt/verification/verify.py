@@ -10,34 +10,23 @@ the first value that differs, or else the first cotangent.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jgt.document import InputError
 from jgt.partitioner import Avoided, avoided_faults
 from jgt.pipeline.config import Pipeline
-from jgt.program import jaxpr as jx
-from jgt.rules import match_out, match_tensor
-from jgt.sharding.arguments import Arguments
-from jgt.sharding.call import PlannedCall
 from jgt.sharding.checks import RulesLike
 from jgt.sharding.inputs import StateArguments
-from jgt.sharding.paths import named_leaves, path_text
 from jgt.sharding.shard import Sharded
-from jgt.verification.taps import Site, sites_of, tapped
+from jgt.verification.comparison import Comparison, errors_of
 
 TOLERANCE = 1e-4
 """Of the largest number of an array. Sums in another order differ by less, wrong layouts by half of it and more."""
-_SMALLEST = 1e-3
-"""An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +100,26 @@ def verify(
 
 
 def verify_sharded(
-    sharded: Sharded[..., Any], *args: Any, optimizer: Any = None, tolerance: float = TOLERANCE, **kwargs: Any
+    sharded: Sharded[..., Any],
+    *args: Any,
+    optimizer: Any = None,
+    plain_optimizer: Any = None,
+    tolerance: float = TOLERANCE,
+    **kwargs: Any,
 ) -> Verification:
-    """`verify` for a function that is sharded already. Raises InputError."""
+    """`verify` for a function that is sharded already. plain_optimizer: `optimizer` without a mesh, if it knows one. Raises InputError."""
     started = time.perf_counter()
     arguments, planned = sharded.planned(*args, **kwargs)
     mesh = planned.placement.mesh
     if not isinstance(mesh, Mesh):
         raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
-    comparison = _Comparison(arguments, planned, mesh)
+    comparison = Comparison(arguments, planned, mesh)
     with avoided_faults() as avoided:
         expected, found = comparison.results()
         if optimizer is not None:
-            new = comparison.updates(optimizer, expected)
+            new = comparison.updates(optimizer, plain_optimizer or optimizer, expected)
             expected, found = expected | new[0], found | new[1]
-    errors = _errors(expected, found)
+    errors = errors_of(expected, found)
     differences = tuple(Difference(what=what, error=error) for what, error in errors.items() if not error <= tolerance)
     return Verification(
         differences=differences,
@@ -135,167 +129,3 @@ def verify_sharded(
         avoided=tuple(dict.fromkeys(avoided)),
         seconds=time.perf_counter() - started,
     )
-
-
-_Arrays = Sequence[Any]
-_Named = Mapping[str, Any]
-
-
-def _errors(expected: _Named, found: _Named) -> dict[str, float]:
-    """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
-    sizes = {name: float(np.max(np.abs(x), initial=0.0)) for name, x in expected.items()}
-    finite = [size for size in sizes.values() if np.isfinite(size)]
-    smallest = _SMALLEST * max(finite, default=0.0)
-
-    def error(name: str) -> float:
-        a, b = (np.asarray(arrays[name], np.float64) for arrays in (expected, found))
-        if not np.array_equal(np.isfinite(a), np.isfinite(b)):
-            return float("inf")
-        finite = np.isfinite(a)
-        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0)
-        return float(difference / (max(sizes[name], smallest) or 1.0))
-
-    return {name: error(name) for name in expected}
-
-
-def _in_order(sites: Sequence[Site], values: Mapping[Site, Any]) -> list[tuple[Site, Any]]:
-    """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
-    first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
-    found: list[tuple[tuple[int, int, int], Site, Any]] = []
-    for position, site in enumerate(sites):
-        steps = range(len(values[site])) if site.loop else (...,)
-        found += [((first[site.loop] if site.loop else position, step if site.loop else 0, position), site, step) for step in steps]
-    return [(site, step) for _, site, step in sorted(found, key=lambda entry: entry[0])]
-
-
-class _Comparison:
-    """Two programs on the same arrays: plain on the first device of a mesh, and rewritten on all of it."""
-
-    def __init__(self, arguments: Arguments, planned: PlannedCall, mesh: Mesh):
-        self._planned, self._mesh, self._rules = planned, mesh, planned.placement.rules
-        self._arrays = [_filled(x, n) for n, x in enumerate(arguments.arrays)]
-        self._parameters = planned.placement.parameters
-        self._real = [n for n in range(len(self._parameters)) if jnp.issubdtype(self._arrays[n].dtype, jnp.floating)]
-        paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(planned.out_tree, range(planned.out_tree.num_leaves)))[0]]
-        self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
-
-    def results(self) -> tuple[_Named, _Named]:
-        """The results and gradients of both programs, by name."""
-        plain = self._on(self._device, lambda arrays: self._with_gradients(lambda x: jx.evaluate(self._planned.program, x), arrays))
-        sharded = self._on(self._whole, lambda arrays: self._with_gradients(self._planned.run, arrays))
-        return plain, sharded
-
-    def updates(self, optimizer: Any, expected: _Named) -> tuple[_Named, _Named]:
-        """The parameters and the optimizer state after an update by the gradients of the plain program."""
-        tree, places = self._planned.placement.tree, self._planned.placement
-        if len(self._real) != tree.num_leaves:
-            raise InputError(["verify: an update needs parameters that are all floating-point arrays. Leave out the optimizer"])
-        gradients = jax.tree.unflatten(tree, [np.asarray(expected[self._gradient_of(n)]) for n in self._real])
-        params = jax.tree.unflatten(tree, [np.asarray(x) for x in self._arrays[: len(self._real)]])
-
-        def run(params: Any, gradients: Any) -> tuple[Any, Any]:
-            updates, state = optimizer.update(gradients, optimizer.init(params), params)
-            return jax.tree.map(lambda p, u: p + u, params, updates), state
-
-        shapes = jax.eval_shape(run, params, gradients)
-        layout = places.params, places.optimizer(shapes[1])
-        plain = jax.jit(run)(*jax.device_put((params, gradients), self._device))
-        # With the layouts of a step: parameters as they are stored, gradients like the optimizer state.
-        sharded = jax.jit(run, in_shardings=(places.params, places.gradients), out_shardings=layout)(params, gradients)
-        both = [{f"after an update: {path_text(path)}": x for path, x in named_leaves(one)[0]} for one in (plain, sharded)]
-        return both[0], both[1]
-
-    def first_difference(self, tolerance: float) -> str:
-        """The first site whose value differs, or else the first of the backward pass whose cotangent does. In a pipeline there are none."""
-        if self._planned.rewritten is None:
-            return ""
-        plain, sharded = self._taps(self._planned.program, self._device), self._taps(self._planned.rewritten, self._whole)
-        for n, what in ((0, "value"), (1, "cotangent")):
-            common = [site for site in plain[n] if site in sharded[n] and plain[n][site].shape == sharded[n][site].shape]
-            steps = _in_order(common, plain[n])
-            names = {f"{number}": (site, step) for number, (site, step) in enumerate(steps)}
-            errors = _errors(*({name: one[n][site][step] for name, (site, step) in names.items()} for one in (plain, sharded)))
-            wrong = [name for name in (errors if n == 0 else reversed(errors)) if not errors[name] <= tolerance]
-            if wrong:
-                site, step = names[wrong[0]]
-                rule = self._rule_of(site, plain[n][site].ndim, backward=n == 1)
-                where = f", step {step} of its loop," if site.loop else ""
-                return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
-        return ""
-
-    def _taps(self, program: Any, where: Any) -> tuple[dict[Site, Any], dict[Site, Any]]:
-        """The values and the cotangents at the sites of a program, in order."""
-        sites = sites_of(program)
-        shapes = jax.eval_shape(lambda arrays: tapped(program, sites, arrays)[1], self._arrays)
-
-        def run(arrays: _Arrays) -> tuple[dict[Site, Any], dict[Site, Any]]:
-            def results(probes: Mapping[Site, Any]) -> tuple[list[Any], dict[Site, Any]]:
-                results, taps = tapped(program, sites, arrays, probes)
-                return [results[n] for n in self._weighed(results)], taps
-
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            outputs, pull, taps = jax.vjp(results, zeros, has_aux=True)
-            return taps, pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
-
-        values, cotangents = self._on(where, run)
-        order = [site for site in sites.values() if site in values]
-        return {site: values[site] for site in order}, {site: cotangents[site] for site in order}
-
-    def _with_gradients(self, run: Callable[[_Arrays], Sequence[Any]], arrays: _Arrays) -> dict[str, Any]:
-        def of_parameters(real: _Arrays) -> tuple[list[Any], Sequence[Any]]:
-            given = list(arrays)
-            for n, x in zip(self._real, real, strict=True):
-                given[n] = x
-            results = run(given)
-            return [results[n] for n in self._weighed(results)], results
-
-        outputs, pull, results = jax.vjp(of_parameters, [arrays[n] for n in self._real], has_aux=True)
-        gradients = pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
-        named = {name: x for name, x in zip(self._names, results, strict=True) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
-        return named | {self._gradient_of(n): x for n, x in zip(self._real, gradients, strict=True)}
-
-    def _weighed(self, results: Sequence[Any]) -> list[int]:
-        """The numbers of the results that are differentiated."""
-        real = [n for n, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.floating)]
-        # In a pipeline, only the first result has a gradient.
-        return real if self._planned.rewritten is not None else real[:1]
-
-    def _gradient_of(self, number: int) -> str:
-        place = self._parameters[number]
-        used = f", used in {', '.join(place.signals)}" if place.signals else ""
-        return f"gradient of {place.path or 'the parameter'} {list(place.shape)} {place.spec}{used}"
-
-    def _rule_of(self, site: Site, rank: int, *, backward: bool) -> str:
-        # A scan has stacked the values of its layers.
-        for back, r in itertools.product(dict.fromkeys((backward, False)), (rank, rank - 1)):
-            if site.tensor:
-                match = match_tensor(self._rules, site.tensor, site.signal, r, backward=back)
-            else:
-                match = match_out(self._rules, site.signal, r, backward=back)
-            if match.rule is not None:
-                return f" ({match.rule.where})"
-        return ""
-
-    @property
-    def _device(self) -> Any:
-        return jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
-
-    @property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec())
-
-    def _on(self, where: Any, run: Callable[[_Arrays], Any]) -> Any:
-        return jax.jit(run)(jax.device_put(self._arrays, where))
-
-
-def _filled(x: Any, number: int) -> Any:
-    """An array; for a shape, random numbers."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.full((*x.shape, 2), number, jnp.uint32)) if x.shape else jax.random.key(number)
-    return _noise(x.shape, x.dtype, number) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
-
-
-def _noise(shape: tuple[int, ...], dtype: Any, number: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)

@@ -214,7 +214,7 @@ def test_a_mesh_without_devices_is_an_error(params):
 
 
 def test_a_value_that_is_not_finite_on_one_side_differs(mesh):
-    from jgt.verification.verify import _errors
+    from jgt.verification.comparison import errors_of
 
-    assert _errors({"x": np.array([1.0, np.inf])}, {"x": np.array([1.0, np.inf])}) == {"x": 0.0}
-    assert _errors({"x": np.array([1.0, 2.0])}, {"x": np.array([1.0, np.nan])}) == {"x": float("inf")}
+    assert errors_of({"x": np.array([1.0, np.inf])}, {"x": np.array([1.0, np.inf])}) == {"x": 0.0}
+    assert errors_of({"x": np.array([1.0, 2.0])}, {"x": np.array([1.0, np.nan])}) == {"x": float("inf")}

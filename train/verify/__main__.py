@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from jgt.document import InputError
@@ -27,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .compare import compare
         from .small import small_overrides
 
-        # What the command line says comes last.
-        small = load(arguments.config, [*small_overrides(run, arguments.devices), *arguments.overrides], code=code)
-        use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
+        small = load(arguments.config, small_overrides(run, arguments.devices, arguments.overrides), code=code)
+        # A caller that has started JAX has devices already.
+        with suppress(RuntimeError):
+            use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
         found = compare(small, run)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own
 from ..setup import Setup, prepare
+from ..setup.program import roles_of
+from ..step.config import OwnOptimizer
+from ..step.optimizer import MakeOptimizer, build_optimizer
 from ..step.schedule import Settings, settings_of_step
 
 _EIGHT_BITS = 0.1
@@ -27,7 +32,7 @@ _EIGHT_BITS = 0.1
 
 def compare(small: Run, run: Run) -> Verification:
     """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
-    setup = prepare(small)
+    setup = prepare(small, devices=jax.devices()[: math.prod(small.mesh.values())])
     loss = setup.objective.of_model
     assert isinstance(loss, Sharded)
     params, variables = setup.model.init(jax.random.key(0))
@@ -35,13 +40,33 @@ def compare(small: Run, run: Run) -> Verification:
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
     rounds = any(rule.gather for rule in small.rules.signals)
     found = verify_sharded(
-        loss, params, variables, batch, optimizer=setup.make_optimizer(settings), tolerance=_EIGHT_BITS if rounds else TOLERANCE
+        loss,
+        params,
+        variables,
+        batch,
+        optimizer=setup.make_optimizer(settings),
+        plain_optimizer=_without_mesh(setup)(settings),
+        tolerance=_EIGHT_BITS if rounds else TOLERANCE,
     )
     if found.is_right:
         note = _note_of(run)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
     return found
+
+
+def _without_mesh(setup: Setup) -> MakeOptimizer:
+    """The optimizer of a run on one device: Muon's brings each matrix to one of the devices of a mesh."""
+    config = setup.run.config.optimizer
+    if isinstance(config, OwnOptimizer):
+        return setup.make_optimizer
+
+    def map_matrices(fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+        return jax.tree.map(fn, tree)
+
+    sizes = {place.path: place.shape[-2:] for place in setup.placement.parameters}
+    roles = roles_of(setup.model, setup.placement)
+    return build_optimizer(config, roles, dtype=jnp.float32, map_matrices=map_matrices, sizes=sizes)
 
 
 def is_verified(run: Run) -> bool:

@@ -8,7 +8,7 @@ padded stays one that has to be padded. The model computes in f32: in bf16, a wr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jgt.document import InputError
@@ -35,8 +35,8 @@ def small_mesh(sizes: Mapping[str, int], num_devices: int, where: str) -> dict[s
     return small
 
 
-def small_overrides(run: Run, num_devices: int) -> list[str]:
-    """The overrides that make a run small. A model of the user's own keeps its sizes."""
+def small_overrides(run: Run, num_devices: int, overrides: Sequence[str] = ()) -> list[str]:
+    """The overrides that make a run small, after its own. A model of the user's own keeps its sizes, and so does what `overrides` name."""
     mesh = small_mesh(run.mesh, num_devices, run.where("mesh")) if run.config.mesh is not None else {"data": num_devices}
     unit, pipeline, config = math.prod(mesh.values()), run.pipeline, run.config
     stages = 1 if pipeline is None else mesh.get(pipeline.axis, 1)
@@ -55,19 +55,21 @@ def small_overrides(run: Run, num_devices: int) -> list[str]:
         new["pipeline.microbatches"] = microbatches
     if not isinstance(config.model, OwnModel):
         new |= _model(run, unit, stages)
-    return [f"{key}={_text(value)}" for key, value in new.items()]
+    given = {override.partition("=")[0] for override in overrides} - {"mesh", "devices.virtual_cpu"}
+    return [*overrides, *(f"{key}={_text(value)}" for key, value in new.items() if key not in given)]
 
 
 def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
     config, train = run.config.model, run.config.train
     assert not isinstance(config, OwnModel)
     kv_heads = config.kv_heads or config.heads
-    virtual = 1 if run.pipeline is None else run.pipeline.virtual or 1
+    # Two chunks on a stage suit every schedule that leaves their number open.
+    virtual = 1 if run.pipeline is None else run.pipeline.virtual or 2
     chunks = stages * virtual
     heads = unit * min(config.heads // kv_heads, 4)
     new: dict[str, Any] = {
         # Chunks of equal length stay so, others do not become so.
-        "model.layers": max(chunks, 2) + bool(chunks > 1 and config.layers % (run.mesh.get("stage", stages) * virtual)),
+        "model.layers": max(chunks, 2) + bool(run.pipeline is not None and config.layers % run.mesh.get(run.pipeline.axis, 1)),
         "model.embed": heads * _HEAD,
         "model.heads": heads,
         "model.kv_heads": unit if config.kv_heads is not None else None,

@@ -1,0 +1,204 @@
+"""The two programs of a comparison: plain on one device, and rewritten on a mesh, with the same arrays."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgt.document import InputError
+from jgt.program import jaxpr as jx
+from jgt.rules import match_out, match_tensor
+from jgt.sharding.arguments import Arguments
+from jgt.sharding.call import PlannedCall
+from jgt.sharding.paths import named_leaves, path_text
+from jgt.verification.taps import Site, sites_of, tapped
+
+_SMALLEST = 1e-3
+"""An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""
+
+Arrays = Sequence[Any]
+Named = dict[str, Any]
+"""Arrays by what they are."""
+
+
+def errors_of(expected: Named, found: Named) -> dict[str, float]:
+    """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
+    sizes = {name: float(np.max(np.abs(x), initial=0.0)) for name, x in expected.items()}
+    finite = [size for size in sizes.values() if np.isfinite(size)]
+    smallest = _SMALLEST * max(finite, default=0.0)
+
+    def error(name: str) -> float:
+        a, b = (np.asarray(arrays[name], np.float64) for arrays in (expected, found))
+        if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+            return float("inf")
+        finite = np.isfinite(a)
+        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0)
+        return float(difference / (max(sizes[name], smallest) or 1.0))
+
+    return {name: error(name) for name in expected}
+
+
+def _in_order(sites: Sequence[Site], values: Mapping[Site, Any]) -> list[tuple[Site, Any]]:
+    """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
+    first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
+    found: list[tuple[tuple[int, int, int], Site, Any]] = []
+    for position, site in enumerate(sites):
+        if site.loop:
+            found += [((first[site.loop], step, position), site, step) for step in range(len(values[site]))]
+        else:
+            found.append(((position, 0, position), site, ...))
+    return [(site, step) for _, site, step in sorted(found, key=lambda entry: entry[0])]
+
+
+class Comparison:
+    """Two programs on the same arrays: plain on the first device of a mesh, and rewritten on all of it."""
+
+    def __init__(self, arguments: Arguments, planned: PlannedCall, mesh: Mesh):
+        self._planned, self._mesh, self._rules = planned, mesh, planned.placement.rules
+        self._arrays = [_filled(x, n) for n, x in enumerate(arguments.arrays)]
+        self._parameters = planned.placement.parameters
+        self._real = [n for n in range(len(self._parameters)) if jnp.issubdtype(self._arrays[n].dtype, jnp.floating)]
+        paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(planned.out_tree, range(planned.out_tree.num_leaves)))[0]]
+        self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
+
+    def results(self) -> tuple[Named, Named]:
+        """The results and gradients of both programs, by name."""
+        plain = partial(jx.evaluate, self._planned.program)
+        return self._on(self._device, self._with_gradients(plain)), self._on(self._whole, self._with_gradients(self._planned.run))
+
+    def updates(self, optimizer: Any, plain_optimizer: Any, expected: Named) -> tuple[Named, Named]:
+        """The parameters and the optimizer state after an update by the gradients of the plain program."""
+        tree, places = self._planned.placement.tree, self._planned.placement
+        if len(self._real) != tree.num_leaves:
+            raise InputError(["verify: an update needs parameters that are all floating-point arrays. Leave out the optimizer"])
+        gradients = jax.tree.unflatten(tree, [np.asarray(expected[self._gradient_of(n)]) for n in self._real])
+        params = jax.tree.unflatten(tree, [np.asarray(x) for x in self._arrays[: len(self._real)]])
+
+        def update(optimizer: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+            def run(params: Any, gradients: Any) -> tuple[Any, Any]:
+                updates, state = optimizer.update(gradients, optimizer.init(params), params)
+                return jax.tree.map(operator.add, params, updates), state
+
+            return run
+
+        shapes = jax.eval_shape(update(optimizer), params, gradients)
+        layout = places.params, places.optimizer(shapes[1])
+        plain = cast(Any, jax.jit(update(plain_optimizer)))(*jax.device_put((params, gradients), self._device))
+        # With the layouts of a step: parameters as they are stored, gradients like the optimizer state.
+        into = places.params, places.gradients
+        sharded = cast(Any, jax.jit(update(optimizer), in_shardings=into, out_shardings=layout))(params, gradients)
+
+        def named(tree: Any) -> Named:
+            return {f"after an update: {path_text(path)}": x for path, x in named_leaves(tree)[0]}
+
+        return named(plain), named(sharded)
+
+    def first_difference(self, tolerance: float) -> str:
+        """The first site whose value differs, or else the first of the backward pass whose cotangent does. In a pipeline there are none."""
+        if self._planned.rewritten is None:
+            return ""
+        plain, sharded = self._taps(self._planned.program, self._device), self._taps(self._planned.rewritten, self._whole)
+        for n, what in ((0, "value"), (1, "cotangent")):
+            common = [site for site in plain[n] if site in sharded[n] and plain[n][site].shape == sharded[n][site].shape]
+            steps = _in_order(common, plain[n])
+            names = {f"{number}": (site, step) for number, (site, step) in enumerate(steps)}
+            errors = errors_of(*({name: one[n][site][step] for name, (site, step) in names.items()} for one in (plain, sharded)))
+            wrong = [name for name in (errors if n == 0 else reversed(errors)) if not errors[name] <= tolerance]
+            if wrong:
+                site, step = names[wrong[0]]
+                rule = self._rule_of(site, plain[n][site].ndim, backward=n == 1)
+                where = f", step {step} of its loop," if site.loop else ""
+                return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
+        return ""
+
+    def _taps(self, program: Any, where: Any) -> tuple[dict[Site, Any], dict[Site, Any]]:
+        """The values and the cotangents at the sites of a program, in order."""
+        sites = sites_of(program)
+
+        def values_of(arrays: Arrays) -> dict[Site, Any]:
+            return tapped(program, sites, arrays)[1]
+
+        shapes = jax.eval_shape(values_of, self._arrays)
+
+        def run(arrays: Arrays) -> tuple[dict[Site, Any], dict[Site, Any]]:
+            def results(probes: Mapping[Site, Any]) -> tuple[list[Any], dict[Site, Any]]:
+                results, taps = tapped(program, sites, arrays, probes)
+                return [results[n] for n in self._weighed(results)], taps
+
+            zeros = {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}
+            outputs, pull, taps = cast(Any, jax.vjp(results, zeros, has_aux=True))
+            return taps, pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
+
+        values, cotangents = self._on(where, run)
+        order = [site for site in sites.values() if site in values]
+        return {site: values[site] for site in order}, {site: cotangents[site] for site in order}
+
+    def _with_gradients(self, program: Callable[[Arrays], Sequence[Any]]) -> Callable[[Arrays], Named]:
+        def run(arrays: Arrays) -> Named:
+            def of_parameters(real: Arrays) -> tuple[Arrays, Arrays]:
+                given = list(arrays)
+                for n, x in zip(self._real, real, strict=True):
+                    given[n] = x
+                results = program(given)
+                return [results[n] for n in self._weighed(results)], results
+
+            outputs, pull, results = cast(Any, jax.vjp(of_parameters, [arrays[n] for n in self._real], has_aux=True))
+            gradients = pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
+            named = {name: x for name, x in zip(self._names, results, strict=True) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
+            return named | {self._gradient_of(n): x for n, x in zip(self._real, gradients, strict=True)}
+
+        return run
+
+    def _weighed(self, results: Sequence[Any]) -> list[int]:
+        """The numbers of the results that are differentiated."""
+        real = [n for n, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.floating)]
+        # In a pipeline, only the first result has a gradient.
+        return real if self._planned.rewritten is not None else real[:1]
+
+    def _gradient_of(self, number: int) -> str:
+        place = self._parameters[number]
+        used = f", used in {', '.join(place.signals)}" if place.signals else ""
+        return f"gradient of {place.path or 'the parameter'} {list(place.shape)} {place.spec}{used}"
+
+    def _rule_of(self, site: Site, rank: int, *, backward: bool) -> str:
+        # A scan has stacked the values of its layers.
+        for back, r in itertools.product(dict.fromkeys((backward, False)), (rank, rank - 1)):
+            if site.tensor:
+                match = match_tensor(self._rules, site.tensor, site.signal, r, backward=back)
+            else:
+                match = match_out(self._rules, site.signal, r, backward=back)
+            if match.rule is not None:
+                return f" ({match.rule.where})"
+        return ""
+
+    @property
+    def _device(self) -> Any:
+        return jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def _on(self, where: Any, run: Callable[[Arrays], Any]) -> Any:
+        return cast(Any, jax.jit(run)(jax.device_put(self._arrays, where)))
+
+
+def _filled(x: Any, number: int) -> Any:
+    """An array; for a shape, random numbers."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(number), x.shape) if x.shape else jax.random.key(number)
+    return _noise(x.shape, x.dtype, number) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
+
+
+def _noise(shape: Sequence[int], dtype: Any, number: int) -> Any:
+    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)
