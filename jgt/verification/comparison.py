@@ -72,7 +72,9 @@ class Comparison:
     def results(self) -> tuple[Named, Named]:
         """The results and gradients of both programs, by name."""
         plain = partial(jx.evaluate, self._planned.program)
-        return self._on(self._device, self._with_gradients(plain)), self._on(self._whole, self._with_gradients(self._planned.run))
+        layouts = jax.tree.leaves(self._planned.placement.gradients)
+        sharded = self._with_gradients(self._planned.run, [layouts[n] for n in self._real])
+        return self._on(self._device, self._with_gradients(plain)), self._on(self._whole, sharded)
 
     def updates(self, optimizer: Any, plain_optimizer: Any, expected: Named) -> tuple[Named, Named]:
         """The parameters and the optimizer state after an update by the gradients of the plain program."""
@@ -105,43 +107,52 @@ class Comparison:
         """The first site whose value differs, or else the first of the backward pass whose cotangent does. In a pipeline there are none."""
         if self._planned.rewritten is None:
             return ""
-        plain, sharded = self._taps(self._planned.program, self._device), self._taps(self._planned.rewritten, self._whole)
-        for n, what in ((0, "value"), (1, "cotangent")):
-            common = [site for site in plain[n] if site in sharded[n] and plain[n][site].shape == sharded[n][site].shape]
-            steps = _in_order(common, plain[n])
-            names = {f"{number}": (site, step) for number, (site, step) in enumerate(steps)}
-            errors = errors_of(*({name: one[n][site][step] for name, (site, step) in names.items()} for one in (plain, sharded)))
-            wrong = [name for name in (errors if n == 0 else reversed(errors)) if not errors[name] <= tolerance]
+        programs = (self._planned.program, self._device), (self._planned.rewritten, self._whole)
+        for what, taps in (("value", self._values), ("cotangent", self._cotangents)):
+            plain, sharded = (taps(*program) for program in programs)
+            common = [site for site in plain if site in sharded and plain[site].shape == sharded[site].shape]
+            names = {f"{number}": place for number, place in enumerate(_in_order(common, plain))}
+            errors = errors_of(*({name: one[site][step] for name, (site, step) in names.items()} for one in (plain, sharded)))
+            wrong = [name for name in (errors if what == "value" else reversed(errors)) if not errors[name] <= tolerance]
             if wrong:
                 site, step = names[wrong[0]]
-                rule = self._rule_of(site, plain[n][site].ndim, backward=n == 1)
+                rule = self._rule_of(site, plain[site].ndim, backward=what == "cotangent")
                 where = f", step {step} of its loop," if site.loop else ""
                 return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
         return ""
 
-    def _taps(self, program: Any, where: Any) -> tuple[dict[Site, Any], dict[Site, Any]]:
-        """The values and the cotangents at the sites of a program, in order."""
+    def _values(self, program: Any, where: Any) -> dict[Site, Any]:
+        """The values at the sites of a program, in order."""
         sites = sites_of(program)
 
-        def values_of(arrays: Arrays) -> dict[Site, Any]:
+        def run(arrays: Arrays) -> tuple[list[Any], dict[Site, Any]]:
+            return tapped(program, sites, arrays)
+
+        _, values = self._on(where, run)
+        return {site: values[site] for site in sites.values() if site in values}
+
+    def _cotangents(self, program: Any, where: Any) -> dict[Site, Any]:
+        """The cotangents at the sites of a program, in order."""
+        sites = sites_of(program)
+
+        def run(arrays: Arrays) -> dict[Site, Any]:
+            def results(probes: Mapping[Site, Any]) -> list[Any]:
+                results, _ = tapped(program, sites, arrays, probes)
+                return [results[n] for n in self._weighed(results)]
+
+            outputs, pull = cast(Any, jax.vjp(results, {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}))
+            return pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
+
+        def values(arrays: Arrays) -> dict[Site, Any]:
             return tapped(program, sites, arrays)[1]
 
-        shapes = jax.eval_shape(values_of, self._arrays)
+        shapes = jax.eval_shape(values, self._arrays)
+        cotangents = self._on(where, run)
+        return {site: cotangents[site] for site in sites.values() if site in cotangents}
 
-        def run(arrays: Arrays) -> tuple[dict[Site, Any], dict[Site, Any]]:
-            def results(probes: Mapping[Site, Any]) -> tuple[list[Any], dict[Site, Any]]:
-                results, taps = tapped(program, sites, arrays, probes)
-                return [results[n] for n in self._weighed(results)], taps
+    def _with_gradients(self, program: Callable[[Arrays], Arrays], layouts: Any = None) -> Callable[[Arrays], Named]:
+        """A program and the gradients by its parameters. layouts: those of the gradients in a step."""
 
-            zeros = {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}
-            outputs, pull, taps = cast(Any, jax.vjp(results, zeros, has_aux=True))
-            return taps, pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
-
-        values, cotangents = self._on(where, run)
-        order = [site for site in sites.values() if site in values]
-        return {site: values[site] for site in order}, {site: cotangents[site] for site in order}
-
-    def _with_gradients(self, program: Callable[[Arrays], Sequence[Any]]) -> Callable[[Arrays], Named]:
         def run(arrays: Arrays) -> Named:
             def of_parameters(real: Arrays) -> tuple[Arrays, Arrays]:
                 given = list(arrays)
@@ -152,6 +163,8 @@ class Comparison:
 
             outputs, pull, results = cast(Any, jax.vjp(of_parameters, [arrays[n] for n in self._real], has_aux=True))
             gradients = pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
+            if layouts is not None:
+                gradients = jax.lax.with_sharding_constraint(gradients, layouts)
             named = {name: x for name, x in zip(self._names, results, strict=True) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
             return named | {self._gradient_of(n): x for n, x in zip(self._real, gradients, strict=True)}
 

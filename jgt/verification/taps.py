@@ -79,8 +79,12 @@ def _is_entered(equation: Equation) -> bool:
 def tapped(
     program: Program, sites: Mapping[Var, Site], args: Sequence[Any], probes: Mapping[Site, Any] | None = None
 ) -> tuple[list[Any], dict[Site, Any]]:
-    """The results of a program, and the value at each of its sites. probes: what is added there; None for nothing."""
-    inner, taps = jx.body(program), dict[Site, Any]()
+    """The results of a program, and the value at each of its sites. probes: what is added there; None for nothing.
+
+    Without probes, the value comes from the constraint on it, if there is one. A second reader of what a constraint reads would change
+    the layout: Shardy gives a value the layout of its constraint only if nothing else reads it.
+    """
+    inner, taps, repeated = jx.body(program), dict[Site, Any](), dict[Var, Site]()
     known: dict[Atom, Any] = {**jx.constants(program), **dict(zip(inner.invars, args, strict=True))}
 
     def value(atom: Atom) -> Any:
@@ -101,7 +105,13 @@ def tapped(
             known[var] = result
             if (site := sites.get(var)) is not None:
                 known[var] = taps[site] = result if probes is None else result + probes[site]
+            elif probes is None and _is_constraint(equation) and (site := _site_of(equation.invars[0], sites, repeated)) is not None:
+                taps[site], repeated[var] = result, site
     return [value(atom) for atom in inner.outvars], taps
+
+
+def _site_of(atom: Atom, *sites: Mapping[Var, Site]) -> Site | None:
+    return next((some[atom] for some in sites if jx.is_var(atom) and atom in some), None)
 
 
 def _scan(

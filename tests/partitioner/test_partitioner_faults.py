@@ -129,6 +129,24 @@ def test_xla_still_computes_this_wrongly_and_jgt_does_not(name):
     assert avoided
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_comparison_finds_this_and_says_where(name):
+    sizes, fn, shapes, specs, out = CLASSES[name]
+
+    def run(params):
+        with jgt.signal.context("fault"):
+            result = jgt.signal.tensor(fn(*lax.stop_gradient(params)), "result")
+        return result * 2
+
+    axes = {"params": {str(n): [*spec, "..."] for n, spec in enumerate(specs)}, "tensors": {"result": [*out, "..."]}}
+    args = jgt.make_rules({"signals": {"fault": axes}}), jgt.make_mesh(sizes), [noise(shape, n) for n, shape in enumerate(shapes)]
+    with with_faults():
+        found = jgt.verify(run, *args)
+    assert any(difference.what.startswith("result") for difference in found.differences)
+    assert "the value of tensor result of signal fault" in found.first
+    assert jgt.verify(run, *args).is_right
+
+
 def test_a_program_without_faults_is_the_very_same():
     from jgt.partitioner.faults import without_faults
 

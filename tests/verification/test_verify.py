@@ -125,7 +125,7 @@ def test_a_wrong_rewrite_is_found_with_its_signal_and_its_tensor(how, site, back
         # A mean over rows has no order: the value of the loss is right, and the gradient wrong.
         assert f"the cotangent of {SITES[site]}" in found.first
     else:
-        # The constraint comes after the name, so the first wrong value is the next one, or the result.
+        # What is wrong here is no constraint, so the first wrong value is the next one, or the result.
         after = [*names[at + 1 :], "output of signal layers", "output of signal head", "output of signal embed"]
         assert "the value" in found.first, found.first
         assert any(name in found.first for name in after), found.first
