@@ -88,8 +88,8 @@ def closes_over_tracers(program: Program) -> bool:
 
 def evaluate(program: Program, args: Sequence[ArrayLike]) -> list[jax.Array]:
     """Runs a program on arrays or tracers, under whatever transformation is active."""
-    inner = body(program)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(inner, []) if inner is program else program)(*args)
+    closed = program if hasattr(program, "consts") else jex.ClosedJaxpr(body(program), [])
+    return jex.jaxpr_as_fun(closed)(*args)
 
 
 def body(program: Program) -> jex.Jaxpr:

@@ -68,7 +68,8 @@ def test_schedules_change_no_number(schedule):
 
 
 def test_eight_bits_round_and_are_compared_less_closely():
-    signals = "{axes: {batch: [fsdp]}, inputs: [batch, null], signals: {layers/attn: {params: {'*/kernel': [fsdp, null]}, gather: {'*/kernel': int8}}}, default: replicate}"
+    layout = "{params: {'*/kernel': [fsdp, null]}, gather: {'*/kernel': int8}}"
+    signals = f"{{axes: {{batch: [fsdp]}}, inputs: [batch, null], signals: {{layers/attn: {layout}}}, default: replicate}}"
     found = verified("jgt:quickstart", "mesh={fsdp: 8}", f"rules={signals}", "model.embed=256", "model.head_dim=64")
     assert found.is_right
     assert found.largest > 1e-4
