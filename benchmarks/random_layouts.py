@@ -23,6 +23,16 @@ import sys
 import time
 from importlib import metadata
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jgt
+from jgt.partitioner import avoided_faults, with_faults
+from jgt.program import jaxpr as jx
+from jgt.signal import tensor
+
 MESHES = [*[{"d": 2, "f": 2, "t": 2}] * 4, {"d": 2, "t": 4}, {"d": 4, "t": 2}, {"d": 2, "f": 2, "t": 2, "s": 2}, {"d": 2, "f": 4, "t": 2}]
 TOLERANCE = 1e-4
 """Of the largest number of an array. Wrong layouts are off by half of it and more."""
@@ -30,11 +40,6 @@ TOLERANCE = 1e-4
 
 def functions():
     """By name: a function of parameters and an input, whose values are named tensors, with the shapes of both."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from jgt.signal import tensor
 
     def einsum(text):
         return lambda p, x: jnp.einsum(text, tensor(x, "x"), tensor(p["w"], "w"))
@@ -101,10 +106,6 @@ def _product(sizes):
 
 def tensors_of(fn, params, x):
     """The shapes of a function's named tensors."""
-    import jax
-
-    from jgt.program import jaxpr as jx
-
     found = {}
 
     def walk(program):
@@ -120,13 +121,6 @@ def tensors_of(fn, params, x):
 
 def run_programs(name, seeds, count, keeps_faults):
     """Compiles `count` layouts of one function in one program for each seed, and prints what came out as JSON."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import jgt
-    from jgt.partitioner import avoided_faults, with_faults
-
     fn, shapes, of_x = functions()[name]
     draw = np.random.default_rng(0)
     params = {key: draw.standard_normal(shape, np.float32) for key, shape in shapes.items()}
