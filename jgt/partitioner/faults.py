@@ -32,9 +32,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 
 from jgt.partitioner.shardy import (
-    Atom,
-    Grid,
-    Layout,
+    DeviceGrid,
+    Splits,
+    SubAxis,
     choose_layouts,
     inline_calls,
     joined,
@@ -42,8 +42,8 @@ from jgt.partitioner.shardy import (
     meshes_of,
     operations,
     parts,
-    shape_of,
     sharding_of,
+    type_shape,
 )
 
 MARK = "avoided_fault"
@@ -153,7 +153,7 @@ def _of_dot(op: Any) -> _Dims:
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
     summed = list(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
-    left, right = ([d for d in range(len(shape_of(op.operands[n]))) if all(pair[n] != d for pair in batch + summed)] for n in (0, 1))
+    left, right = ([d for d in range(len(type_shape(op.operands[n]))) if all(pair[n] != d for pair in batch + summed)] for n in (0, 1))
     out = itertools.count()
     factors: list[_Factor] = [(*pair, next(out)) for pair in batch]
     factors += [(d, None, next(out)) for d in left]
@@ -177,7 +177,7 @@ def _of_convolution(op: Any) -> _Dims:
 
 def _of_window(op: Any) -> _Dims:
     """reduce_window has n operands, n initial values, n results; select_and_scatter an operand, a source, an initial value, a result."""
-    rank = len(shape_of(op.operands[0]))
+    rank = len(type_shape(op.operands[0]))
     numbers = {name: [*ir.DenseI64ArrayAttr(op.attributes[name])] if name in op.attributes else [1] * rank for name in _WINDOW}
     half = len(op.operands) // 2
     if op.name == "stablehlo.select_and_scatter":
@@ -218,9 +218,9 @@ class _Found:
 
     number: int
     arrays: tuple[int, ...]
-    given: tuple[Layout, ...]
-    better: tuple[Layout, ...]
-    grid: Grid
+    given: tuple[Splits, ...]
+    better: tuple[Splits, ...]
+    grid: DeviceGrid
     mesh: Any
     avoided: Avoided | None
 
@@ -236,7 +236,7 @@ def _may_have_faults(module: Any) -> bool:
 def _moves(dims: _Dims, op: Any) -> bool:
     """Whether something moves along a dim of an operation."""
     values = [*op.operands, *op.results]
-    return any(len({factor[n] for factor in dims.factors} - {None}) < len(shape_of(values[a])) for n, a in enumerate(dims.arrays))
+    return any(len({factor[n] for factor in dims.factors} - {None}) < len(type_shape(values[a])) for n, a in enumerate(dims.arrays))
 
 
 def _layouts(module: Any) -> list[_Found]:
@@ -260,8 +260,8 @@ def _layouts_of(op: Any, meshes: dict[str, Any]) -> _Found | None:
     mesh = next((sharding.mesh_or_ref for sharding in shardings if sharding is not None), None)
     if mesh is None:
         return None
-    grid = Grid.of(meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings, manual_axes(op))
-    shapes = [shape_of(value) for value in values]
+    grid = DeviceGrid.of(meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings, manual_axes(op))
+    shapes = [type_shape(value) for value in values]
     given = tuple(grid.layout(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True))
     better, avoided = given, None
     if _moves_along_split_dim(dims, given) or (dims.summed and _sums_wrongly(dims, given, grid)):
@@ -272,22 +272,22 @@ def _layouts_of(op: Any, meshes: dict[str, Any]) -> _Found | None:
     return _Found(number=number, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh, avoided=avoided)
 
 
-def _moves_along_split_dim(dims: _Dims, layouts: Sequence[Layout]) -> bool:
+def _moves_along_split_dim(dims: _Dims, layouts: Sequence[Splits]) -> bool:
     """Whether a window, a group of features or padding between elements moves along a dim that is split."""
     in_factors = [{factor[n] for factor in dims.factors} for n in range(len(layouts))]
     return any(axes and d not in in_factors[n] for n, layout in enumerate(layouts) for d, axes in enumerate(layout))
 
 
-def _sums_wrongly(dims: _Dims, layouts: Sequence[Layout], grid: Grid) -> bool:
+def _sums_wrongly(dims: _Dims, layouts: Sequence[Splits], grid: DeviceGrid) -> bool:
     """Whether a matmul, or a convolution as one, has one of the layouts that the partitioner sums wrongly."""
 
-    def axes(array: int, factor: int, within: Sequence[Layout] = layouts) -> tuple[Atom, ...]:
+    def axes(array: int, factor: int, within: Sequence[Splits] = layouts) -> tuple[SubAxis, ...]:
         d = dims.factors[factor][array]
         return () if d is None else within[array][d]
 
     if any(len({axes(n, f) for n in range(3)}) > 1 for f in dims.batch):
         return True
-    uses = [{f for f in range(len(dims.factors)) for n in range(3) if atom in axes(n, f)} for atom in grid.atoms]
+    uses = [{f for f in range(len(dims.factors)) for n in range(3) if sub_axis in axes(n, f)} for sub_axis in grid.sub_axes]
     if any(len(used) > 2 for used in uses):
         # An axis splits three different dims.
         return True
@@ -295,7 +295,7 @@ def _sums_wrongly(dims: _Dims, layouts: Sequence[Layout], grid: Grid) -> bool:
     if counts[0] != counts[1] and all(sum(count > 1 for count in one) > 1 for one in counts):
         # Both operands split several of the dims that are summed over, but differently. A sum is forgotten.
         return True
-    if sum(size > 1 for _, _, size in grid.atoms) > 3 and not any(_only_gathers(dims, layouts, n) for n in range(3)):
+    if sum(size > 1 for _, _, size in grid.sub_axes) > 3 and not any(_only_gathers(dims, layouts, n) for n in range(3)):
         return True
     inside = _within_equal_rows(dims, layouts)
     subsets = [subset for n in range(len(dims.summed)) for subset in itertools.combinations(dims.summed, n + 1)]
@@ -306,12 +306,12 @@ def _sums_wrongly(dims: _Dims, layouts: Sequence[Layout], grid: Grid) -> bool:
     )
 
 
-def _only_gathers(dims: _Dims, layouts: Sequence[Layout], array: int) -> bool:
+def _only_gathers(dims: _Dims, layouts: Sequence[Splits], array: int) -> bool:
     """Whether a matmul needs nothing but to gather, or to cut, some dims of this one array.
 
     With four axes there are too many layouts to try them all, so only these count as right.
     """
-    split: list[Atom] = []
+    split: list[SubAxis] = []
     for factor in dims.factors:
         ways = {layouts[n][d] for n, d in enumerate(factor) if d is not None and n != array}
         mine = factor[array]
@@ -321,7 +321,7 @@ def _only_gathers(dims: _Dims, layouts: Sequence[Layout], array: int) -> bool:
     return len(split) == len(set(split))
 
 
-def _within_equal_rows(dims: _Dims, layouts: Sequence[Layout]) -> Sequence[Layout]:
+def _within_equal_rows(dims: _Dims, layouts: Sequence[Splits]) -> Sequence[Splits]:
     """The layouts within groups of devices that have the same rows, if the partitioner makes these groups before it looks at the sum.
 
     It does for the free dims of an operand that are split as in the result, if the result splits none of the other operand's.
@@ -329,15 +329,18 @@ def _within_equal_rows(dims: _Dims, layouts: Sequence[Layout]) -> Sequence[Layou
     for mine, other in ((0, 1), (1, 0)):
         free = [(f[mine], f[2]) for f in dims.factors if f[other] is None]
         equal = {
-            atom for d, out in free if d is not None and out is not None and layouts[mine][d] == layouts[2][out] for atom in layouts[2][out]
+            sub_axis
+            for d, out in free
+            if d is not None and out is not None and layouts[mine][d] == layouts[2][out]
+            for sub_axis in layouts[2][out]
         }
         others = [f[2] for f in dims.factors if f[mine] is None]
         if equal and not any(layouts[2][out] for out in others if out is not None):
-            return [tuple(tuple(atom for atom in axes if atom not in equal) for axes in layout) for layout in layouts]
+            return [tuple(tuple(sub_axis for sub_axis in axes if sub_axis not in equal) for axes in layout) for layout in layouts]
     return layouts
 
 
-def _reorders(grid: Grid, layouts: Sequence[Layout], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
+def _reorders(grid: DeviceGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
     """Whether the result is split by the same groups of devices as the sum, but orders the devices of a group differently.
 
     The partitioner computes a matmul for each part of the sum, in a group of devices that have the order of an operand. A result that is
@@ -345,14 +348,14 @@ def _reorders(grid: Grid, layouts: Sequence[Layout], operand: int, batch: Sequen
     """
     out = layouts[2]
     dims = [d for f in summed if (d := f[operand]) is not None]
-    atoms = {atom for d in dims for atom in layouts[operand][d]}
+    sub_axes = {sub_axis for d in dims for sub_axis in layouts[operand][d]}
     copies = grid.copies(out)
-    if copies > 1 and copies % parts(list(atoms)) == 0:
+    if copies > 1 and copies % parts(list(sub_axes)) == 0:
         # The groups are made of devices that have the same part of the result, and are put in the operand's order.
         return False
     first, first_out = ([d for f in batch if (d := f[n]) is not None] for n in (operand, 2))
     mine = grid.groups(layouts[operand], [*first, *dims])
-    kept = [d for d, axes in enumerate(out) if d not in first_out and axes and set(axes) <= atoms]
+    kept = [d for d, axes in enumerate(out) if d not in first_out and axes and set(axes) <= sub_axes]
     return any(_is_reordered(mine, grid.groups(out, [*first_out, *kept], and_copies=copied)) for copied in (False, True))
 
 
@@ -366,22 +369,22 @@ def _is_reordered(a: list[list[int]], b: list[list[int]]) -> bool:
 # Layouts that are right
 
 
-def _compatible(dims: _Dims, layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...]]) -> tuple[Layout, ...]:
-    """Layouts in which each atom splits one factor, in all arrays that have it: the factor of which it splits the most elements now."""
+def _compatible(dims: _Dims, layouts: Sequence[Splits], shapes: Sequence[tuple[int, ...]]) -> tuple[Splits, ...]:
+    """Layouts in which each sub-axis splits one factor, in all arrays that have it: the factor of which it splits the most elements now."""
     # From the largest array on, whose order of axes stays.
     largest = sorted(range(len(layouts)), key=lambda n: -math.prod(shapes[n]))
-    atoms = dict.fromkeys(atom for n in largest for axes in layouts[n] for atom in axes)
+    sub_axes = dict.fromkeys(sub_axis for n in largest for axes in layouts[n] for sub_axis in axes)
     sizes = [next(shapes[n][d] for n, d in enumerate(factor) if d is not None) for factor in dims.factors]
-    chosen: list[list[Atom]] = [[] for _ in dims.factors]
+    chosen: list[list[SubAxis]] = [[] for _ in dims.factors]
 
-    def elements(factor: int, atom: Atom) -> int:
-        return sum(math.prod(shapes[n]) for n, d in enumerate(dims.factors[factor]) if d is not None and atom in layouts[n][d])
+    def elements(factor: int, sub_axis: SubAxis) -> int:
+        return sum(math.prod(shapes[n]) for n, d in enumerate(dims.factors[factor]) if d is not None and sub_axis in layouts[n][d])
 
-    for atom in atoms:
-        split = max(range(len(chosen)), key=lambda factor: elements(factor, atom), default=None)
-        if split is not None and elements(split, atom) and sizes[split] % parts([*chosen[split], atom]) == 0:
-            chosen[split].append(atom)
-    better: list[list[tuple[Atom, ...]]] = [[()] * len(shape) for shape in shapes]
+    for sub_axis in sub_axes:
+        split = max(range(len(chosen)), key=lambda factor: elements(factor, sub_axis), default=None)
+        if split is not None and elements(split, sub_axis) and sizes[split] % parts([*chosen[split], sub_axis]) == 0:
+            chosen[split].append(sub_axis)
+    better: list[list[tuple[SubAxis, ...]]] = [[()] * len(shape) for shape in shapes]
     for factor, axes in zip(dims.factors, chosen, strict=True):
         for n, d in enumerate(factor):
             if d is not None:
@@ -428,8 +431,8 @@ def _line_of(op: Any) -> str:
     return f"{place.filename}:{place.start_line}"
 
 
-def _shown(layouts: Sequence[Layout]) -> str:
-    def dim(axes: Sequence[Atom]) -> str:
+def _shown(layouts: Sequence[Splits]) -> str:
+    def dim(axes: Sequence[SubAxis]) -> str:
         names = [name for name, _, _ in joined(axes)]
         return "null" if not names else names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 

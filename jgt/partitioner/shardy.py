@@ -6,7 +6,7 @@ file turns a copy of the program into what XLA makes of it before it calls Shard
 passes. tests/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
 
 A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so
-an axis is taken apart where one of the layouts of an operation does that; each piece is an *atom*.
+an axis is taken apart where one of the layouts of an operation does that; each piece is an *sub-axis*.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
-Atom = tuple[str, int, int]
+SubAxis = tuple[str, int, int]
 """A part of a mesh axis: its name, the number of parts before it, and its own size."""
-Layout = tuple[tuple[Atom, ...], ...]
-"""The atoms that split each dim, major to minor."""
+Splits = tuple[tuple[SubAxis, ...], ...]
+"""The sub-axes that split each dim, major to minor."""
 
 
 def operations(module: Any) -> list[Any]:
@@ -92,9 +92,9 @@ def choose_layouts(module: Any) -> None:
 def _reshape_broadcasts(module: Any) -> None:
     """Makes reshapes of the broadcasts that only add dims of size 1. Shardy looks at reshapes first."""
     for op in operations(module):
-        if op.name != "stablehlo.broadcast_in_dim" or not (shape := shape_of(op.operands[0])):
+        if op.name != "stablehlo.broadcast_in_dim" or not (shape := type_shape(op.operands[0])):
             continue
-        if math.prod(shape) == math.prod(shape_of(op.results[0])):
+        if math.prod(shape) == math.prod(type_shape(op.results[0])):
             with ir.InsertionPoint(op):
                 new = stablehlo.ReshapeOp(op.results[0].type, op.operands[0]).result
             op.results[0].replace_all_uses_with(new)
@@ -109,7 +109,7 @@ def _free_invariants(module: Any, mesh: str) -> None:
         for n in [n for n, value in enumerate(end.operands) if value == body.arguments[n]]:
             inside = loop.operands[n]
             loop.results[n].replace_all_uses_with(inside)
-            if rank := len(shape_of(inside)):
+            if rank := len(type_shape(inside)):
                 with ir.InsertionPoint(loop):
                     dims = [sdy.DimensionShardingAttr.get([], is_closed=False)] * rank
                     inside = sdy.ShardingConstraintOp(inside, sdy.TensorShardingAttr.get(mesh, dims)).result
@@ -147,14 +147,14 @@ def manual_axes(op: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The devices of a mesh, seen from an operation: its atoms, and the ids of the devices, with one dim for each atom."""
+class DeviceGrid:
+    """The devices of a mesh, seen from an operation: its sub-axes, and the ids of the devices, with one dim for each sub-axis."""
 
-    atoms: tuple[Atom, ...]
+    sub_axes: tuple[SubAxis, ...]
     devices: np.ndarray
 
     @classmethod
-    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> Grid:
+    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> DeviceGrid:
         """The grid for arrays of these shardings. manual: the axes that split nothing there."""
         axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
         cuts = {axis.name: {1, axis.size} for axis in axes}
@@ -163,58 +163,58 @@ class Grid:
                 info = sdy.SubAxisInfoAttr(ref.sub_axis_info)
                 cuts[ref.name] |= {info.pre_size, info.pre_size * info.size}
         pairs = [(axis.name, pair) for axis in axes for pair in itertools.pairwise(sorted(cuts[axis.name]))]
-        atoms = [(name, low, high // low) for name, (low, high) in pairs]
-        ids = np.array(list(mesh.device_ids) or range(math.prod(size for _, _, size in atoms)))
-        ids = ids.reshape([size for _, _, size in atoms])[tuple(0 if name in manual else slice(None) for name, _, _ in atoms)]
-        return cls(atoms=tuple(atom for atom in atoms if atom[0] not in manual), devices=ids)
+        sub_axes = [(name, low, high // low) for name, (low, high) in pairs]
+        ids = np.array(list(mesh.device_ids) or range(math.prod(size for _, _, size in sub_axes)))
+        ids = ids.reshape([size for _, _, size in sub_axes])[tuple(0 if name in manual else slice(None) for name, _, _ in sub_axes)]
+        return cls(sub_axes=tuple(sub_axis for sub_axis in sub_axes if sub_axis[0] not in manual), devices=ids)
 
-    def layout(self, sharding: Any, rank: int) -> Layout:
+    def layout(self, sharding: Any, rank: int) -> Splits:
         """The layout of an array of this rank."""
         if sharding is None:
             return ((),) * rank
-        return tuple(tuple(atom for ref in dim for atom in self._parts(ref)) for dim in _references(sharding))
+        return tuple(tuple(sub_axis for ref in dim for sub_axis in self._parts(ref)) for dim in _references(sharding))
 
-    def _parts(self, ref: Any) -> Iterator[Atom]:
+    def _parts(self, ref: Any) -> Iterator[SubAxis]:
         info = None if ref.sub_axis_info is None else sdy.SubAxisInfoAttr(ref.sub_axis_info)
-        for name, low, size in self.atoms:
+        for name, low, size in self.sub_axes:
             if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
                 yield name, low, size
 
-    def copies(self, layout: Layout) -> int:
+    def copies(self, layout: Splits) -> int:
         """How many devices have the same part of an array."""
-        return self.devices.size // parts(atom for axes in layout for atom in axes)
+        return self.devices.size // parts(sub_axis for axes in layout for sub_axis in axes)
 
-    def groups(self, layout: Layout, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
+    def groups(self, layout: Splits, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
         """The devices that have the same part of these dims, in the order of the other dims.
 
         and_copies: devices that have the same part of the whole array are in different groups.
         """
-        used = {atom for axes in layout for atom in axes}
-        whole = [atom for atom in self.atoms if atom not in used]
-        front = [atom for d in dims for atom in layout[d]] + (whole if and_copies else [])
-        inner = [atom for d, axes in enumerate(layout) if d not in dims for atom in axes] + ([] if and_copies else whole)
-        order = [self.atoms.index(atom) for atom in (*front, *inner)]
+        used = {sub_axis for axes in layout for sub_axis in axes}
+        whole = [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
+        front = [sub_axis for d in dims for sub_axis in layout[d]] + (whole if and_copies else [])
+        inner = [sub_axis for d, axes in enumerate(layout) if d not in dims for sub_axis in axes] + ([] if and_copies else whole)
+        order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
         return self.devices.transpose(order).reshape(parts(front), -1).tolist()
 
-    def constrained(self, value: Any, layout: Layout, mesh: Any) -> Any:
+    def constrained(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
-        dims = [sdy.DimensionShardingAttr.get([self._reference(atom) for atom in joined(axes)], is_closed=True) for axes in layout]
+        dims = [sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in joined(axes)], is_closed=True) for axes in layout]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
 
-    def _reference(self, atom: Atom) -> Any:
-        name, low, size = atom
-        is_whole = size == parts(a for a in self.atoms if a[0] == name)
+    def _reference(self, sub_axis: SubAxis) -> Any:
+        name, low, size = sub_axis
+        is_whole = size == parts(a for a in self.sub_axes if a[0] == name)
         return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
 
 
-def parts(atoms: Iterator[Atom] | Sequence[Atom]) -> int:
-    """Into how many parts these atoms split a dim."""
-    return math.prod(size for _, _, size in atoms)
+def parts(sub_axes: Iterator[SubAxis] | Sequence[SubAxis]) -> int:
+    """Into how many parts these sub-axes split a dim."""
+    return math.prod(size for _, _, size in sub_axes)
 
 
-def joined(axes: Sequence[Atom]) -> list[Atom]:
-    """The atoms of a dim, with neighbouring parts of one axis as one."""
-    found: list[Atom] = []
+def joined(axes: Sequence[SubAxis]) -> list[SubAxis]:
+    """The sub-axes of a dim, with neighbouring parts of one axis as one."""
+    found: list[SubAxis] = []
     for name, low, size in axes:
         if found and found[-1][0] == name and found[-1][1] * found[-1][2] == low:
             found[-1] = (name, found[-1][1], found[-1][2] * size)
@@ -230,6 +230,6 @@ def _references(sharding: Any) -> list[list[Any]]:
     return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
+def type_shape(value: Any) -> tuple[int, ...]:
     """The shape of an array; () for a value that is none, such as a token."""
     return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()

@@ -19,17 +19,17 @@ from jgt.rules import match_out, match_tensor
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
 from jgt.sharding.paths import named_leaves, path_text
-from jgt.verification.taps import Site, sites_of, tapped
+from jgt.verification.taps import TapSite, sites_of, tapped
 
 _SMALLEST = 1e-3
 """An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""
 
-Arrays = Sequence[Any]
-Named = dict[str, Any]
-"""Arrays by what they are."""
+_Arrays = Sequence[Any]
+_Named = dict[str, Any]
+"""_Arrays by what they are."""
 
 
-def errors_of(expected: Named, found: Named) -> dict[str, float]:
+def errors_of(expected: _Named, found: _Named) -> dict[str, float]:
     """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
     sizes = {name: float(np.max(np.abs(x), initial=0.0)) for name, x in expected.items()}
     finite = [size for size in sizes.values() if np.isfinite(size)]
@@ -46,10 +46,10 @@ def errors_of(expected: Named, found: Named) -> dict[str, float]:
     return {name: error(name) for name in expected}
 
 
-def _in_order(sites: Sequence[Site], values: Mapping[Site, Any]) -> list[tuple[Site, Any]]:
+def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, Any]) -> list[tuple[TapSite, Any]]:
     """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
     first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
-    found: list[tuple[tuple[int, int, int], Site, Any]] = []
+    found: list[tuple[tuple[int, int, int], TapSite, Any]] = []
     for position, site in enumerate(sites):
         if site.loop:
             found += [((first[site.loop], step, position), site, step) for step in range(len(values[site]))]
@@ -69,14 +69,14 @@ class Comparison:
         paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(planned.out_tree, range(planned.out_tree.num_leaves)))[0]]
         self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
 
-    def results(self) -> tuple[Named, Named]:
+    def results(self) -> tuple[_Named, _Named]:
         """The results and gradients of both programs, by name."""
         plain = partial(jx.evaluate, self._planned.program)
         layouts = jax.tree.leaves(self._planned.placement.gradients)
         sharded = self._with_gradients(self._planned.run, [layouts[n] for n in self._real])
         return self._on(self._device, self._with_gradients(plain)), self._on(self._whole, sharded)
 
-    def updates(self, optimizer: Any, plain_optimizer: Any, expected: Named) -> tuple[Named, Named]:
+    def updates(self, optimizer: Any, plain_optimizer: Any, expected: _Named) -> tuple[_Named, _Named]:
         """The parameters and the optimizer state after an update by the gradients of the plain program."""
         tree, places = self._planned.placement.tree, self._planned.placement
         if len(self._real) != tree.num_leaves:
@@ -98,7 +98,7 @@ class Comparison:
         into = places.params, places.gradients
         sharded = cast(Any, jax.jit(update(optimizer), in_shardings=into, out_shardings=layout))(params, gradients)
 
-        def named(tree: Any) -> Named:
+        def named(tree: Any) -> _Named:
             return {f"after an update: {path_text(path)}": x for path, x in named_leaves(tree)[0]}
 
         return named(plain), named(sharded)
@@ -121,40 +121,40 @@ class Comparison:
                 return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
         return ""
 
-    def _values(self, program: Any, where: Any) -> dict[Site, Any]:
+    def _values(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The values at the sites of a program, in order."""
         sites = sites_of(program)
 
-        def run(arrays: Arrays) -> tuple[list[Any], dict[Site, Any]]:
+        def run(arrays: _Arrays) -> tuple[list[Any], dict[TapSite, Any]]:
             return tapped(program, sites, arrays)
 
         _, values = self._on(where, run)
         return {site: values[site] for site in sites.values() if site in values}
 
-    def _cotangents(self, program: Any, where: Any) -> dict[Site, Any]:
+    def _cotangents(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The cotangents at the sites of a program, in order."""
         sites = sites_of(program)
 
-        def run(arrays: Arrays) -> dict[Site, Any]:
-            def results(probes: Mapping[Site, Any]) -> list[Any]:
+        def run(arrays: _Arrays) -> dict[TapSite, Any]:
+            def results(probes: Mapping[TapSite, Any]) -> list[Any]:
                 results, _ = tapped(program, sites, arrays, probes)
                 return [results[n] for n in self._weighed(results)]
 
             outputs, pull = cast(Any, jax.vjp(results, {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}))
             return pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
 
-        def values(arrays: Arrays) -> dict[Site, Any]:
+        def values(arrays: _Arrays) -> dict[TapSite, Any]:
             return tapped(program, sites, arrays)[1]
 
         shapes = jax.eval_shape(values, self._arrays)
         cotangents = self._on(where, run)
         return {site: cotangents[site] for site in sites.values() if site in cotangents}
 
-    def _with_gradients(self, program: Callable[[Arrays], Arrays], layouts: Any = None) -> Callable[[Arrays], Named]:
+    def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], _Named]:
         """A program and the gradients by its parameters. layouts: those of the gradients in a step."""
 
-        def run(arrays: Arrays) -> Named:
-            def of_parameters(real: Arrays) -> tuple[Arrays, Arrays]:
+        def run(arrays: _Arrays) -> _Named:
+            def of_parameters(real: _Arrays) -> tuple[_Arrays, _Arrays]:
                 given = list(arrays)
                 for n, x in zip(self._real, real, strict=True):
                     given[n] = x
@@ -181,7 +181,7 @@ class Comparison:
         used = f", used in {', '.join(place.signals)}" if place.signals else ""
         return f"gradient of {place.path or 'the parameter'} {list(place.shape)} {place.spec}{used}"
 
-    def _rule_of(self, site: Site, rank: int, *, backward: bool) -> str:
+    def _rule_of(self, site: TapSite, rank: int, *, backward: bool) -> str:
         # A scan has stacked the values of its layers.
         for back, r in itertools.product(dict.fromkeys((backward, False)), (rank, rank - 1)):
             if site.tensor:
@@ -200,7 +200,7 @@ class Comparison:
     def _whole(self) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def _on(self, where: Any, run: Callable[[Arrays], Any]) -> Any:
+    def _on(self, where: Any, run: Callable[[_Arrays], Any]) -> Any:
         return cast(Any, jax.jit(run)(jax.device_put(self._arrays, where)))
 
 

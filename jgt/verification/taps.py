@@ -21,7 +21,7 @@ from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 
 
 @dataclass(frozen=True, order=True)
-class Site:
+class TapSite:
     """A place in a program. signal: the path of the signals around it. tensor: the name of a tensor; empty for what leaves the signal.
 
     number: how many sites before it have the same signal and tensor. loop: the number of the outermost scan around it, from 1; 0 for none.
@@ -36,13 +36,13 @@ class Site:
         return f"{f'tensor {self.tensor}' if self.tensor else 'output'} of signal {self.signal or '(none)'}"
 
 
-def sites_of(program: Program) -> dict[Var, Site]:
+def sites_of(program: Program) -> dict[Var, TapSite]:
     """The sites of a program, in order, by the variables of the values."""
-    found: dict[Var, Site] = {}
+    found: dict[Var, TapSite] = {}
     counts: dict[tuple[str, str], int] = {}
     for var, signal, tensor, loop in _sites(program, Place(), itertools.count(1)):
         number = counts[signal, tensor] = counts.get((signal, tensor), -1) + 1
-        found[var] = Site(signal, tensor, number, loop)
+        found[var] = TapSite(signal, tensor, number, loop)
     return found
 
 
@@ -77,14 +77,14 @@ def _is_entered(equation: Equation) -> bool:
 
 
 def tapped(
-    program: Program, sites: Mapping[Var, Site], args: Sequence[Any], probes: Mapping[Site, Any] | None = None
-) -> tuple[list[Any], dict[Site, Any]]:
+    program: Program, sites: Mapping[Var, TapSite], args: Sequence[Any], probes: Mapping[TapSite, Any] | None = None
+) -> tuple[list[Any], dict[TapSite, Any]]:
     """The results of a program, and the value at each of its sites. probes: what is added there; None for nothing.
 
     Without probes, the value comes from the constraint on it, if there is one. A second reader of what a constraint reads would change
     the layout: Shardy gives a value the layout of its constraint only if nothing else reads it.
     """
-    inner, taps, repeated = jx.body(program), dict[Site, Any](), dict[Var, Site]()
+    inner, taps, repeated = jx.body(program), dict[TapSite, Any](), dict[Var, TapSite]()
     known: dict[Atom, Any] = {**jx.constants(program), **dict(zip(inner.invars, args, strict=True))}
 
     def value(atom: Atom) -> Any:
@@ -110,13 +110,13 @@ def tapped(
     return [value(atom) for atom in inner.outvars], taps
 
 
-def _site_of(atom: Atom, *sites: Mapping[Var, Site]) -> Site | None:
+def _site_of(atom: Atom, *sites: Mapping[Var, TapSite]) -> TapSite | None:
     return next((some[atom] for some in sites if jx.is_var(atom) and atom in some), None)
 
 
 def _scan(
-    equation: Equation, sites: Mapping[Var, Site], values: Sequence[Any], probes: Mapping[Site, Any] | None
-) -> tuple[list[Any], dict[Site, Any]]:
+    equation: Equation, sites: Mapping[Var, TapSite], values: Sequence[Any], probes: Mapping[TapSite, Any] | None
+) -> tuple[list[Any], dict[TapSite, Any]]:
     body = equation.params["jaxpr"]
     num_constants, num_carried = jx.scan_sizes(equation)
     first = num_constants + num_carried

@@ -10,7 +10,7 @@ from jgt.program import constraints
 from train.check.__main__ import main as check
 from train.config import load
 from train.verify.__main__ import main
-from train.verify.compare import compare, is_verified
+from train.verify.compare import compare_layouts, is_verified
 from train.verify.small import small_mesh, small_overrides
 
 RULES = {
@@ -37,7 +37,7 @@ def notes(tmp_path, monkeypatch):
 
 def verified(name, *overrides):
     run = load(name, overrides)
-    return compare(load(name, small_overrides(run, 8, overrides)), run)
+    return compare_layouts(load(name, small_overrides(run, 8, overrides)), run)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])

@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(arguments.config, arguments.overrides, code=code)
         from jgt.mesh.mesh import use_virtual_cpu
 
-        from .compare import compare
+        from .compare import compare_layouts
         from .small import small_overrides
 
         small = load(arguments.config, small_overrides(run, arguments.devices, arguments.overrides), code=code)
         # A caller that has started JAX has devices already.
         with suppress(RuntimeError):
             use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
-        found = compare(small, run)
+        found = compare_layouts(small, run)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2

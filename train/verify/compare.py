@@ -30,13 +30,13 @@ _EIGHT_BITS = 0.1
 """The tolerance where weights or gradients travel in eight bits, which rounds them."""
 
 
-def compare(small: Run, run: Run) -> Verification:
+def compare_layouts(small: Run, run: Run) -> Verification:
     """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
     setup = prepare(small, devices=jax.devices()[: math.prod(small.mesh.values())])
     loss = setup.objective.of_model
     assert isinstance(loss, Sharded)
     params, variables = setup.model.init(jax.random.key(0))
-    batch = rows_of(setup)
+    batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
     rounds = any(rule.gather for rule in small.rules.signals)
     found = verify_sharded(
@@ -84,7 +84,7 @@ def _note_of(run: Run) -> Path:
     return default_folder().parent.parent / "verified" / hashlib.sha256(key.encode()).hexdigest()
 
 
-def rows_of(setup: Setup) -> Mapping[str, jax.Array]:
+def sample_batch(setup: Setup) -> Mapping[str, jax.Array]:
     """A batch: random tokens, weights and documents, or the first samples of the user's own data."""
     run, shapes = setup.run, setup.batch_shapes
     if isinstance(run.config.data, OwnData):
