@@ -32,7 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 
 from jgt.partitioner.shardy import (
-    DeviceGrid,
+    AxisGrid,
     Splits,
     SubAxis,
     choose_layouts,
@@ -220,7 +220,7 @@ class _Found:
     arrays: tuple[int, ...]
     given: tuple[Splits, ...]
     better: tuple[Splits, ...]
-    grid: DeviceGrid
+    grid: AxisGrid
     mesh: Any
     avoided: Avoided | None
 
@@ -260,7 +260,7 @@ def _layouts_of(op: Any, meshes: dict[str, Any]) -> _Found | None:
     mesh = next((sharding.mesh_or_ref for sharding in shardings if sharding is not None), None)
     if mesh is None:
         return None
-    grid = DeviceGrid.of(meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings, manual_axes(op))
+    grid = AxisGrid.of(meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings, manual_axes(op))
     shapes = [type_shape(value) for value in values]
     given = tuple(grid.layout(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True))
     better, avoided = given, None
@@ -278,7 +278,7 @@ def _moves_along_split_dim(dims: _Dims, layouts: Sequence[Splits]) -> bool:
     return any(axes and d not in in_factors[n] for n, layout in enumerate(layouts) for d, axes in enumerate(layout))
 
 
-def _sums_wrongly(dims: _Dims, layouts: Sequence[Splits], grid: DeviceGrid) -> bool:
+def _sums_wrongly(dims: _Dims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
     """Whether a matmul, or a convolution as one, has one of the layouts that the partitioner sums wrongly."""
 
     def axes(array: int, factor: int, within: Sequence[Splits] = layouts) -> tuple[SubAxis, ...]:
@@ -340,7 +340,7 @@ def _within_equal_rows(dims: _Dims, layouts: Sequence[Splits]) -> Sequence[Split
     return layouts
 
 
-def _reorders(grid: DeviceGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
+def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
     """Whether the result is split by the same groups of devices as the sum, but orders the devices of a group differently.
 
     The partitioner computes a matmul for each part of the sum, in a group of devices that have the order of an operand. A result that is

@@ -147,14 +147,14 @@ def manual_axes(op: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceGrid:
+class AxisGrid:
     """The devices of a mesh, seen from an operation: its sub-axes, and the ids of the devices, with one dim for each sub-axis."""
 
     sub_axes: tuple[SubAxis, ...]
     devices: np.ndarray
 
     @classmethod
-    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> DeviceGrid:
+    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> AxisGrid:
         """The grid for arrays of these shardings. manual: the axes that split nothing there."""
         axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
         cuts = {axis.name: {1, axis.size} for axis in axes}
