@@ -170,7 +170,7 @@ def _avoided(compiled: Compiled, sent: Sequence[Collective]) -> Iterator[Finding
         signal, kind = _signal_of(avoided.name), avoided.name.rpartition("/")[2]
         sends = sum(c.total_bytes for c in sent if c.source and avoided.line.endswith(c.source) and c.signal == signal)
         text = (
-            f"XLA would compute this {kind} wrongly with the layouts {avoided.before}, so jgt gives it {avoided.after}. This line sends "
+            f"XLA computes a {kind} wrongly with layouts such as {avoided.before}, so jgt gives it {avoided.after}. This line sends "
             f"{size_text(sends)} in a step. Specs by which each axis splits only one dim of the {kind} need no such help"
         )
         yield _finding("avoided", signal, avoided.line, sends, text)

@@ -60,7 +60,7 @@ class Verification:
 
     def __str__(self) -> str:
         if self.is_right:
-            more = f". {len(self.avoided)} operations have another layout, because XLA would compute them wrongly" if self.avoided else ""
+            more = f". {len(self.avoided)} operations have another layout, as XLA computes such layouts wrongly" if self.avoided else ""
             return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}"
         lines = [f"The layout changes the numbers: {len(self.differences)} of {self.num_compared} arrays differ"]
         lines += [

@@ -118,14 +118,14 @@ def test_a_wrong_rewrite_is_found_with_its_signal_and_its_tensor(how, site, back
     names = list(SITES.values())
     at = names.index(SITES[site])
     if backward:
-        # The cotangent is wrong before the tensor, where the gradient goes on.
+        # The cotangent is wrong before the tensor, so the first wrong one is at an earlier tensor.
         assert any(name in found.first for name in [names[at], *names[:at]]), found.first
         assert "the cotangent" in found.first
     elif how == "other rows" and site == "logits":
         # A mean over rows has no order: the value of the loss is right, and the gradient wrong.
         assert f"the cotangent of {SITES[site]}" in found.first
     else:
-        # What is wrong here is no constraint, so the first wrong value is the next one, or the result.
+        # The wrong equations follow the tensor, so the first wrong value is the next one, or the result.
         after = [*names[at + 1 :], "output of signal layers", "output of signal head", "output of signal embed"]
         assert "the value" in found.first, found.first
         assert any(name in found.first for name in after), found.first
