@@ -20,7 +20,7 @@ from train.run.start import Feed, restore_state
 from train.run.train import train
 from train.setup import prepare
 
-CONFIG = Path(__file__).parents[2] / "configs" / "pipeline.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "pipeline.yaml"
 STEPS = 20
 CLIP = 0.5
 SMALL = (

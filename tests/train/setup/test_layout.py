@@ -10,7 +10,7 @@ from jgt.planner.described import devices_of
 from train.config import load
 from train.setup.layout import batch_groups, make_mesh
 
-QUICKSTART = Path(__file__).parent.parent.parent / "configs/quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 FSDP = ("mesh={data: 2, fsdp: 4, tensor: 1}",)
 PIPELINE = ("rules=rules/pipeline.yaml", "mesh={data: 2, fsdp: 2, stage: 2, tensor: 1}", "pipeline={signal: layers, microbatches: 2}")
 

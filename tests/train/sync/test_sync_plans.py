@@ -12,7 +12,7 @@ from train.config import load
 from train.plan.__main__ import main as plan
 from train.setup import prepare
 
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 EXPERTS = (f"rules={RULES / 'experts.yaml'}", "mesh={data: 2, fsdp: 1, expert: 4}", "model.experts={count: 4, choose: 2, ffn: 32}")
 PLAIN = (f"rules={RULES / 'hybrid.yaml'}", "mesh={replica: 2, fsdp: 4}")
 

@@ -18,7 +18,7 @@ from train.records.console import describe_storage
 from train.run.start import Feed, restore_state
 from train.setup import prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs" / "rules"
 # No axis of more than one device divides the vocabulary.
 TINY = (

@@ -11,7 +11,7 @@ from train.records import notebook
 from train.records.console import Screen
 from train.records.notebook import Notebook, find_notebook
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Cell:

@@ -31,7 +31,7 @@ MESHES = {
 }
 MODELS = {"experts": ("model.experts={count: 8, ffn: 32, shared: 1}",)}
 """What the models of some rules files need."""
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 LARGER = ("fsdp_sequence", "overlap", "pipeline_sequence", "sequence", "zero1")
 """Variants of rules that always run."""
 STEPS = 20

@@ -18,7 +18,7 @@ from train.report.rows import read_metrics
 from train.run.train import train
 from train.setup import prepare
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {
     "state_space": ("model.width=32", "model.states=32", "model.seq=32", "train.batch=8", "data.eval_tokens=1000"),
     "digits": ("model.width=32", "model.depth=2", "train.batch=16"),

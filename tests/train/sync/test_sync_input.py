@@ -9,7 +9,7 @@ from train.command_line import FEWER
 from train.config import load, replica_problems
 from train.setup import prepare
 
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 MESH = "mesh: {replica: 2, fsdp: 4}"
 
 

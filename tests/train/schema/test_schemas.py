@@ -12,7 +12,7 @@ from train.schema.__main__ import SCHEMAS, schema_text
 
 jsonschema = pytest.importorskip("jsonschema")
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(path for path in CONFIGS.rglob("*.yaml"))
 MODELINE = re.compile(r"# yaml-language-server: \$schema=(\S+)")
 

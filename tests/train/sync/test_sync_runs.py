@@ -21,7 +21,7 @@ from train.run.start import Start, restore_state
 from train.run.train import train
 from train.setup import prepare
 
-RULES = f"rules={Path(__file__).parents[2] / 'configs' / 'rules' / 'hybrid.yaml'}"
+RULES = f"rules={Path(__file__).parents[3] / 'configs' / 'rules' / 'hybrid.yaml'}"
 MESH = "mesh={replica: 2, fsdp: 4}"
 OUTER = "sync={axis: replica, every: 3, outer: {lr: 0.9, momentum: 0.5}}"
 STEPS = 5

@@ -19,7 +19,7 @@ from train.run.start import restore_state
 from train.run.train import train
 from train.setup import prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs" / "rules" / "pipeline.yaml"
 SMALL = ("model.layers=4",)
 PHASES = "sync={axis: replica, every: 3}"

@@ -10,7 +10,7 @@ from jgt.schedule.schedules import SCHEDULES
 from train.__main__ import main
 from train.config import load
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 MESH = "{data: 2, fsdp: 1, stage: 2, tensor: 2}"
 GOOD = {"signal": "layers", "axis": "stage", "schedule": "1f1b", "microbatches": "4"}
 NAMES = ", ".join(SCHEDULES)

@@ -19,7 +19,7 @@ from train.run.start import Feed
 from train.setup import prepare
 from train.setup.apart import apart_axes
 
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 PIPELINE = "pipeline={signal: layers, microbatches: 2}"
 CASES = {
     "hybrid": ("replica", "{replica: 2, fsdp: 4}"),
@@ -102,7 +102,7 @@ def test_the_flags_of_overlap_keep_the_activations_of_one_part_only():
     constant = [*model, "mesh={fsdp: 8}", "rules=jgt:fsdp", "train.batch=64", "train.accumulate=4", "train.remat=none"]
 
     def peak(preset):
-        run = load(Path(__file__).parents[2] / "configs/quickstart.yaml", [*constant, f"xla.preset={preset}", "devices.virtual_cpu=8"])
+        run = load(Path(__file__).parents[3] / "configs/quickstart.yaml", [*constant, f"xla.preset={preset}", "devices.virtual_cpu=8"])
         return make_plan(run, parse_target("h100:1x8"), None).memory.peak_bytes
 
     # gpu-pipeline lacks the passes that copy loops.

@@ -17,7 +17,7 @@ from train.config import load
 from train.plan.make import make_plan
 from train.setup import prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs" / "rules"
 HYBRID = (f"rules={RULES / 'hybrid.yaml'}", "mesh={replica: 2, fsdp: 4}")
 PHASES = "sync={axis: replica, every: 3}"

@@ -26,7 +26,7 @@ from train.run.train import train
 from train.setup import prepare
 from train.step.loss import make_loss
 
-RULES = Path(__file__).parents[2] / "configs" / "rules"
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 ROWS, SEQ, VOCAB, END = 8, 16, 32, 0
 NAMES = ("inputs", "targets", "weights")
 
