@@ -34,11 +34,11 @@ def dry_run(run: Run) -> None:
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
-    state = setup.shardings
+    shapes, places = setup.shapes.trained, setup.shardings.trained
     rows = [
-        ["parameters", size_text(_bytes_per_device(setup.shapes.params, state.params))],
-        ["optimizer state", size_text(_bytes_per_device(setup.shapes.opt_state, state.opt_state))],
-        *([["variables", size_text(_bytes_per_device(setup.shapes.variables, state.variables))]] if setup.shapes.variables else []),
+        ["parameters", size_text(_bytes_per_device(shapes.params, places.params))],
+        ["optimizer state", size_text(_bytes_per_device(shapes.opt_state, places.opt_state))],
+        *([["variables", size_text(_bytes_per_device(shapes.variables, places.variables))]] if shapes.variables else []),
         ["batch", size_text(_bytes_per_device(setup.batch_shapes, setup.batch_shardings))],
         # XLA's own figure: what it allocates beyond arguments and results.
         ["temporary (activations, gradients)", size_text(memory.temp_size_in_bytes)],

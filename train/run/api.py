@@ -33,7 +33,7 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
-from ..step.step import State
+from ..step.state import State
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
@@ -61,7 +61,8 @@ class Trained:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        own = self.state.params if self.state.anchor == () else self.state.anchor
+        anchor = self.state.exchanged.anchor
+        own = self.state.trained.params if anchor is None else anchor
         return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.state))
 
 
@@ -151,12 +152,12 @@ def load_model(
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
     # With an average of the parameters, that is the model: evaluations were of it.
     one, shardings = setup.saved_of_one
-    if setup.shapes.average == ():
-        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
+    if setup.shapes.kept.average is None:
+        params = setup.stored_params(restore_params(saved, one.trained.params, shardings.trained.params))
     else:
         average = restored_of_one(saved, one, shardings, "average")
         params = setup.averaged_params(setup.stored_params(average))
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.trained.variables) else {}
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 

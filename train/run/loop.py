@@ -31,7 +31,7 @@ from ..records.records import Records
 from ..records.summary import describe_end, tokens_per_sample
 from ..setup import Setup
 from ..sink import say
-from ..step.step import State
+from ..step.state import State
 from .faults import Faults
 from .folder import Lock
 from .history import replace_config
@@ -193,7 +193,7 @@ class Loop:
             nonlocal last
             if compiled is None:
                 return state, step
-            state, are_equal = compiled.after(state, step, is_last=step == self.num_steps, since=last)
+            state, are_equal = compiled.after(state, step, is_last=step == self.num_steps)
             last = step if are_equal else last
             return state, last
 

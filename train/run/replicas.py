@@ -21,11 +21,8 @@ from ..command_line import may_have_fewer
 from ..config import Run
 from ..setup import Setup
 from ..setup.state import COMPILED_ONCE, without_arrays
-from ..step.step import State, no_losses
-from ..sync.phases import OF_REPLICAS, mean_of_replicas
-
-_APART = tuple(name for name in OF_REPLICAS if name != "params")
-"""The parts that each replica has for itself also right after an exchange."""
+from ..step.state import State, Tree
+from ..sync.phases import mean_of_replicas, of_replicas
 
 
 def saved_replicas(saved: SavedStep) -> int:
@@ -65,16 +62,17 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
         return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
 
     def lifted(state: State, fn: Any) -> State:
-        parts = {name: jax.tree.map(fn, getattr(state, name)) for name in _APART}
-        return state._replace(**parts, params=(), anchor=state.params, momentum=state.params if momentum else ())
+        anchor = state.trained.params
+        # Right after an exchange, all replicas' parameters are the anchor's.
+        return of_replicas(fn, state.with_parts(params=())).with_parts(anchor=anchor, momentum=anchor if momentum else None)
 
     return lifted(one, shape), lifted(shardings, sharding)
 
 
 def merged(state: State) -> State:
     """One state, from the state of several replicas right after an exchange."""
-    parts = {name: jax.tree.map(mean_of_replicas, getattr(state, name)) for name in _APART}
-    return state._replace(params=state.anchor, anchor=(), **parts)
+    anchor = state.exchanged.anchor
+    return of_replicas(mean_of_replicas, state.with_parts(params=())).with_parts(params=anchor, anchor=None)
 
 
 def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str) -> Any:
@@ -82,7 +80,7 @@ def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str) -
     before = saved_replicas(saved)
     if before:
         one, shardings = lifted_shapes(one, shardings, before, momentum=False)
-    found = restore_parts(saved, {name: getattr(one, name)}, {name: getattr(shardings, name)}, cast=False)[name]
+    found = restore_parts(saved, {name: one.arrays()[name]}, {name: shardings.arrays()[name]}, cast=False)[name]
     return jax.tree.map(mean_of_replicas, found) if before else found
 
 
@@ -95,18 +93,18 @@ def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:
         return one if phases is None else phases.begun(one)
 
     absent = without_arrays(jax.eval_shape(convert, saved))
-    return jax.jit(convert, out_shardings=setup.saved_shardings._replace(**absent), compiler_options=COMPILED_ONCE)(saved)
+    return jax.jit(convert, out_shardings=setup.saved_shardings.with_parts(**absent), compiler_options=COMPILED_ONCE)(saved)
 
 
-def first_losses(setup: Setup) -> Any:
-    """`State.losses` before the first step, on the devices."""
-    losses, phases = no_losses(setup.run.config.train.skip_spikes), setup.phases
-    losses = losses if phases is None else phases.spread(State(0, (), (), losses)).losses
-    return jax.tree.map(jax.device_put, losses, setup.shardings.losses)
+def first_losses(setup: Setup) -> Tree | None:
+    """The window of losses before the first step, on the devices."""
+    losses, phases = setup.features.first_losses(), setup.phases
+    losses = losses if phases is None or losses is None else phases.spread(losses)
+    return jax.tree.map(jax.device_put, losses, setup.shardings.kept.losses)
 
 
 def with_zeros(setup: Setup, state: State, names: Sequence[str]) -> State:
     """The state with zeros for parts that it lacks."""
-    shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
+    shapes, shardings = ({name: tree.arrays()[name] for name in names} for tree in (setup.shapes, setup.shardings))
     zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
-    return state._replace(**zeros())
+    return state.with_parts(**zeros())

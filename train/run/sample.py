@@ -16,7 +16,7 @@ import jgt
 
 from ..data.batches import Data
 from ..setup import Setup
-from ..step.step import State
+from ..step.state import State
 
 
 def sample_text(setup: Setup, state: State, data: Data) -> str:

@@ -34,7 +34,7 @@ from ..checkpoint.signature import read_key
 from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
-from ..step.step import State
+from ..step.state import State
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, first_losses, lifted_shapes, saved_replicas, with_replicas, with_zeros
 
@@ -123,8 +123,8 @@ class Start:
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
             try:
-                one, shardings = self._setup.saved_of_one
-                return self._setup.stored_params(restore_params(saved, one.params, shardings.params, cast=self._config.cast))
+                shapes, shardings = (state.trained.params for state in self._setup.saved_of_one)
+                return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
@@ -140,29 +140,30 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
         shapes, shardings = setup.saved_shapes, setup.saved_shardings
     else:
         one, of_one = setup.saved_of_one
-        shapes, shardings = lifted_shapes(one, of_one, before, momentum=setup.shapes.momentum != ()) if before else (one, of_one)
+        has_momentum = setup.shapes.exchanged.momentum is not None
+        shapes, shardings = lifted_shapes(one, of_one, before, momentum=has_momentum) if before else (one, of_one)
     absent = _absent(saved, shapes)
-    found = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
-    state = setup.from_saved(found if before == now else with_replicas(setup, found, has_replicas=before > 0))
+    restored = restore(saved, shapes.with_parts(**absent), shardings.with_parts(**absent), cast=config.checkpoint.cast)
+    state = setup.from_saved(restored if before == now else with_replicas(setup, restored, has_replicas=before > 0))
     if "losses" in absent:
-        state = state._replace(losses=first_losses(setup))
-    if zeros := [name for name in ("residual", "momentum", "waiting") if name in absent]:
+        state = state.with_parts(losses=first_losses(setup))
+    if zeros := [name for name in ("momentum", "waiting") if name in absent]:
         state = with_zeros(setup, state, zeros)
     return setup.with_average(state) if "average" in absent else state
 
 
-def _absent(saved: SavedStep, shapes: State) -> dict[str, Any]:
-    """The parts of a state that a checkpoint may lack, or have in another shape, and does.
+def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
+    """The optional parts of a state that a checkpoint lacks, or has in another shape.
 
     Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
-    switched on starts at the parameters. What rounding took away, and the momentum of the outer step, start at zero.
+    switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero.
     """
     entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
-    absent = {} if shapes.losses != () and entries.get("losses") == shapes.losses.shape else {"losses": ()}
-    for name in ("average", "residual", "momentum", "waiting"):
-        wanted = {f"{name}/{path_text(path)}": x.shape for path, x in jax.tree.leaves_with_path(getattr(shapes, name))}
-        if wanted.items() - entries.items() or (name == "average" and not wanted):
-            absent[name] = ()
+    absent: dict[str, None] = {}
+    for name, part in {**vars(shapes.kept), **vars(shapes.exchanged)}.items():
+        wanted = {"/".join(filter(None, (name, path_text(path)))): x.shape for path, x in jax.tree.leaves_with_path(part)}
+        if wanted.items() - entries.items():
+            absent[name] = None
     return absent
 
 

@@ -21,10 +21,8 @@ from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own
 from ..setup import Setup, prepare
-from ..setup.program import roles_of
 from ..step.config import OwnOptimizer
-from ..step.optimizer import MakeOptimizer, build_optimizer
-from ..step.schedule import Settings, settings_of_step
+from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, roles_of, settings_of_step
 
 _EIGHT_BITS = 0.1
 """The tolerance where weights or gradients travel in eight bits, which rounds them."""

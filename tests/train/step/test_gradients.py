@@ -17,7 +17,7 @@ from train.data.opening import open_data
 from train.plan.make import make_plan
 from train.run.start import Feed
 from train.setup import prepare
-from train.setup.apart import apart_axes
+from train.setup.layout import layout_of
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"
 PIPELINE = "pipeline={signal: layers, microbatches: 2}"
@@ -54,14 +54,14 @@ def steps_of(tiny_file):
     return run
 
 
-def layout_of(name):
+def overrides_of(name):
     _, mesh, *more = CASES[name]
     return f"rules={RULES / name}.yaml", f"mesh={mesh}", "train.batch=32", *more
 
 
 @pytest.mark.parametrize("name", ["hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "hybrid")])
 def test_no_part_sends_anything_over_the_axis(tiny_file, name):
-    setup = prepare(load(tiny_file, [*layout_of(name), "train.accumulate=4"]))
+    setup = prepare(load(tiny_file, [*overrides_of(name), "train.accumulate=4"]))
     module = Module.parse(setup.compile_train_step().as_text())
     sizes = dict(setup.mesh.shape)
     inside, outside = ({axis for c in collectives(module, in_loops=looped) for axis in axes_of(c, sizes)} for looped in (True, False))
@@ -71,7 +71,7 @@ def test_no_part_sends_anything_over_the_axis(tiny_file, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_parts_send_over_the_axis_what_the_whole_batch_sends(steps_of, name):
-    (losses, sent), (whole, at_once) = steps_of(*layout_of(name), "train.accumulate=4"), steps_of(*layout_of(name))
+    (losses, sent), (whole, at_once) = steps_of(*overrides_of(name), "train.accumulate=4"), steps_of(*overrides_of(name))
     np.testing.assert_allclose(losses, whole, rtol=0, atol=5e-6)
     axis = CASES[name][0]
     # A few numbers more: the losses of the replicas are added up on their own.
@@ -92,7 +92,7 @@ def test_parts_send_over_the_axis_what_the_whole_batch_sends(steps_of, name):
 )
 def test_axes_along_which_gradients_stay_apart(tiny_file, rules, mesh, more, axes):
     run = load(tiny_file, [f"rules={RULES / rules}.yaml", f"mesh={mesh}", "train.accumulate=2", *more])
-    assert apart_axes(run, jgt.abstract_mesh(run.mesh, num_devices=8)) == axes
+    assert layout_of(run, num_devices=8).replicas == axes
 
 
 @needs_plugin

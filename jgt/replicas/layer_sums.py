@@ -1,15 +1,16 @@
-"""Sums that ride along in the scan over layers, so that XLA runs them beside the layers' own work.
+"""Sums over replicas that are taken inside the scan over layers, so that XLA runs them beside the layers' own work.
 
-XLA starts and ends a collective in the same loop body, or outside of all loops. A sum over replicas that stands beside a scan over layers
-is thus not hidden by it: the devices wait for it, before the scan or after it. Here each turn of the scan adds up one part of the arrays,
-which needs nothing that the turn computes. Of the scans in a program, the one that goes over the most bytes is taken: the layers.
+XLA starts and ends a collective in the same loop body, or outside of all loops. So the devices wait for a sum over replicas that precedes
+or follows a scan over layers. Here each turn of the scan adds up one part of the arrays, which needs nothing that the turn computes. Of
+the scans in a program, the one over the most bytes is taken as the layers'.
 
-A part is a run of entries along a dim that no mesh axis splits. `Pack` makes one sum of the parts of many
-arrays, since the sum of each would be several kernels in each turn. Arrays without a dim that the number of turns divides stay outside.
+A part is a run of entries along a dim that no mesh axis splits. The parts of many arrays are added up as one, since the sum of each would
+be several kernels in each turn. Arrays without a dim that the number of turns divides are added up outside of the scan.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,16 +28,16 @@ from jgt.replicas.replicas import Replicas
 
 _R = TypeVar("_R")
 _Arrays = list[jax.Array]
-_Riders = list[_Arrays]
-_Ride = Callable[[_Riders], _Arrays]
+_Parts = list[_Arrays]
+"""The arrays of each group, cut into a part for each turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack:
-    """Arrays of replicas, [R, ...] each, cut into a part for each turn of a scan. Those that are split over the same axes travel as one.
+class LayerSums:
+    """The sums of arrays of replicas, [R, ...] each, of which each turn of a scan takes a part.
 
-    turns: of the scan; 0 without one. places: the shardings of the arrays, without R. groups: by the axes, the number of each array and the
-    dim that is cut.
+    turns: the length of the scan; 0 without one. places: the shardings of the arrays, without R. groups: for the axes that split some
+    arrays, the number of each array and the dim along which it is cut. The arrays of a group travel as one.
     """
 
     replicas: Replicas
@@ -45,8 +46,8 @@ class Pack:
     groups: tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]], places: Sequence[NamedSharding], replicas: Replicas, turns: int) -> Pack:
-        """For arrays of these shapes, without R. turns: of the scan; 0: there is none."""
+    def of(cls, shapes: Sequence[tuple[int, ...]], places: Sequence[NamedSharding], replicas: Replicas, turns: int) -> LayerSums:
+        """The sums of arrays of these shapes, without R."""
         groups: dict[tuple[str, ...], list[tuple[int, int]]] = {}
         for n, (shape, place) in enumerate(zip(shapes, places, strict=True)):
             dims = sharding_dims(place, len(shape))
@@ -56,71 +57,67 @@ class Pack:
             if dim is not None:
                 named = {axis for axes in dims for axis in axes if sizes[axis] > 1}
                 groups.setdefault(tuple(axis for axis in place.mesh.axis_names if axis in named), []).append((n, dim))
-        found = tuple((axes, tuple(of)) for axes, of in groups.items())
-        return cls(replicas=replicas, turns=turns, places=tuple(places), groups=found)
+        return cls(replicas=replicas, turns=turns, places=tuple(places), groups=tuple((axes, tuple(cuts)) for axes, cuts in groups.items()))
 
     @property
-    def rest(self) -> list[int]:
+    def uncut(self) -> list[int]:
         """The numbers of the arrays that cannot be cut."""
-        cut = {n for _, of in self.groups for n, _ in of}
+        cut = {n for _, cuts in self.groups for n, _ in cuts}
         return [n for n in range(len(self.places)) if n not in cut]
 
-    def cut(self, arrays: Sequence[jax.Array]) -> list[_Arrays]:
-        """By group, of each array the parts on each device: [R, turns, devices, numbers]. Nothing moves to another device."""
+    def cut(self, arrays: Sequence[jax.Array]) -> _Parts:
+        """The parts of each group's arrays on each device: [R, turns, devices, numbers]. Nothing moves to another device."""
 
-        def on_device(*local: jax.Array) -> list[_Arrays]:
-            return [[_cut(local[n][0], dim, self.turns)[None, :, None] for n, dim in of] for _, of in self.groups]
+        def on_device(*local: jax.Array) -> _Parts:
+            return [[_cut(local[n][0], dim, self.turns)[None, :, None] for n, dim in cuts] for _, cuts in self.groups]
 
         lifted = tuple(self.replicas.lifted(place).spec for place in self.places)
-        made = [[PartitionSpec(self.replicas.axes, None, axes or None)] * len(of) for axes, of in self.groups]
+        made = [[PartitionSpec(self.replicas.axes, None, axes or None)] * len(cuts) for axes, cuts in self.groups]
         return jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=lifted, out_specs=made, check_vma=False)(*arrays)
 
-    def sums(self, parts: list[_Arrays]) -> _Arrays:
-        """Inside of `Replicas.map`: of one turn the sum of each group, [devices, numbers], from the parts of its arrays."""
+    def of_turn(self, parts: _Parts) -> _Arrays:
+        """The sum of each group, [devices, numbers], from the parts of one turn. To be called inside of `Replicas.map`."""
         sizes = self.replicas.mesh.shape
         devices = [math.prod(sizes[axis] for axis in axes) for axes, _ in self.groups]
-        return [self.replicas.sum(jnp.concatenate(of, axis=-1), count) for of, count in zip(parts, devices, strict=True)]
+        return [self.replicas.sum(jnp.concatenate(arrays, axis=-1), count) for arrays, count in zip(parts, devices, strict=True)]
 
     def joined(self, sums: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
-        """By number, the arrays [...] from the sums of all turns, [turns, devices, numbers]. shapes: of all arrays."""
-        numbers = [n for _, of in self.groups for n, _ in of]
+        """The arrays [...] by number, from the sums of all turns, [turns, devices, numbers]. shapes: all arrays', without R."""
 
         def on_device(*local: jax.Array) -> _Arrays:
-            found: _Arrays = []
-            for whole, (_, of) in zip(local, self.groups, strict=True):
-                start = 0
-                for n, dim in of:
-                    shape = self.places[n].shard_shape(shapes[n])
-                    size = math.prod(shape) // self.turns
-                    found.append(_joined(whole[:, 0, start : start + size], dim, shape, self.turns))
-                    start += size
-            return found
+            arrays: _Arrays = []
+            for whole, (_, cuts) in zip(local, self.groups, strict=True):
+                own = [self.places[n].shard_shape(shapes[n]) for n, _ in cuts]
+                ends = [0, *itertools.accumulate(math.prod(shape) // self.turns for shape in own)]
+                for (_, dim), shape, (start, end) in zip(cuts, own, itertools.pairwise(ends), strict=True):
+                    arrays.append(_joined(whole[:, 0, start:end], dim, shape, self.turns))
+            return arrays
 
+        numbers = [n for _, cuts in self.groups for n, _ in cuts]
         made = tuple(PartitionSpec(None, axes or None) for axes, _ in self.groups)
         specs = [self.places[n].spec for n in numbers]
         arrays = jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=made, out_specs=specs, check_vma=False)(*sums)
         return dict(zip(numbers, arrays, strict=True))
 
 
-def turns_of(fn: Callable[..., Any], *args: Any) -> int:
-    """The number of turns of the scan over layers in a function; 0 without one."""
+def num_turns(fn: Callable[..., Any], *args: Any) -> int:
+    """The length of the scan over layers in a function; 0 without one."""
     leaves, tree = cast("tuple[list[Any], Any]", jax.tree.flatten(args))
-    program, _ = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
-    flat = flatten(program)
+    flat = flatten(jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)[0])
     number = _layers(flat)
     return 0 if number is None else flat.eqns[number].params["length"]
 
 
-def with_riders(fn: Callable[..., _R], args: Sequence[Any], riders: _Riders, ride: _Ride) -> tuple[_R, _Arrays]:
-    """fn(*args), and the results of `ride`, which each turn of the scan over layers calls with its part of the riders [turns, ...]."""
-    if not riders:
+def with_layer_sums(fn: Callable[..., _R], args: Sequence[Any], parts: _Parts, of_turn: Callable[[_Parts], _Arrays]) -> tuple[_R, _Arrays]:
+    """fn(*args), and the results of `of_turn`, which each turn of the scan over layers calls with its own of the parts [turns, ...]."""
+    if not parts:
         return fn(*args), []
     leaves, tree = cast("tuple[list[Any], Any]", jax.tree.flatten(tuple(args)))
     program, out_tree = jx.trace(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), *leaves)
     flat = flatten(program)
     number = _layers(flat)
-    assert number is not None, "riders need a scan"
-    results, own = _run(flat, number, leaves, riders, ride), len(flat.outvars)
+    assert number is not None, "only a scan has turns"
+    results, own = _run(flat, number, leaves, parts, of_turn), len(flat.outvars)
     return jax.tree.unflatten(out_tree, results[:own]), results[own:]
 
 
@@ -135,9 +132,9 @@ def _layers(flat: Flat) -> int | None:
     return max(scans, key=lambda n: scanned(flat.eqns[n]), default=None)
 
 
-def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: _Riders, ride: _Ride) -> _Arrays:
-    """The results of a program whose scan takes the riders along, and then what became of them."""
-    scan, (flat_riders, tree) = flat.eqns[number], cast("tuple[_Arrays, Any]", jax.tree.flatten(riders))
+def _run(flat: Flat, number: int, leaves: Sequence[Any], parts: _Parts, of_turn: Callable[[_Parts], _Arrays]) -> _Arrays:
+    """The results of a program whose scan gets the parts too, and then the results of `of_turn`."""
+    scan, (flat_parts, tree) = flat.eqns[number], cast("tuple[_Arrays, Any]", jax.tree.flatten(parts))
     (body,) = jx.subprograms(scan)
     num_consts, num_carry = jx.scan_sizes(scan)
     first, count = num_consts + num_carry, len(scan.invars)
@@ -146,26 +143,26 @@ def _run(flat: Flat, number: int, leaves: Sequence[Any], riders: _Riders, ride: 
         constants, carry = operands[:num_consts], list(operands[num_consts:first])
 
         def turn(carry: _Arrays, both: tuple[_Arrays, _Arrays]) -> tuple[_Arrays, tuple[_Arrays, _Arrays]]:
-            xs, parts = both
+            xs, own = both
             after = jx.evaluate(body, [*constants, *carry, *xs])
-            return after[:num_carry], (after[num_carry:], ride(jax.tree.unflatten(tree, parts)))
+            return after[:num_carry], (after[num_carry:], of_turn(jax.tree.unflatten(tree, own)))
 
         params = {name: scan.params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, sums) = jax.lax.scan(turn, carry, (list(operands[first:count]), list(operands[count:])), **params)
         return [*carry, *ys, *sums]
 
-    program, _ = jx.trace(loop, *[a.aval for a in scan.invars], *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat_riders])
+    program, _ = jx.trace(loop, *[a.aval for a in scan.invars], *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat_parts])
     inner = jx.body(program)
     inputs = [jx.new_var_like(v) for v in inner.invars[count:]]
     made = [jx.new_var_like(cast(Var, v)) for v in inner.outvars[len(scan.outvars) :]]
     eqns = jx.inlined(program, scan, [*scan.invars, *inputs], [*scan.outvars, *made])
     whole = replace(flat, eqns=(*flat.eqns[:number], *eqns, *flat.eqns[number + 1 :]), outvars=(*flat.outvars, *made))
     new = jx.program_of(whole.program, [*whole.invars, *whole.consts, *inputs], whole.eqns, whole.outvars)
-    return jx.evaluate(new, [*leaves, *whole.consts.values(), *flat_riders])
+    return jx.evaluate(new, [*leaves, *whole.consts.values(), *flat_parts])
 
 
 def _cut(x: jax.Array, dim: int, turns: int) -> jax.Array:
-    """[turns, numbers]: of each turn a run of entries along a dim."""
+    """[turns, numbers]: each turn has a run of entries along a dim."""
     return jnp.moveaxis(x.reshape(*x.shape[:dim], turns, -1, *x.shape[dim + 1 :]), dim, 0).reshape(turns, -1)
 
 
