@@ -33,10 +33,10 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
-from ..step.state import State
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
+from .start import Position
 from .train import train
 
 _FOREVER = 1_000_000.0
@@ -44,14 +44,23 @@ _FOREVER = 1_000_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl. step: updates so far."""
+class RunResult:
+    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl."""
 
     folder: Path
-    step: int
-    state: State
+    position: Position
     setup: Setup
     metrics: list[dict[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """The updates so far."""
+        return self.position.step
+
+    @property
+    def state(self) -> Trained:
+        """The parameters, the optimizer's state, and what the model keeps beside its parameters."""
+        return self.position.state.trained
 
     @property
     def is_done(self) -> bool:
@@ -61,9 +70,9 @@ class Trained:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        anchor = self.state.exchanged.anchor
-        own = self.state.trained.params if anchor is None else anchor
-        return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.state))
+        anchor = self.position.state.exchanged.anchor
+        own = self.state.params if anchor is None else anchor
+        return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.position.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +101,7 @@ def run_here(
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
-) -> Trained:
+) -> RunResult:
     """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
 
     config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
@@ -108,14 +117,14 @@ def run_here(
     given = read_resume(resume, allow_change, checked.config.run.path)
     check_places(checked, given)
     read_key(checked.config.checkpoint.key)
-    found: list[tuple[Setup, Any]] = []
+    ends: list[tuple[Setup, Position]] = []
     with programs_on_trial():
         _start_jax(checked)
-        train(checked, given, on_end=lambda setup, position: found.append((setup, position)), owns_process=False)
-    setup, position = found[0]
+        train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
+    setup, position = ends[0]
     folder = checked.config.run.path
     rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
-    return Trained(folder=folder, step=position.step, state=position.state, setup=setup, metrics=rows)
+    return RunResult(folder=folder, position=position, setup=setup, metrics=rows)
 
 
 def load_model(

@@ -27,7 +27,7 @@ from ..sync.config import SyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class MeshLayout:
     """A run's mesh and rules, and the roles of its axes.
 
     device: a device of the mesh, or a description of one; None if nothing is known of them. batch, sequence: the axes that split these dims
@@ -72,7 +72,7 @@ class Layout:
         return math.prod(sizes[axis] for axis in inside)
 
 
-def layout_of(run: Run, *, num_devices: int | None = None, like: Any = None, devices: Sequence[Any] | None = None) -> Layout:
+def mesh_layout(run: Run, *, num_devices: int | None = None, like: Any = None, devices: Sequence[Any] | None = None) -> MeshLayout:
     """The run's layout over all devices, or over `devices`. Raises InputError.
 
     num_devices: makes the mesh abstract, with this many devices. like: a description of one of these.
@@ -82,7 +82,7 @@ def layout_of(run: Run, *, num_devices: int | None = None, like: Any = None, dev
         # What is traced inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
     batch, sequence = run.batch_dims
-    return Layout(
+    return MeshLayout(
         mesh=mesh,
         device=mesh.devices.flat[0] if isinstance(mesh, Mesh) else like,
         rules=run.rules,
@@ -117,7 +117,7 @@ def _axis_names(run: Run) -> list[str]:
 
 
 def _replica_axes(run: Run, split: set[str]) -> tuple[str, ...]:
-    """The axes of `Layout.replicas`. split: the axes of the batch with more than one device.
+    """The axes of `MeshLayout.replicas`. split: the axes of the batch with more than one device.
 
     These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
     No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.

@@ -18,8 +18,8 @@ from jgt.sharding.storage import Storage
 from ..config import Config
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
-from .layout import Layout
-from .program import Program, Where, may_reshape
+from .layout import MeshLayout
+from .program import ModelProgram, Where, may_reshape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Placed:
         return self.placement if self.storage is None else self.storage.placement
 
 
-def place(program: Program, config: Config, layout: Layout, where: Where, *, problems: Iterable[str]) -> Placed:
+def place(program: ModelProgram, config: Config, layout: MeshLayout, where: Where, *, problems: Iterable[str]) -> Placed:
     """Places a program. problems: messages to report beside those about parameters. Raises InputError with every misfit."""
     objective, shapes = program.objective, (program.params, program.variables, program.rows)
     placement = jgt.place(
@@ -75,7 +75,7 @@ def _check_remat(config: Config, placement: Placement, where: Where) -> None:
         raise InputError([f"{key}: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
-def _with_parts_checked(config: Config, layout: Layout, objective: Objective, shapes: tuple[Any, ...], where: Where) -> Objective:
+def _with_parts_checked(config: Config, layout: MeshLayout, objective: Objective, shapes: tuple[Any, ...], where: Where) -> Objective:
     """Raises InputError for an own loss that would be another one on parts of a batch. An evaluation of such a loss gets whole batches."""
     if objective.is_token_loss or layout.pipeline is not None:
         return objective
@@ -90,7 +90,7 @@ def _with_parts_checked(config: Config, layout: Layout, objective: Objective, sh
     return replace(objective, is_of_whole_batches=bool(problem_of_parts(objective.evaluated, shapes)))
 
 
-def _gradient_sum(config: Config, layout: Layout, stored: Placement, used: Placement) -> GradientSum:
+def _gradient_sum(config: Config, layout: MeshLayout, stored: Placement, used: Placement) -> GradientSum:
     """How gradients add up. stored, used: the placements of the parameters as the state has them, and as the loss takes them."""
 
     def pin(gradients: Any) -> Any:

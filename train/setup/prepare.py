@@ -16,7 +16,7 @@ import jax
 
 from ..config import Run, batch_problems, replica_problems
 from ..models.remat import Remat
-from .layout import layout_of
+from .layout import mesh_layout
 from .place import place
 from .program import element_of, program_of
 from .setup import Setup
@@ -40,7 +40,7 @@ def prepare(
     Raises InputError with every misfit of rules, mesh and shapes.
     """
     config, code, where = run.config, run.code, run.where
-    layout = layout_of(run, num_devices=num_devices, like=like, devices=devices)
+    layout = mesh_layout(run, num_devices=num_devices, like=like, devices=devices)
     element = element or element_of(config, code, where)
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat)
     sizes = layout.mesh.shape

@@ -32,7 +32,7 @@ from ..models.remat import Remat
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
-from .layout import Layout
+from .layout import MeshLayout
 
 AUTO = "auto"
 """The value of `train.remat` that leaves the setting to `fit.py`."""
@@ -43,7 +43,7 @@ _EXPERTS, _RANK = "layers/moe", 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class ModelProgram:
     """A run's model and loss, traced from shapes.
 
     attention, grouped: how attention and the matmuls of experts are computed, for the log; None and empty where the model has none. remat:
@@ -65,8 +65,8 @@ class Program:
 
 
 def program_of(
-    config: Config, layout: Layout, code: Code, where: Where, *, element: Mapping[str, jax.ShapeDtypeStruct], remat: Remat
-) -> Program:
+    config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Mapping[str, jax.ShapeDtypeStruct], remat: Remat
+) -> ModelProgram:
     """The model and the loss of a config. element: the arrays of one row of a batch. Raises InputError."""
     train, own = config.train, config.train.loss
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
@@ -87,7 +87,7 @@ def program_of(
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
     params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-    return Program(
+    return ModelProgram(
         model=model,
         attention=attention,
         grouped=grouped,
@@ -132,12 +132,12 @@ def may_reshape(config: Config) -> bool:
     return not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.offload != "host"
 
 
-def has_wide_gradients(config: Config, layout: Layout) -> bool:
+def has_wide_gradients(config: Config, layout: MeshLayout) -> bool:
     """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
     return config.optimizer.gradients == "f32" and layout.pipeline is None
 
 
-def _decoder(config: Config, layout: Layout, attention: AttentionChoice, remat: Remat) -> tuple[Model, str]:
+def _decoder(config: Config, layout: MeshLayout, attention: AttentionChoice, remat: Remat) -> tuple[Model, str]:
     """The trainer's own model, with the kernels that the devices of the mesh have, and how its experts' matmuls run."""
     model = config.model
     assert isinstance(model, ModelConfig)
@@ -154,7 +154,7 @@ def _decoder(config: Config, layout: Layout, attention: AttentionChoice, remat: 
     return built, label if model.experts else ""
 
 
-def _exchange_metrics(layout: Layout) -> Observe | None:
+def _exchange_metrics(layout: MeshLayout) -> Observe | None:
     """The metrics of the exchange of experts, from their counts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
 
     None where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
@@ -172,7 +172,7 @@ def _exchange_metrics(layout: Layout) -> Observe | None:
     return observe
 
 
-def _attention(model: ModelConfig, layout: Layout, where: Where) -> AttentionChoice:
+def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
     """The attention kernel. Raises InputError where the file asks for one that is not available."""
     choice = choose_attention(model, layout.device, sharing=layout.devices_of_stage)
     if model.attention not in ("auto", choice.kernel.name):
@@ -190,7 +190,7 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
 
 
 def _objective(
-    config: Config, layout: Layout, pipeline: Pipeline | None, model: Model, own: Callable[..., Any] | None, chunks: int, where: Where
+    config: Config, layout: MeshLayout, pipeline: Pipeline | None, model: Model, own: Callable[..., Any] | None, chunks: int, where: Where
 ) -> Objective:
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
 
@@ -225,7 +225,7 @@ def _check_segments(config: Config, model: Model, where: Where) -> None:
     raise InputError([f"{where('data.documents')}: data.documents: {why}"])
 
 
-def _fewest_chunks(config: Config, layout: Layout) -> int:
+def _fewest_chunks(config: Config, layout: MeshLayout) -> int:
     """The fewest chunks of the loss that fit."""
     train, model, pipeline = config.train, config.model, layout.pipeline
     # The rows whose logits exist at once: those of one part of the batch, in a pipeline those of one microbatch.

@@ -34,7 +34,7 @@ class Setup(StateLayout):
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
     make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
-    one row of a batch, by name. attention, grouped, remat: see `Program`. compiled: the step, if it is compiled already.
+    one row of a batch, by name. attention, grouped, remat: see `ModelProgram`. compiled: the step, if it is compiled already.
     """
 
     run: Run

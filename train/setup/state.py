@@ -24,14 +24,14 @@ from ..code.files import Code
 from ..config import Config
 from ..models.linear import compute_type
 from ..step.config import OwnOptimizer
-from ..step.features import Features
+from ..step.features import StepFeatures
 from ..step.gradients import GradientSum
 from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, own_optimizer, roles_of
 from ..step.state import Exchanged, Kept, State, Trained, Tree
 from ..sync.phases import Phases, mean_of_replicas
-from .layout import Layout
+from .layout import MeshLayout
 from .place import Placed
-from .program import Program, Where
+from .program import ModelProgram, Where
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
@@ -42,13 +42,13 @@ class NewState:
     """How a run's state is made. make: from a seed, uint32[], to the state before the first step. shapes: the state's."""
 
     make_optimizer: MakeOptimizer
-    features: Features
+    features: StepFeatures
     phases: Phases | None
     make: Callable[[Any], State]
     shapes: State
 
 
-def new_state(program: Program, placed: Placed, config: Config, layout: Layout, code: Code, where: Where) -> NewState:
+def new_state(program: ModelProgram, placed: Placed, config: Config, layout: MeshLayout, code: Code, where: Where) -> NewState:
     """The optimizer and the optional features of a run, and the state that they begin with. Raises InputError."""
     optimizer = config.optimizer
     if isinstance(optimizer, OwnOptimizer):
@@ -61,7 +61,7 @@ def new_state(program: Program, placed: Placed, config: Config, layout: Layout, 
             map_matrices=placed.stored.map_matrices,
             sizes={p.path: p.shape[-2:] for p in placed.placement.parameters},
         )
-    features = Features(spikes=config.train.skip_spikes, ema=config.train.ema)
+    features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
     phases = _phases(layout, program.variables, where)
     storage = placed.storage
 
@@ -79,7 +79,7 @@ def new_state(program: Program, placed: Placed, config: Config, layout: Layout, 
     return NewState(make_optimizer=make_optimizer, features=features, phases=phases, make=make, shapes=shapes)
 
 
-def _phases(layout: Layout, variables: Any, where: Where) -> Phases | None:
+def _phases(layout: MeshLayout, variables: Any, where: Where) -> Phases | None:
     """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with `every: 1`."""
     if layout.sync is None:
         return None
@@ -104,7 +104,7 @@ class StateLayout:
     placement: Placement
     storage: Storage | None
     gradients: GradientSum
-    features: Features
+    features: StepFeatures
     phases: Phases | None
     offload: bool
     shapes: State

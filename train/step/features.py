@@ -12,7 +12,7 @@ from .state import Kept, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Features:
+class StepFeatures:
     """The features of a run. ema: the decay of the average of the parameters, if the run has one."""
 
     spikes: SpikesConfig | None = None

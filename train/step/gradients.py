@@ -28,9 +28,6 @@ from .state import Tree
 
 _Sums = TypeVar("_Sums")
 
-Result = tuple[tuple[jax.Array, Part], Tree, Tree | None]
-"""The loss and the rest of its results, the gradient by the parameters as the state has them, and the gradients that wait."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSum:
@@ -66,8 +63,13 @@ class GradientSum:
     def _waiting_type(self) -> Any:
         return jnp.bfloat16 if self.wire == "bf16" else jnp.float32
 
-    def differentiate(self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None = None) -> Result:
-        """The loss and its gradient, added up over the parts of the batch; with `is_late`, the gradient of the last step, which waited."""
+    def differentiate(
+        self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None = None
+    ) -> tuple[tuple[jax.Array, Part], Tree, Tree | None]:
+        """The loss and the rest of its results, the gradient by the parameters as the state has them, and the gradients that wait now.
+
+        With `is_late` the gradient is that of the last step, which waited.
+        """
         # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
         used, to_stored = jax.vjp(objective.used, params)
         if self.replicas is not None:

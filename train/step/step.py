@@ -17,14 +17,14 @@ import optax
 
 from jgt import signal
 
-from .features import Features
+from .features import StepFeatures
 from .gradients import GradientSum
 from .objective import Arrays, Objective, joined, weighed
 from .optimizer import MakeOptimizer, Settings
 from .state import Exchanged, Kept, State, Trained
 from .update import Update, update_all
 
-_NO_FEATURES = Features()
+_NO_FEATURES = StepFeatures()
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -34,7 +34,7 @@ def make_train_step(
     *,
     gradients: GradientSum,
     clips: bool = False,
-    features: Features = _NO_FEATURES,
+    features: StepFeatures = _NO_FEATURES,
     update: Update = update_all,
 ) -> StepFn:
     """step(state, batch of arrays [b, ...], settings f32[3]) → new state and {loss, grad_norm, applied, and the loss's own metrics}.

@@ -14,7 +14,7 @@ from train.run.start import Feed, restore_state
 from train.run.train import train
 from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
-from train.step.features import Features
+from train.step.features import StepFeatures
 from train.step.state import Kept, State, Trained
 
 WINDOW = 8
@@ -34,7 +34,7 @@ of_norm.defjvp(lambda primals, tangents: (0.0 * primals[0], primals[1] * tangent
 @pytest.fixture(scope="module")
 def run():
     """Trains on given losses and gradient norms. Returns which of the updates were applied, and the states after them."""
-    features, optimizer = Features(spikes=SpikesConfig(window=WINDOW, deviations=6)), optax.adamw(0.1)
+    features, optimizer = StepFeatures(spikes=SpikesConfig(window=WINDOW, deviations=6)), optax.adamw(0.1)
     step = jax.jit(step_of(lambda p, b: b["loss"] + of_norm(p["w"], b["norm"]), optimizer, features=features))
 
     def _run(*losses, norms=None):

@@ -17,7 +17,7 @@ from train.data.opening import open_data
 from train.plan.make import make_plan
 from train.run.start import Feed
 from train.setup import prepare
-from train.setup.layout import layout_of
+from train.setup.layout import mesh_layout
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"
 PIPELINE = "pipeline={signal: layers, microbatches: 2}"
@@ -92,7 +92,7 @@ def test_parts_send_over_the_axis_what_the_whole_batch_sends(steps_of, name):
 )
 def test_axes_along_which_gradients_stay_apart(tiny_file, rules, mesh, more, axes):
     run = load(tiny_file, [f"rules={RULES / rules}.yaml", f"mesh={mesh}", "train.accumulate=2", *more])
-    assert layout_of(run, num_devices=8).replicas == axes
+    assert mesh_layout(run, num_devices=8).replicas == axes
 
 
 @needs_plugin
