@@ -33,6 +33,7 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
+from ..step.state import Trained
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
