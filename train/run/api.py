@@ -109,10 +109,9 @@ def run_here(
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
     pair of training and held-out samples. code, resume, allow_change: as the options of the command.
     """
-    objects = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data}
-    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
-    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in objects.items()]
-    checked = configs.load(config, [*overrides, *names], code=replace(_code(code), objects=objects))
+    own = _own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
+    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in own.objects.items()]
+    checked = configs.load(config, [*overrides, *names], code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.path)
@@ -140,27 +139,26 @@ def load_model(
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, or of one of its checkpoints.
 
-    overrides: to the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded: whether the
-    arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a checkpoint.
+    overrides: changes of the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded: whether
+    the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a checkpoint.
     """
     path = Path(path)
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)
     if folder is None:
         raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
-    objects = {"model.kind": model, "train.loss": loss, "data.source": data}
-    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
+    own = _own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
     alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
     try:
-        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=replace(_code(code), objects=objects))
+        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=own)
     except InputError as error:
-        hint = [] if code or objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
+        hint = [] if code or own.objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
         raise InputError([*error.problems, *hint]) from None
     _start_jax(checked)
     setup = prepare(checked)
     saved, reports = find_checkpoint(path, read_key(checked.config.checkpoint.key))
     if saved is None:
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
-    # With an average of the parameters, that is the model: evaluations were of it.
+    # An average of the parameters is the model that was evaluated.
     one, shardings = setup.saved_of_one
     if setup.shapes.kept.average is None:
         params = setup.stored_params(restore_params(saved, one.trained.params, shardings.trained.params))
@@ -189,8 +187,10 @@ def _start_jax(checked: Run) -> None:
         raise InputError([f"{checked.where('devices.virtual_cpu')}: {why}"])
 
 
-def _code(paths: str | Path | Sequence[str | Path]) -> Code:
-    return read_code([paths] if isinstance(paths, str | Path) else paths)
+def _own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
+    """The user's own code: files, and objects by the key that they stand for."""
+    read = read_code([paths] if isinstance(paths, str | Path) else paths)
+    return replace(read, objects={key: _callable(key, part) for key, part in objects.items() if part is not None})
 
 
 def _callable(key: str, part: Any) -> Callable[..., Any]:

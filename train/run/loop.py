@@ -126,7 +126,7 @@ class Loop:
             self._screen.say(change.text)
 
     def _compile(self) -> Future[Any]:
-        """The compiled step, by a thread of its own. Only XLA works there: the trace is finished when this returns."""
+        """Compiles the step in a thread. Only XLA works there: the trace is finished when this returns."""
         lowered = None if self._setup.compiled is not None else self._setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
@@ -186,7 +186,7 @@ class Loop:
         return Position(state=state, step=done, samples=samples, phase=done - exchanged)
 
     def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
-        """From the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
+        """A function from the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
         compiled, last = self._setup.compile_exchanges(), position.step - position.phase
 
         def exchange(state: State, step: int) -> tuple[State, int]:

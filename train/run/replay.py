@@ -1,12 +1,12 @@
 """Recomputes a step of a run twice, and says whether a fault in it comes from the data, the code, or the machine.
 
 A loss that jumps or becomes NaN has three possible causes, which look the same in the log: samples that spoil the step, a model or a
-learning rate that diverges, or hardware that computes wrongly. A run is deterministic bit for bit, and that tells them apart. From the
-checkpoint before the step, with the run's own program and data, all steps up to this one are trained twice. If the two passes differ in a
+learning rate that diverges, or hardware that computes wrongly. They can be distinguished because a run is deterministic bit for bit. From the
+checkpoint before the step, with the run's own program and data, all steps up to the step are trained twice. If the two passes differ in a
 single bit, the machine (or a kernel that is not deterministic) is at fault. If they agree with each other but not with the log, the
 machine was at fault then, or something has changed since. If they agree with the log too, the fault is reproducible: then the loss of
-each sample, under the parameters before the step, shows whether only some of its samples are extreme (the data) or those of the next step
-as well (the code).
+each sample, under the parameters before the step, shows whether only some of its samples are extreme (the data) or the next step's
+samples as well (the code).
 
 The invariant: nothing is written to the run directory.
 """
@@ -63,7 +63,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is at fault; the text says why, and what to do."""
+    """The cause of a fault. The text says why, and what to do."""
 
     fault: Literal["none", "machine", "code", "data", "changed"]
     text: str
@@ -72,7 +72,7 @@ class Verdict:
 def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     """Recomputes a step and prints the verdict. Raises InputError for a step that was not logged.
 
-    resume: what the run was resumed from when it trained the step.
+    resume: the checkpoint that the run was resumed from when it trained the step.
     """
     resume = resume or Resume()
     screen = Screen(enabled=jax.process_index() == 0)

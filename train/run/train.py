@@ -78,7 +78,7 @@ def train(
         Watch(run.config.watchdog, folder, shared_store(), stopped_code, owns_process=owns_process) as watch,
         contextlib.ExitStack() as closing,
     ):
-        # With several processes this waits until each of them has told the others which devices it has.
+        # Waits until each process has told the others which devices it has.
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
@@ -149,7 +149,7 @@ def _explain(error: Exception, checkpoints: Checkpoints) -> None:
 
 
 def _exit_code(code: int, lost: Mapping[str, int]) -> int:
-    """The exit code of a run that would end with this one. Says which records were lost."""
+    """The exit code of a run that would end with `code`. Says which records were lost."""
     if not lost:
         return code
     say(describe_lost(lost))
