@@ -1,9 +1,8 @@
 """A run's placement, without training: the check needs no devices, the dry run compiles the step on them.
 
-Both build the same `Setup` as training does, so that they find the same problems and print the same table. They differ in how
-far they go. The check traces the loss on a mesh without devices: it says in seconds, on any machine, whether rules, mesh and
-shapes fit. The dry run opens the data and compiles the training step on the real devices, and reports what XLA says the step
-needs per device.
+Both build the same `Setup` as training does, so that they find the same problems and print the same table. The check traces the loss on a
+mesh without devices: it says in seconds, on any machine, whether rules, mesh and shapes fit. The dry run opens the data and compiles the
+training step on the real devices, and reports the memory that XLA says the step needs.
 """
 
 from __future__ import annotations

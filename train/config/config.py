@@ -63,7 +63,7 @@ class Config:
 class Run:
     """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
 
-    mesh: axis names and sizes, outermost first, where one size may be -1. rules: without rules of its own a run is data-parallel. root: the
+    mesh: axis names and sizes, outermost first, where one size may be -1. rules: data-parallel ones for a file without rules. root: the
     run's document; rules_root: the document of the rules, which may be another file; None without rules. code: the user's own code that the
     config may name. epoch_steps: the number of steps that `train.epochs` makes; None until the data is open.
     """

@@ -76,7 +76,7 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
 
     mesh: axis sizes, all of them known; axes that are missing are not checked.
     """
-    # With null, the trainer chooses a divisor.
+    # The trainer chooses a divisor for null.
     chunks, seq = run.config.train.loss_chunks, run.config.model.seq
     if chunks is not None and seq % chunks:
         # Divisors up to 1000 only, which keeps the message short.
@@ -102,7 +102,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
-    # An empty mesh had problems of its own.
+    # An empty mesh is reported already.
     if mesh and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     pipeline = None
@@ -115,7 +115,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
-        # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
+        # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that are not in the file.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
 
@@ -129,7 +129,7 @@ def _without_nulls(config: Config) -> Config:
 def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Path, problems: list[str]) -> tuple[Node | None, Rules]:
     """The document of the rules, if there is one, and the rules: without any, each device has the whole model and its rows of the batch."""
     if config.rules is None:
-        # A pipeline has a message of its own, and `auto` chooses rules for the axes.
+        # A pipeline without rules has another message, and `auto` chooses rules for the axes.
         problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
         return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
@@ -207,7 +207,7 @@ def _readable_sections(root: Node) -> Config:
 
 
 def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None:
-    """The mapping of the rules, which is inline or in a file of its own. None if it cannot be read."""
+    """The mapping of the rules, which is inline or in another file. None if it cannot be read."""
     if isinstance(node.value, dict):
         return node
     if not isinstance(node.value, str):

@@ -139,8 +139,9 @@ def load_model(
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, or of one of its checkpoints.
 
-    overrides: changes of the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded: whether
-    the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a checkpoint.
+    overrides: changes of the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded:
+    whether the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a
+    checkpoint.
     """
     path = Path(path)
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)

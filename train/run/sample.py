@@ -25,7 +25,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     assert tokenizer is not None
     # The model's vocabulary may be smaller than the tokenizer's. An empty prompt becomes one token, so that there is a last logit.
     prompt = [token for token in tokenizer.encode(config.sample.prompt) if token < config.model.vocab] or [0]
-    # A long prompt is cut to its end, so that one position remains to be written.
+    # A long prompt is cut to its end, because at least one position has to remain free.
     prompt = prompt[-max(config.model.seq - 1, 1) :]
     count = min(config.sample.tokens, config.model.seq - len(prompt))
     # The rules lay out rows over devices, so a single row may not be possible. All rows start equal, and only the first is shown.

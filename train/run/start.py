@@ -92,7 +92,11 @@ class Start:
     def _restored(self, search: Search, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored] | None:
         """The newest step of a search that can be restored, and what `restore` makes of it; None if there is no step."""
         try:
-            while saved := self._verified(search):
+            while True:
+                with self._phase("verify"):
+                    saved = search.next()
+                if saved is None:
+                    return None
                 try:
                     restored = restore(saved)
                 except UnusableError as error:
@@ -100,14 +104,9 @@ class Start:
                 else:
                     search.settle()
                     return saved, restored
-            return None
         finally:
             for report in search.reports:
                 say(report)
-
-    def _verified(self, search: Search) -> SavedStep | None:
-        with self._phase("verify"):
-            return search.next()
 
     def _restore_state(self, saved: SavedStep) -> State:
         with self._phase("restore", step=saved.manifest.step):
@@ -175,7 +174,7 @@ def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
 
 
 class Feed:
-    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads the rows of its own devices."""
+    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads its devices' rows."""
 
     def __init__(self, data: Data, setup: Setup):
         self._data, self._shardings, self._element = data, setup.batch_shardings, setup.element

@@ -23,8 +23,8 @@ from .setup import Setup
 def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Setup], Setup | None]) -> Setup:
     """The setup with the setting that `train.remat: auto` takes; other settings stay.
 
-    setup: with the first setting. again(remat): the setup with another one. fits: the setup if its step fits, None if not. If no step
-    fits, the setting with the most recompute is taken.
+    setup: the setup with the first setting. again(remat): makes it with another one. fits: returns the setup if its step fits, otherwise
+    None. If no step fits, the setting with the most recompute is taken.
     """
     if setup.run.config.train.remat != AUTO:
         return setup

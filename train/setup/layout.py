@@ -1,7 +1,7 @@
 """The mesh of a run, and what its axes do: which of them split a batch, and along which of them gradients are added up last.
 
 Rules say which axes split a batch and which split parameters. Along an axis of the batch that splits no parameter, each device has what
-it needs for the gradients of its own rows, so the devices are replicas that can add up alone (`train.step.gradients`).
+it needs for the gradients of its rows, so the devices are replicas that can add up alone (`train.step.gradients`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def mesh_layout(run: Run, *, num_devices: int | None = None, like: Any = None, d
     """
     mesh = _mesh(run, num_devices, devices)
     if like is not None and isinstance(mesh, AbstractMesh):
-        # What is traced inside of a shard_map names the kind of device.
+        # A trace inside of a shard_map names the kind of device.
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
     batch, sequence = run.batch_dims
     return MeshLayout(
@@ -106,7 +106,7 @@ def _mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> M
 
 
 def _axis_names(run: Run) -> list[str]:
-    """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
+    """The mesh's axes, with a pipeline's axis right behind the batch's, wherever the file places it."""
     names = list(run.mesh)
     if run.pipeline is None or run.pipeline.axis not in names:
         return names
@@ -119,10 +119,9 @@ def _axis_names(run: Run) -> list[str]:
 def _replica_axes(run: Run, split: set[str]) -> tuple[str, ...]:
     """The axes of `MeshLayout.replicas`. split: the axes of the batch with more than one device.
 
-    These include the axis of `sync` if gradients cross it in every step; with phases each replica has axes of its own, without it.
-    No rule may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet.
-    They meet in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes but the one
-    of `sync`.
+    These include the axis of `sync` if gradients cross it in every step. With phases they do not: the step is then one replica's. No rule
+    may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet, as they
+    do in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes except `sync.axis`.
     """
     model, train, sync = run.config.model, run.config.train, run.config.sync
     if train.loss is not None or isinstance(model, OwnModel) or model.experts is not None or model.fp8:

@@ -1,4 +1,4 @@
-"""Where the parameters of a program go on the mesh, how they are stored between steps, and how their gradients add up."""
+"""The places of a program's parameters on the mesh, their form between steps, and the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _with_parts_checked(config: Config, layout: MeshLayout, objective: Objective
 
 
 def _gradient_sum(config: Config, layout: MeshLayout, stored: Placement, used: Placement) -> GradientSum:
-    """How gradients add up. stored, used: the placements of the parameters as the state has them, and as the loss takes them."""
+    """The sum of gradients. stored, used: the placements of the parameters as the state has them, and as the loss takes them."""
 
     def pin(gradients: Any) -> Any:
         return jax.lax.with_sharding_constraint(gradients, stored.gradients)
@@ -100,7 +100,7 @@ def _gradient_sum(config: Config, layout: MeshLayout, stored: Placement, used: P
     if not layout.replicas:
         return whole
     sync = layout.sync
-    # With phases the step is one replica's, whose rows the other axes split.
+    # A step with phases is one replica's, whose rows the other axes split.
     batch = tuple(axis for axis in layout.batch if not (layout.has_phases and sync is not None and axis == sync.axis))
     # As without parts: backward leaves the gradient of a parameter in the type in which the model reads it.
     widens = config.optimizer.gradients == "f32"

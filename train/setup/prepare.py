@@ -1,4 +1,4 @@
-"""From a run to its `Setup`: the layout, the program, the place of every array, and the state.
+"""Prepares a run in four steps: its layout, its program, the place of every array, and its state.
 
 Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
 all of them call `prepare`, which makes the whole program from shapes. Nothing in it needs devices: on an abstract mesh, a laptop checks a

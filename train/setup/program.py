@@ -228,6 +228,6 @@ def _check_segments(config: Config, model: Model, where: Where) -> None:
 def _fewest_chunks(config: Config, layout: MeshLayout) -> int:
     """The fewest chunks of the loss that fit."""
     train, model, pipeline = config.train, config.model, layout.pipeline
-    # The rows whose logits exist at once: those of one part of the batch, in a pipeline those of one microbatch.
+    # The logits of these rows exist at once: the rows of one part of the batch, in a pipeline of one microbatch.
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
     return num_chunks(rows, model.seq, model.vocab, layout.mesh.size, local_seq=max(model.seq // layout.sequence_shards, 1))

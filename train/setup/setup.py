@@ -1,4 +1,4 @@
-"""What exists of a run before its first step: the shapes of its state, where everything goes, and its compiled functions."""
+"""A run before its first step: the shapes of its state, where everything goes, and its compiled functions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .state import COMPILED_ONCE, StateLayout
 class Setup(StateLayout):
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
-    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
-    one row of a batch, by name. attention, grouped, remat: see `ModelProgram`. compiled: the step, if it is compiled already.
+    make_state: makes the state before the first step from a seed, uint32[]. It is one function, so that JAX traces it once. element: the
+    arrays of one row of a batch, by name. attention, grouped, remat: see `ModelProgram`. compiled: the step, if it is compiled already.
     """
 
     run: Run
@@ -66,7 +66,7 @@ class Setup(StateLayout):
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
-        # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
+        # The seed is an argument. As a constant it would make another program of each seed, and the compilation cache would miss.
         return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def settings(self, step: int) -> np.ndarray:
@@ -118,7 +118,7 @@ class Setup(StateLayout):
         return self.train_step().lower(*self.step_shapes)
 
     def compile_train_step(self, lowered: jax.stages.Lowered | None = None) -> Any:
-        """The compiled step. Raises InputError if a device would mask its rows by those of others."""
+        """The compiled step. Raises InputError if a device would mask its rows by other rows."""
         if self.compiled is not None:
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()

@@ -39,7 +39,7 @@ COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class NewState:
-    """How a run's state is made. make: from a seed, uint32[], to the state before the first step. shapes: the state's."""
+    """The maker of a run's state. make(seed, uint32[]) returns the state before the first step, whose shapes are `shapes`."""
 
     make_optimizer: MakeOptimizer
     features: StepFeatures
@@ -198,7 +198,7 @@ class StateLayout:
         if self.phases is not None:
             return self.phases.converted(state, one)
         if sync is not None and waiting is not None:
-            # Gradients are those of the parameters in use.
+            # Gradients have the form of the parameters in use.
             waiting = sync.map(conversion(storage.in_use))(waiting)
         return replace(one(state), exchanged=Exchanged(waiting=waiting))
 
@@ -207,7 +207,7 @@ class StateLayout:
         return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
     def evaluated(self, state: State) -> Tree:
-        """The parameters to evaluate, as the state has them: its own, with phases those of the last exchange, or their average."""
+        """The parameters to evaluate, as the state has them: its own, with phases the last exchange's, or their average."""
         average, anchor = state.kept.average, state.exchanged.anchor
         if average is None:
             return state.trained.params if anchor is None else anchor
@@ -215,7 +215,7 @@ class StateLayout:
         return self.averaged_params(average if self.phases is None else _mean(average, self.stored.gradients))
 
     def evaluated_variables(self, state: State) -> Tree:
-        """What the model keeps beside its parameters, to evaluate with: the state's own, with phases the mean of the replicas'."""
+        """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
         variables = state.trained.variables
         return variables if self.phases is None else _mean(variables, self.saved_of_one[1].trained.variables)
 
@@ -234,7 +234,7 @@ class StateLayout:
 
     @functools.cached_property
     def averaged_params(self) -> Callable[[Any], Any]:
-        """From an average, in f32 and laid out like moments, to parameters."""
+        """A function from an average, in f32 and laid out like moments, to parameters."""
 
         def to_parameters(average: Any) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.trained.params)

@@ -2,12 +2,12 @@
 
 A gradient is a sum over all devices that split the batch. Along an axis that splits parameters too, each part needs it at once, because
 no device has room for whole gradients. Along any other axis it can wait until the last part is done: the devices are replicas there
-(`jgt.replicas`), each adds up the gradients of its own rows, and the sum crosses the axis once, with the bytes of a batch without parts.
-The loss has to be a sum over rows for this. Each device then has a sum of its own for each parameter that it has, in f32, also with
-ZeRO-1, which keeps only a part of it afterwards.
+(`jgt.replicas`), each adds up the gradients of its rows, and the sum crosses the axis once, with the bytes of a batch without parts. The
+loss has to be a sum over rows for this. Each device then holds a whole sum in f32 for each parameter that it has, also with ZeRO-1, which
+keeps only a part of it afterwards.
 
-The axis of `sync: {every: 1}` is the first of these. Numbers cross it in a type of their own (`wire`), or one step late: then a step adds
-up the gradients of the step before, which needs nothing that it computes itself, in the scan over layers where that is possible.
+The axis of `sync: {every: 1}` is the first of these. Numbers cross it in another type (`wire`), or one step late: then a step adds up the
+gradients of the step before, which needs nothing that it computes itself, in the scan over layers where that is possible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Sums = TypeVar("_Sums")
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSum:
-    """How the gradient of a batch is added up.
+    """The way in which the gradient of a batch is added up.
 
     parts: the number of equal parts in which a batch runs. pin: gives a tree of gradients its shardings. replicas: devices that add up the
     gradients of all parts before they send any; None: all devices add up each part. shardings: the shardings of the gradient by the
@@ -68,7 +68,7 @@ class GradientSum:
     ) -> tuple[tuple[jax.Array, Part], Tree, Tree | None]:
         """The loss and the rest of its results, the gradient by the parameters as the state has them, and the gradients that wait now.
 
-        With `is_late` the gradient is that of the last step, which waited.
+        With `is_late` the gradient is the last step's, which waited.
         """
         # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
         used, to_stored = jax.vjp(objective.used, params)

@@ -39,9 +39,9 @@ def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
-    begin, features gets them too, by that name. chunks: a divisor of s. groups: the
-    devices that split the batch. Each adds up the table's gradient from its own rows; the sums cross devices once, after the last chunk.
-    wide_gradients: in f32, whatever the table's type.
+    begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. Each adds up the table's
+    gradient from its own rows; the sums cross devices once, after the last chunk. wide_gradients: whether they do so in f32, whatever the
+    table's type.
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:

@@ -40,8 +40,8 @@ RESERVED = ("loss", "grad_norm", "applied", "step", "lr", "time", "samples", "to
 class Part(NamedTuple):
     """The results of a part of a batch beside its loss.
 
-    weight: of a loss that is a sum; None for a mean. metrics: by name, a value and its weight, in the same way. variables: the model's,
-    afterwards.
+    weight: the weight of a loss that is a sum; None for a mean. metrics: a value and its weight for each name, in the same way. variables:
+    the model's, afterwards.
     """
 
     weight: Any
@@ -55,11 +55,11 @@ ShardedLoss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
+    """The loss that a run minimises, and the one that it evaluates, of a model that is not being trained.
 
-    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
-    that both take. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones. is_of_whole_batches:
-    an evaluation's results on a smaller batch are others, because rows meet.
+    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used(params): the parameters that both take,
+    from a state's. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones.
+    is_of_whole_batches: an evaluation on a smaller batch has other results, because rows meet.
     """
 
     loss: ShardedLoss

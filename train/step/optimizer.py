@@ -143,7 +143,7 @@ def learning_rate(config: OptimizerConfig | OwnOptimizer, num_steps: int, step: 
     if config.schedule == "cosine":
         return final + (config.lr - final) * 0.5 * (1 + math.cos(math.pi * min(done / total, 1.0)))
     if config.schedule == "wsd":
-        # At least one update, and none of the warm-up.
+        # It falls in at least one update, and in none of the warm-up.
         falling = min(max(round(config.decay * num_steps), 1), total)
         return config.lr + (final - config.lr) * min(max((done - (total - falling)) / falling, 0.0), 1.0)
     return config.lr

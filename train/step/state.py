@@ -34,8 +34,8 @@ class Trained:
 class Kept:
     """The arrays that features of a step keep (`train.step.features`).
 
-    losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come. average: with `train.ema`, the
-    moving average of the parameters in f32.
+    losses: the losses of the last steps for `train.skip_spikes`, f32[window], NaN for steps still to come. average: the moving average of
+    the parameters for `train.ema`, in f32.
     """
 
     losses: jax.Array | None = None
@@ -47,8 +47,8 @@ class Kept:
 class Exchanged:
     """The arrays that replicas exchange.
 
-    anchor, momentum: with `sync.every` above 1, the parameters of the last exchange and, with `sync.outer`, the momentum of the outer step.
-    waiting: with `sync.late`, the gradients of each replica that the next step applies, [R, ...].
+    anchor, momentum: the parameters of the last exchange, if `sync.every` is above 1, and the momentum of `sync.outer`. waiting: the
+    gradients of each replica that the next step applies, if `sync.late` is 1, [R, ...].
     """
 
     anchor: Tree | None = None

@@ -50,7 +50,7 @@ def make_train_step(
         # Without the barrier XLA would slice the vector once for each parameter's update.
         settings = Settings(*jax.lax.optimization_barrier(tuple(numbers)))
         if objective.is_token_loss:
-            # At least 1, because a batch of padding alone would divide 0 by 0.
+            # Not below 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
         old, waiting = state.trained, state.exchanged.waiting
         (total, part), gradient, waiting = gradients.differentiate(objective, old.params, old.variables, batch, waiting)

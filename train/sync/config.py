@@ -34,11 +34,11 @@ class SyncConfig:
 
     axis: an axis that splits the batch and no parameter, the outermost of the batch's axes.
     every: 1 adds up gradients in each step. More: the groups of devices train for themselves, and exchange parameters every N steps.
-    outer: with every above 1, the step that the exchange takes. null: the mean of the parameters (local SGD, arXiv 1805.09767).
+    outer: the step that the exchange takes, with every above 1. null: the mean of the parameters (local SGD, arXiv 1805.09767).
     wire: the type in which numbers travel over the axis. int8: in blocks of 256 with one scale each.
-    late: with every 1, the gradients of a step are added up beside the next one, and applied there: 0 or 1 steps late.
-    fragments: with every above 1, the number of parts in which the parameters are exchanged, one after another in a phase
-    (arXiv 2501.18512).
+    late: 1 adds up the gradients of a step beside the next one and applies them there, with every 1.
+    fragments: the number of parts in which the parameters are exchanged, one after another in a phase (arXiv 2501.18512), with every
+    above 1.
     """
 
     axis: str

@@ -5,7 +5,7 @@ moments and statistics, from its own rows, and sends nothing to other pods. Then
 exchange, and continue from one point: the mean of their parameters (local SGD), or what Nesterov's momentum makes of the mean change
 (DiLoCo). Statistics continue from their mean.
 
-Both are programs of their own. So the program of a step has no collective over the axis, for everybody to see in `jgt plan`, and the host
+The step and the exchange are two programs. So the program of a step has no collective over the axis, as `jgt plan` shows, and the host
 decides when the other one runs. A state has a dim of replicas, [R, ...], for parameters, moments, statistics, an average of the
 parameters and the window of losses. The parameters of the last exchange, the anchor, are whole: evaluations, samples and other runs use
 them, since the replicas differ in the middle of a phase.
@@ -49,7 +49,7 @@ class Phases:
         return replace(of_replicas(self._for_all, state), exchanged=Exchanged(anchor=params, momentum=momentum))
 
     def spread(self, tree: Tree) -> Tree:
-        """The arrays of all replicas, [R, ...], which are equal, from those of one."""
+        """The arrays of all replicas, [R, ...], from one replica's arrays: all have the same."""
         return jax.tree.map(self._for_all, tree)
 
     def of_one(self, shapes: State) -> State:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +57,8 @@ def _without_mesh(setup: Setup) -> MakeOptimizer:
     config = setup.run.config.optimizer
     if isinstance(config, OwnOptimizer):
         return setup.make_optimizer
-
-    def map_matrices(fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-        return jax.tree.map(fn, tree)
-
     sizes = {place.path: place.shape[-2:] for place in setup.placement.parameters}
-    roles = roles_of(setup.model, setup.placement)
-    return build_optimizer(config, roles, dtype=jnp.float32, map_matrices=map_matrices, sizes=sizes)
+    return build_optimizer(config, roles_of(setup.model, setup.placement), sizes=sizes)
 
 
 def is_verified(run: Run) -> bool:

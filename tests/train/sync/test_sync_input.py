@@ -37,6 +37,8 @@ def refused(tiny_file, tmp_path):
         ("{axis: replica, late: 2}", "late", ""),
         ("{axis: replica, fragments: 2}", "fragments", "is about exchanges of parameters, but every: 1 exchanges gradients"),
         ("{axis: replica, every: 5, fragments: 6}", "fragments", "6 do not fit into a phase of 5 steps"),
+        ("{axis: replica, every: 5, overlap: 1}", "overlap", "unknown key"),
+        ("{axis: replica, wire: int8, feedback: true}", "feedback", "unknown key. Known: axis, every, outer, wire, late, fragments"),
         ("{axis: replica, every: 5, outer: {momentum: 1}}", "outer.momentum", "1 never forgets a change"),
     ],
 )
@@ -49,7 +51,9 @@ def test_an_axis_of_one_device(refused):
     for mesh in ("mesh: {replica: 1, fsdp: 8}", "mesh: {replica: -1, fsdp: 8}"):
         path, problems = refused("{axis: replica}", mesh)
         (problem,) = problems
-        assert problem.startswith(f"{path}:2: sync.axis: the mesh has 1 device along replica, so nobody is there to exchange with")
+        assert problem.startswith(
+            f"{path}:2: sync.axis: the mesh has 1 device along replica, so there is no other replica to exchange with"
+        )
 
 
 def test_where_the_launcher_may_lose_groups_an_axis_of_any_size_may_have_one_device(tiny_file, monkeypatch):
