@@ -9,7 +9,7 @@ is simply left without a constraint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jgt.document import InputError
 from jgt.pipeline.config import Pipeline
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
+from jgt.program.gradients import GradientSums
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
 from jgt.regions import with_gathers
@@ -73,6 +74,7 @@ def plan_call(
     partial: bool = False,
     pipeline: Pipeline | None = None,
     pad: bool = False,
+    wide_gradients: bool = False,
 ) -> PlannedCall:
     """Traces a call, places its parameters and inputs, and rewrites its program.
 
@@ -84,7 +86,7 @@ def plan_call(
     program = traced.program
     site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
-    applied = _apply_rules(arguments, program, rules, site, pad=pad, applies=pipeline is None)
+    applied = _apply_rules(arguments, program, rules, site, pad=pad, wide=wide_gradients, applies=pipeline is None)
     found = applied.problems(rules, partial=partial)
 
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -166,7 +168,9 @@ class _Applied:
         return [*found, *unreached(rules, seen)]
 
 
-def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Surroundings, *, pad: bool, applies: bool) -> _Applied:
+def _apply_rules(
+    arguments: Arguments, program: Program, rules: Rules, site: Surroundings, *, pad: bool, wide: bool, applies: bool
+) -> _Applied:
     """Applies the rules to the arguments, and then, with these pinned, to the program. Without `applies` the program is only checked."""
     params = parameter_specs(arguments.parameters, program, rules, replace(site, pads=pad))
     site = replace(site, uneven=uneven_sizes(params.places, site) if pad else frozenset())
@@ -178,8 +182,20 @@ def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Sur
         found = with_gathers(program, gathers.gathers, site.mesh if site.around is None else site.around)
         why = [gather_problem(gathers.rules[n], params.places[n].path, text) for n, text in found.problems.items()]
         program, gathers = found.program, replace(gathers, problems=(*gathers.problems, *why))
+    if applies:
+        sums = GradientSums(batch=_splitting(batch, site), is_wide=wide)
+        program = sums.apply(program, [site.free_dims(place.dims) for place in params.places])
     whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=applies)
     return _Applied(site=site, params=params, inputs=inputs, gathers=gathers, whole=whole)
+
+
+def _splitting(axes: Iterable[str], site: Surroundings) -> dict[str, int]:
+    """The sizes of those mesh axes over which the partitioner splits the batch."""
+    # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+    if isinstance(site.mesh, Mesh) and site.mesh.devices.flat[0].platform == "cpu":
+        return {}
+    (free,) = site.free_dims((tuple(axes),))
+    return {axis: site.sizes[axis] for axis in free if site.sizes[axis] > 1}
 
 
 def _forms(placement: Placement, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:

@@ -51,6 +51,7 @@ class Sharded(Generic[_P, _R]):
         pipeline: Pipeline | None = None,
         state: StateArguments = None,
         pad: bool = False,
+        wide_gradients: bool = False,
     ):
         avoid_faults()
         check_function(fn)
@@ -58,7 +59,7 @@ class Sharded(Generic[_P, _R]):
         # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
-        self._partial, self._pipeline, self._pad = partial, pipeline, pad
+        self._partial, self._pipeline, self._pad, self._wide = partial, pipeline, pad, wide_gradients
         self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
 
@@ -157,7 +158,9 @@ class Sharded(Generic[_P, _R]):
         # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
             return self
-        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state, pad=self._pad)
+        return Sharded(
+            self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state, pad=self._pad, wide_gradients=self._wide
+        )
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         return Arguments(self._fn, args, kwargs, self._signature)
@@ -169,7 +172,15 @@ class Sharded(Generic[_P, _R]):
             # The key does not say whether two parameters are one array.
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
-        planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline, pad=self._pad)
+        planned = plan_call(
+            arguments,
+            self._rules,
+            self._mesh,
+            partial=self._partial,
+            pipeline=self._pipeline,
+            pad=self._pad,
+            wide_gradients=self._wide,
+        )
         if key is not None and planned.is_reusable:
             self._planned[key] = planned
         return planned
@@ -185,6 +196,7 @@ def shard(
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
     pad: bool = False,
+    wide_gradients: bool = False,
 ) -> Sharded[_P, _R]: ...
 
 
@@ -198,6 +210,7 @@ def shard(
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
     pad: bool = False,
+    wide_gradients: bool = False,
 ) -> Callable[_P, _R]: ...
 
 
@@ -210,6 +223,7 @@ def shard(
     pipeline: Pipeline | None = None,
     state: StateArguments = None,
     pad: bool = False,
+    wide_gradients: bool = False,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
@@ -230,10 +244,13 @@ def shard(
     the batch, and only the first one has a gradient, with respect to the parameters.
 
     With `pad` a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
+
+    With `wide_gradients` devices add up the gradients of matrices and tables in f32, whatever type `fn` multiplies them in. A pipeline
+    has the type of its sums in its config.
     """
     if rules is None or mesh is None:
         return fn
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
+    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad, wide_gradients=wide_gradients)
 
 
 def place(

@@ -28,7 +28,7 @@ from jgt.schedule.find import find_table
 from ..code.files import Code
 from ..code.names import name_problem
 from ..data.config import path_problems
-from ..models.config import ModelConfig, OwnModel
+from ..models.config import ModelConfig
 from ..sections import (
     logger_problem,
     missing_loggers,
@@ -182,11 +182,6 @@ def _own_problems(run: Run) -> Iterator[str]:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
-    if isinstance(config.model, OwnModel) and config.optimizer.gradients == "f32" and config.pipeline is None:
-        text = "f32 without a pipeline is for the trainer's own models. Cast parameters where your model adds up in f32, and remove the key"
-        yield run.root.find("optimizer.gradients").problem(text)
-    if isinstance(config.model, OwnModel) and config.train.remat != "none":
-        yield run.root.find("train.remat").problem("is for the trainer's own models. Use jax.checkpoint in your model, and remove the key")
 
 
 def _readable_sections(root: Node) -> Config:

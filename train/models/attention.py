@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         self.rope_theta = config.rope_theta if config.facts.positions == "rotary" else None
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        made = read_by(x, self.q_proj, self.k_proj, self.v_proj, groups=self.num_kv_heads)
+        made = read_by(x, self.q_proj, self.k_proj, self.v_proj)
         # [b, s, n · h] → [b, s, n, h]
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_size) for y in made)
         if self.rope_theta is not None:
@@ -87,9 +87,12 @@ def rotate(x: jax.Array, theta: float, segments: jax.Array | None = None) -> jax
 class AttentionKernel:
     """A way to compute attention.
 
+    Nothing else asks which kernel a run has. `jgt/program/kernels.py` says what jgt has to know of one.
+
     name: as in `model.attention`. label: as in the log. keeps_scores: its backward pass reads the scores [b, n, s, s] that its forward pass
     leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty if that is several primitives.
-    obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
+    obstacle(config, device, sharing): why the model cannot have it there; empty if it can. has_foreign_mask(text): whether it gets the mask
+    of other rows than those of its queries in a compiled program; None if it cannot.
     """
 
     name: str
@@ -98,16 +101,7 @@ class AttentionKernel:
     keeps_scores: bool
     forward: str = ""
     obstacle: Callable[[ModelConfig, Any, int], str]
-
-
-def attend_with(kernel: AttentionKernel, *, recompute: bool) -> Attend:
-    """The kernel's function.
-
-    recompute: the backward pass computes the scores again from q, k and v instead of reading them from memory. A kernel that never keeps
-    scores is left as it is.
-    """
-    # Layers run in a scan, which makes JAX's barrier against merging unnecessary, as in `scan_layers`.
-    return jax.checkpoint(kernel.attend, prevent_cse=False) if recompute and kernel.keeps_scores else kernel.attend
+    has_foreign_mask: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +175,7 @@ CUDNN = AttentionKernel(
     keeps_scores=False,
     forward="dot_product_attention_fwd",
     obstacle=_cudnn_obstacle,
+    has_foreign_mask=has_foreign_mask,
 )
 XLA = AttentionKernel(
     name="xla",

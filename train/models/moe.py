@@ -25,8 +25,7 @@ from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
 from .grouped import GroupedMatmul, grouped
-from .linear import READING_INIT, Dot, adding_init, compute_type
-from .remat import cheap
+from .linear import READING_INIT, adding_init, cheap, compute_type
 
 
 class MoE(nnx.Module):
@@ -37,9 +36,7 @@ class MoE(nnx.Module):
         assert experts is not None
         ffn = experts.ffn or config.ffn_size
         # Logits are f32 whatever the model's type: a rounding may change which experts are chosen.
-        self.router = nnx.Linear(
-            config.embed, experts.count, use_bias=False, dtype=jnp.float32, dot_general=Dot(), kernel_init=READING_INIT, rngs=rngs
-        )
+        self.router = nnx.Linear(config.embed, experts.count, use_bias=False, dtype=jnp.float32, kernel_init=READING_INIT, rngs=rngs)
         self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
         self.shared = make_mlp(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
         self.load = Load(jnp.zeros(experts.count, jnp.int32))

@@ -28,7 +28,6 @@ from ..data.config import OwnData
 from ..data.mapped import DataChangedError
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
-from ..models.remat import Remat
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..profile.profiler import Profiler
@@ -38,7 +37,7 @@ from ..records.loggers import open_loggers
 from ..records.records import Records
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..sections import Fault
-from ..setup import Setup, compiled_to_fit, prepare, with_remat
+from ..setup import Remat, Setup, compiled_to_fit, prepare, with_remat
 from ..sink import describe_lost, say
 from ..xla import open_devices
 from .faults import Faults

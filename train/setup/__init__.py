@@ -4,4 +4,5 @@ from .fit import AUTO as AUTO
 from .fit import compiled_to_fit as compiled_to_fit
 from .fit import with_remat as with_remat
 from .program import prepare as prepare
+from .remat import Remat as Remat
 from .setup import Setup as Setup

@@ -17,17 +17,16 @@ import jax
 
 from jgt.planner.memory import USABLE
 
-from ..models.attention import CUDNN
-from ..models.remat import Remat
 from ..processes.processes import true_on_all_processes
+from .remat import Remat
 from .setup import Setup
 
 AUTO = "auto"
 
 
-def first_remat(remat: Remat, *, is_fused: bool) -> Remat:
+def first_remat(remat: Remat, *, keeps_scores: bool) -> Remat:
     """The setting to begin with: of `auto` the one with the least recompute, otherwise the setting itself."""
-    return _ladder(is_fused=is_fused)[0] if remat == AUTO else remat
+    return _ladder(keeps_scores=keeps_scores)[0] if remat == AUTO else remat
 
 
 def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Setup], Setup | None]) -> Setup:
@@ -38,7 +37,7 @@ def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Se
     """
     if setup.run.config.train.remat != AUTO:
         return setup
-    for remat in _ladder(is_fused=setup.attention is not None and setup.attention.kernel is CUDNN):
+    for remat in _ladder(keeps_scores=setup.attention is None or setup.attention.kernel.keeps_scores):
         setup = setup if remat == setup.remat else again(remat)
         if (found := fits(setup)) is not None:
             return found
@@ -64,8 +63,8 @@ def compiled_to_fit(setup: Setup) -> Setup | None:
     return replace(setup, compiled=compiled) if true_on_all_processes(is_enough) else None
 
 
-def _ladder(*, is_fused: bool) -> tuple[Remat, ...]:
-    return ("matmuls", "block") if is_fused else ("none", "attention", "matmuls", "block")
+def _ladder(*, keeps_scores: bool) -> tuple[Remat, ...]:
+    return ("none", "attention", "matmuls", "block") if keeps_scores else ("matmuls", "block")
 
 
 def _memory_of_devices() -> int | None:

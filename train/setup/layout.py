@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from jgt.experts import can_count, exchange_at, served
 from jgt.pipeline.layout import axes_inside
 
 from ..config import Run
-from ..models.experts.balance import Observe
-from ..models.tables import Groups
+from ..models.experts.config import ExpertsConfig
+from ..models.model import Model, Terms
+from ..step.loss import Groups
 from .apart import apart_axes
 
 
@@ -62,22 +64,25 @@ def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
     return (math.prod(sizes),) if on_cpu and sizes else sizes
 
 
-def exchange_metrics(run: Run, mesh: Mesh | AbstractMesh) -> Observe | None:
-    """The metrics of the exchange of experts, from their counts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
+def with_exchange_metrics(model: Model, experts: ExpertsConfig, run: Run, mesh: Mesh | AbstractMesh) -> Model:
+    """The model with metrics of the exchange of its experts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
 
-    None where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
+    The model itself where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
     """
     exchange = exchange_at(run.rules, _EXPERTS, _RANK, mesh.shape) if run.pipeline is None else None
     if exchange is None:
-        return None
+        return model
 
-    def observe(counts: jax.Array, num_tokens: int, num_choices: int) -> Mapping[str, jax.Array]:
+    def terms(decoder: Any) -> Terms:
+        found, counts = model.terms(decoder), decoder.counts  # [L, b, E]
         if not can_count(exchange, *counts.shape[-2:]):
-            return {}
-        rounds, dropped = served(exchange, counts, num_tokens, num_choices)
-        return {"exchange_dropped": jnp.mean(dropped)} if exchange.drops else {"exchange_rounds": jnp.max(rounds)}
+            return found
+        rounds, dropped = served(exchange, counts, run.config.model.seq, experts.choose)
+        name, value = ("exchange_dropped", jnp.mean(dropped)) if exchange.drops else ("exchange_rounds", jnp.max(rounds))
+        # Terms without a factor are metrics alone.
+        return {**found, name: (value.astype(jnp.float32), 0.0)}
 
-    return observe
+    return replace(model, terms=terms, is_trained_differently=True)
 
 
 _EXPERTS, _RANK = "layers/moe", 3

@@ -32,21 +32,21 @@ from ..code.names import load_object
 from ..config import Run, batch_problems, replica_problems
 from ..data.config import OwnData
 from ..data.own import open_own
-from ..models.attention import CUDNN, AttentionChoice, choose_attention
+from ..models.attention import AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
 from ..models.grouped import choose_grouped
 from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
 from ..models.own import own_model
-from ..models.remat import Remat
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, problem_of_parts, token_objective
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..sync.phases import Phases
 from .fit import first_remat
-from .layout import batch_groups, devices_sharing, exchange_metrics, make_mesh, num_shards
+from .layout import batch_groups, devices_sharing, make_mesh, num_shards, with_exchange_metrics
+from .remat import Remat, with_remat_of
 from .setup import Setup, rows_of
 from .state import state_maker
 
@@ -81,7 +81,7 @@ def prepare(
     model = built.model
     _check_segments(run, model)
     chunks = _loss_chunks(run, mesh)
-    objective = _objective(run, pipeline, model, chunks, rules, mesh)
+    objective = _objective(run, pipeline, built, chunks, rules, mesh)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
@@ -127,19 +127,20 @@ def _built(run: Run, mesh: Mesh | AbstractMesh, like: Any, part: Mapping[str, ja
     """The model, with the kernels that the devices of the mesh have. part: the arrays of one part of a batch."""
     config = run.config.model
     if isinstance(config, OwnModel):
-        return _Built(model=own_model(config, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run))), remat=remat)
+        model = own_model(config, run.code, run.where, partial(_call_on_zeros, part, _own_loss(run)))
+        return _Built(model=model, remat=first_remat(remat, keeps_scores=True))
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
     attention = _attention(run, config, device, sharing=devices_sharing(run, mesh))
-    remat = first_remat(remat, is_fused=attention.kernel is CUDNN)
-    widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
-    matmul, label = choose_grouped(config.dtype, device, fp8=config.fp8)
-    observe = exchange_metrics(run, mesh) if config.experts else None
-    model = build(config, remat, attention.kernel, matmul=matmul, observe=observe, groups=groups, wide_gradients=widens)
+    remat = first_remat(remat, keeps_scores=attention.kernel.keeps_scores)
+    _, label = choose_grouped(config.dtype, device, fp8=config.fp8)
+    model = build(config, attention.kernel)
+    if config.experts is not None:
+        model = with_exchange_metrics(model, config.experts, run, mesh)
     return _Built(model=model, remat=remat, attention=attention, grouped=label if config.experts else "")
 
 
 def _has_wide_gradients(run: Run) -> bool:
-    """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
+    """Whether gradients leave their matmuls in f32 for devices to add up. A pipeline widens them anyway."""
     return run.config.optimizer.gradients == "f32" and run.pipeline is None
 
 
@@ -167,16 +168,17 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
-def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
+def _objective(run: Run, pipeline: Pipeline | None, built: _Built, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
 
     pipeline: of the step. An evaluation has the run's own, since its batches have no parts.
     """
-    own = _own_loss(run)
+    own, model, widens = _own_loss(run), built.model, _has_wide_gradients(run)
+    kernel = None if built.attention is None else built.attention.kernel
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
     if model.has_features:
-        widens, groups = _has_wide_gradients(run), batch_groups(run, mesh)
+        groups = batch_groups(run, mesh)
         tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=groups, wide_gradients=widens)
 
     def sharded(is_training: bool) -> ShardedLoss:
@@ -184,7 +186,9 @@ def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, r
             plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=pipeline if is_training else run.pipeline, state="variables", pad=pads)
+        plain = with_remat_of(plain, built.remat, kernel, run.where("train.remat"))
+        cut = pipeline if is_training else run.pipeline
+        return jgt.shard(plain, rules, mesh, pipeline=cut, state="variables", pad=pads, wide_gradients=widens)
 
     loss = sharded(True)
     is_same = (

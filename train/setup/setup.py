@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError
 
 from ..config import Run
-from ..models.attention import CUDNN, AttentionChoice, has_foreign_mask
+from ..models.attention import AttentionChoice, AttentionKernel
 from ..models.model import Model
-from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer
 from ..step.parts import Parts
@@ -27,6 +26,7 @@ from ..step.step import State, make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
 from .apart import apart_of
+from .remat import Remat
 from .state import COMPILED_ONCE, StateLayout
 
 
@@ -136,8 +136,8 @@ class Setup(StateLayout):
         if self.compiled is not None:
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
-        if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
-            _check_masks(self.run, compiled.as_text() or "")
+        if self.attention is not None and "segments" in self.element:
+            _check_masks(self.run, self.attention.kernel, compiled)
         return compiled
 
     @property
@@ -164,9 +164,9 @@ def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str,
     return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
-def _check_masks(run: Run, program: str) -> None:
+def _check_masks(run: Run, kernel: AttentionKernel, compiled: Any) -> None:
     """Raises InputError if a device would mask its rows by those of others."""
-    if has_foreign_mask(program):
+    if kernel.has_foreign_mask is not None and kernel.has_foreign_mask(compiled.as_text() or ""):
         raise InputError(
             [
                 f"{run.where('rules')}: inputs: the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel "

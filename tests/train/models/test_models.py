@@ -7,21 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import assert_close
 
 import train.models
 from train.models.attention import rotate
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.step.loss import make_loss
 
 LLAMA = ModelConfig(layers=2, embed=16, heads=4, kv_heads=2, ffn=24, vocab=50, seq=12)
 GPT = ModelConfig(kind="gpt", layers=2, embed=16, heads=4, ffn=24, vocab=50, seq=12)
 TOKENS = np.random.default_rng(0).integers(0, 50, (3, 12))
 
 
-def make(config, remat="none"):
-    model = build(config, remat)
+def make(config):
+    model = build(config)
     params, variables = model.init(jax.random.key(0))
     # Not the initial values: unit scales and zero biases would hide where they are applied, small kernels what they do.
     leaves, tree = jax.tree.flatten(params)
@@ -173,16 +171,3 @@ def test_models_know_nothing_of_jgt_but_signals():
                 found |= {(path.name == "config.py", name.name, "") for name in node.names if name.name.startswith("jgt")}
     of_config = {("jgt.document", "Bound"), ("jgt.document", "Node"), ("jgt.program.kernels", "ATTENTION")}
     assert found == {(False, "jgt", "signal"), *((True, *names) for names in of_config)}
-
-
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=lambda config: config.kind)
-def test_wide_gradients_are_those_of_the_model(config):
-    batch = {"inputs": TOKENS, "targets": TOKENS[:, ::-1], "weights": np.full(TOKENS.shape, 1 / TOKENS.size, np.float32)}
-
-    def gradients(wide):
-        model = build(config, wide_gradients=wide)
-        of_module = make_loss(lambda module, tokens: module.features(tokens), chunks=2, wide_gradients=wide)
-        params, variables = model.init(jax.random.key(0))
-        return jax.grad(lambda params: model.run(lambda module: of_module(module, batch), params, variables, True)[0])(params)
-
-    assert_close(gradients(True), gradients(False), 1e-5)

@@ -9,9 +9,7 @@ runs twice, nor does attention's kernel, and a llama's layers take a third of th
 JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
 fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
 
-`none` leaves the choice to JAX, except that what stands between matmuls is `cheap` to compute again there as well: on a GPU reading three
-arrays takes longer than computing them from one, and on a CPU it takes as long.
-
+The policy is put around the layers of a model as it is traced (`jgt.program.recompute`), so it serves every model whose layers are a scan.
 The invariant: what is kept changes no result.
 """
 
@@ -22,6 +20,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+
+from jgt.program.recompute import recomputed
+
+from ..models.attention import AttentionKernel
 
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
@@ -46,39 +48,35 @@ class Keep:
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> bool:
         # `signal.tensor` is a primitive, too.
         if primitive.name == "name":
-            return params["name"] in self._names and not (self.fused and params["name"] == ATTENDED)
+            is_kept = params["name"] in self.remat if isinstance(self.remat, tuple) else self._keeps_matmuls and params["name"] == ATTENDED
+            return (is_kept or self.remat == "attention") and not (self.fused and params["name"] == ATTENDED)
         if self.fused and primitive.name.startswith(self.fused):
-            return ATTENDED in self._names
-        return self.remat == "matmuls" and _has_weights(primitive, params)
+            return self._keeps_matmuls or ATTENDED in self.remat
+        if primitive is jax.lax.reduce_sum_p:
+            return self.remat == "attention"
+        return self._keeps_matmuls and _has_weights(primitive, params)
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        if self.remat == "matmuls":
-            return (ATTENDED,)
-        return () if isinstance(self.remat, str) else self.remat
+    def _keeps_matmuls(self) -> bool:
+        return self.remat in ("matmuls", "attention")
 
 
-def recomputed(layer: _F, keep: Keep) -> _F:
-    """The layer, whose backward pass finds what is kept and computes the rest again.
+def with_remat_of(loss: _F, remat: Remat, attention: AttentionKernel | None, where: str) -> _F:
+    """The loss whose layers keep for the backward pass what `train.remat` says; `none` keeps whatever it reads.
 
-    `none` keeps whatever the backward pass reads. So does `attention`, which is done inside attention (`attend_with`).
+    attention: the kernel of attention, if it is known. where: file and line of the key. Raises InputError where the loss is traced, if its
+    model has no layers to put the policy around.
     """
-    if keep.remat in ("none", "attention"):
-        return layer
-    # Layers run in a scan, which is a barrier to common subexpression elimination already; JAX's own would only cost speed.
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # pyright: ignore[reportReturnType]
-
-
-def cheap(function: _F) -> _F:
-    """A function of norms and elementwise operations, whose backward pass reads its operands and computes the rest again.
-
-    The results of its sums are kept as well: they are small, and a sum over a sharded dim would be sent again.
-    """
-    return jax.checkpoint(function, policy=_is_sum, prevent_cse=False)  # pyright: ignore[reportReturnType]
-
-
-def _is_sum(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive is jax.lax.reduce_sum_p
+    # Only the scores of attention are to be computed again, and a fused kernel keeps none.
+    if remat == "none" or (remat == "attention" and attention is not None and not attention.keeps_scores):
+        return loss
+    keep = Keep(remat=remat, fused="" if attention is None else attention.forward)
+    return recomputed(
+        loss,
+        keep,
+        missing=f"{where}: train.remat: the model's layers are not a scan over stacked parameters. "
+        "Use jax.lax.scan, nnx.scan or linen's nn.scan for them, or use jax.checkpoint in the model and remove the key",
+    )
 
 
 def _has_weights(primitive: Any, params: dict[str, Any]) -> bool:
