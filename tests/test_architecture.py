@@ -61,7 +61,7 @@ ENGINE = [
     "jgt.profile",
     "jgt.sharding",
     "jgt.experts",
-    "jgt.regions",
+    "jgt.replacements",
     "jgt.replicas",
     "jgt.partitioner",
     "jgt.verification",
@@ -84,7 +84,7 @@ ENGINE = [
         ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.program", "jgt.signal"))]),
         ("jgt/experts", ["jgt.mesh", "jgt.schedule", "jgt.batch", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo", "jgt.profile"]),
         (
-            "jgt/regions",
+            "jgt/replacements",
             [
                 "jgt.experts",
                 "jgt.mesh",

@@ -1,4 +1,4 @@
-"""A llama as strangers write it, in nnx and in linen: plain Flax with `jgt.signal` names, and the names of parameters that shipped rules use.
+"""A llama as strangers write it, in nnx and in linen: plain Flax with the signals and names of parameters that shipped rules use.
 
 Neither knows devices, groups or recompute. Both compute what `train.models` computes with the same sizes.
 b batch, s seq, n heads, h head size, d embed, f ffn, v vocab.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jgt import signal
 from jgt.document import InputError
 from jgt.program import scopes
-from jgt.program.gradients import sum_of_groups
+from jgt.replacements.gradients import sum_of_groups
 
 from ..models.decoder import scores
 from .objective import Arrays

@@ -7,8 +7,8 @@ places them. In two cases better ones exist, and this file writes them into a tr
   sum alone. XLA sends that little if it sums over just the axes that split the result. Over more axes at once (a batch over data and
   fsdp, a table over fsdp) it gives every device the whole sum, of which each then takes its part: twice the bytes. So the devices'
   gradients stay apart as a dim of the array, [g, v, d], and are added up one axis after the other.
-- With `is_wide`, a matmul or a lookup in bf16 leaves the parameter's gradient in f32, so that devices add up in f32. It is rounded once,
-  to the parameter's type in the program, behind the sum.
+- With `wide_gradients`, a matmul or a lookup in bf16 leaves the parameter's gradient in f32, so that devices add up in f32. It is rounded
+  once, to the parameter's type in the program, behind the sum.
 
 b rows of the batch, v rows of a table, d its width, g groups: the devices that split the batch.
 """
@@ -19,15 +19,17 @@ import contextlib
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.replacements.replacement import Replaced, Site
+from jgt.rules import Rules, expand
 
 _KEEPS_DIMS = ("convert_element_type", "copy", "name", "sharding_constraint")
 _Operands = tuple[jax.Array, jax.Array]
@@ -50,24 +52,40 @@ def sum_of_groups(x: jax.Array, groups: Sequence[int]) -> jax.Array:
     return x
 
 
-@dataclass(frozen=True, kw_only=True)
 class GradientSums:
-    """A rewrite of programs by which devices add up the gradients of parameters.
+    """A replacement by which devices add up the gradients of parameters. is_wide: whether they add up in f32."""
 
-    batch: the mesh axes that split the rows of the batch, outermost first, and their sizes. is_wide: gradients are added up in f32.
-    """
+    def __init__(self, rules: Rules, *, is_wide: bool = False):
+        # The rows of the batch are the first dim of its arrays. Axes in order: rules name those that split parameters last.
+        self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs if rule.spec for axis in expand(rule.spec[:1], 1)[0]))
+        self._is_wide = is_wide
 
-    batch: Mapping[str, int]
-    is_wide: bool = False
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
+        arguments = jx.body(program).invars[: len(site.parameters)]
+        is_whole = site.parameters and [jx.shape_of(var) for var in arguments] == [p.shape for p in site.parameters]
+        walk = _Walk(self._batch(site), is_wide=self._is_wide)
+        if not is_whole or not (self._is_wide or len(walk.batch) > 1):
+            return Replaced(program=program)
+        return Replaced(program=walk.program(program, {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}))
 
-    def apply(self, program: Program, parameters: Sequence[Dims]) -> Program:
-        """The program with its derivatives changed. parameters: the axes of each dim of its first arguments, which are parameters."""
-        if not self.is_wide and len(self.batch) < 2:
-            return program
-        return self._changed(program, dict(zip(jx.body(program).invars, parameters, strict=False)))
+    def _batch(self, site: Site) -> dict[str, int]:
+        """The sizes of the mesh axes over which the partitioner splits the batch, outermost first."""
+        # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+        if isinstance(site.mesh, Mesh) and site.mesh.devices.flat[0].platform == "cpu":
+            return {}
+        (free,) = site.free((self._axes,), ())
+        return {axis: size for axis in free if (size := site.sizes[axis]) > 1}
 
-    def _changed(self, program: Program, known: dict[Var, Dims]) -> Program:
-        """known: the parameters among the program's arguments; casts of them are added."""
+
+class _Walk:
+    """The walk through a program. batch: the sizes of the mesh axes that split the batch."""
+
+    def __init__(self, batch: Mapping[str, int], *, is_wide: bool):
+        self.batch, self._is_wide = batch, is_wide
+
+    def program(self, program: Program, known: dict[Var, Dims]) -> Program:
+        """The program with its derivatives changed. known: the axes of the parameters among its arguments; casts of them are added."""
         eqns: list[Equation] = []
         for equation in jx.body(program).eqns:
             read = next((n for n, a in enumerate(equation.invars) if jx.is_var(a) and a in known), None)
@@ -81,7 +99,7 @@ class GradientSums:
                 eqns += self._lookup(equation, known[cast(Var, equation.invars[0])])
             elif name == "dot_general":
                 eqns += self._matmul(equation, read)
-            elif self.is_wide and jx.has_custom_derivative(equation):
+            elif self._is_wide and jx.has_custom_derivative(equation):
                 eqns.append(jx.map_backward(equation, _widened([jx.is_var(a) and a in known for a in equation.invars])))
             else:
                 eqns.append(self._entered(equation, known))
@@ -96,7 +114,7 @@ class GradientSums:
             pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
             # A scan that goes over a stack of layers removes its first dim.
             inside = {var: known[a][-len(jx.shape_of(var)) :] for a, var in pairs if a is not None and jx.is_var(a) and a in known}
-            new = self._changed(inner, inside)
+            new = self.program(inner, inside)
             for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
                 if outer is not None and jx.is_var(atom) and atom in inside and not jx.is_scan(equation):
                     known[outer] = inside[atom]
@@ -112,7 +130,7 @@ class GradientSums:
         # One sum is as good where all axes of the batch split the table, or none does.
         is_apart = 0 < len(split) < len(self.batch) and is_first and rows % math.prod(self.batch.values()) == 0
         groups = tuple(self.batch.values()) if is_apart else ()
-        dtype = jnp.float32 if self.is_wide and _is_narrow(equation.invars[0]) else jx.dtype_of(equation.invars[0])
+        dtype = jnp.float32 if self._is_wide and _is_narrow(equation.invars[0]) else jx.dtype_of(equation.invars[0])
         if not groups and dtype == jx.dtype_of(equation.invars[0]):
             return [equation]
 
@@ -136,7 +154,7 @@ class GradientSums:
 
     def _matmul(self, equation: Equation, read: int) -> list[Equation]:
         """The matmul whose operand of this number is a parameter, whose gradient leaves the matmul in f32."""
-        if not (self.is_wide and _is_narrow(equation.invars[read]) and _is_narrow(equation.outvars[0])):
+        if not (self._is_wide and _is_narrow(equation.invars[read]) and _is_narrow(equation.outvars[0])):
             return [equation]
         sides, result = _letters(equation)
         other = sides[1 - read]

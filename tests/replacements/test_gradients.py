@@ -1,12 +1,16 @@
 """Gradients of parameters that are added up group by group or in f32, compared with JAX's own."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgt
 from jgt.program import jaxpr as jx
-from jgt.program.gradients import GradientSums, sum_of_groups
+from jgt.replacements.gradients import GradientSums, sum_of_groups
+from jgt.replacements.replacement import Site
 
 TABLE = jax.random.normal(jax.random.key(0), (8, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (4, 5), 0, 8)
@@ -18,7 +22,14 @@ SPLIT = (("fsdp",), ())
 def changed(fn, dims, *args, batch=TWO, wide=False):
     """fn(parameter, *args) with the gradient of its parameter added up otherwise, and whether its program has changed."""
     program, tree = jx.trace(fn, *args)
-    new = GradientSums(batch=batch, is_wide=wide).apply(program, [dims])
+    rules = jgt.make_rules({"inputs": {"**": [list(batch), "..."]}, "default": "replicate"})
+    parameter = SimpleNamespace(shape=args[0].shape, dims=dims)
+    site = Site(
+        mesh=jgt.abstract_mesh({**batch, "tensor": 2}, num_devices=8 if batch == TWO else None),
+        free=lambda dims, _: dims,
+        parameters=[parameter],
+    )
+    new = GradientSums(rules, is_wide=wide).apply(program, jx.Place(), site).program
     is_same = str(new) == str(program)
     return lambda *args: jax.tree.unflatten(tree, jx.evaluate(new, args)), not is_same
 

@@ -1,12 +1,16 @@
 """Which functions of rows and weights are proven to be matmuls, and the type in which they sum the gradient of the weights."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jgt
 from jgt.program import jaxpr as jx
-from jgt.regions.proof import matmul_of
-from train.models.linear import Dot
+from jgt.replacements.gradients import GradientSums
+from jgt.replacements.proof import matmul_of
+from jgt.replacements.replacement import Site
 
 ROWS, WEIGHTS = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
 
@@ -17,9 +21,15 @@ def proven(fn):
     return None if matmul is None else matmul.sums.name
 
 
-@pytest.mark.parametrize(("wide", "sums"), [(False, "bfloat16"), (True, "float32")])
-def test_a_linear_layer_is_a_matmul_in_either_type(wide, sums):
-    assert proven(lambda x, w: Dot(has_wide_gradients=wide)(x, w, (((2,), (0,)), ((), ())))) == sums
+def test_a_matmul_with_wide_gradients_sums_in_f32():
+    site = Site(
+        mesh=jgt.abstract_mesh({"data": 2}),
+        free=lambda dims, _: dims,
+        parameters=[SimpleNamespace(shape=WEIGHTS.shape, dims=((), ()))],
+    )
+    program = jax.make_jaxpr(lambda w, x: x @ w)(WEIGHTS, ROWS)
+    wide = GradientSums(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, jx.Place(), site).program
+    assert matmul_of(jx.body(wide).eqns[0]).sums.name == "float32"
 
 
 def test_a_plain_matmul_sums_in_the_type_of_the_weights():
