@@ -20,6 +20,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jgt.experts.grouped import with_grouped_matmuls
 from jgt.experts.permutation import results_by_choice, rows_by_expert, sorted_by_expert, weighted_sum
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
@@ -52,8 +53,15 @@ class ExpertCall(DevicePlan):
         return self.tree.num_leaves
 
     def run(self, leaves: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The model's function, on some rows and some experts."""
-        return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))
+        """The model's function, on some rows and some experts, with matmuls that multiply each row once."""
+
+        def call(rows: jax.Array, sizes: jax.Array, *leaves: jax.Array) -> jax.Array:
+            return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))
+
+        arguments = rows, sizes, *leaves
+        program, _ = jx.trace(call, *arguments)
+        (result,) = jx.evaluate(with_grouped_matmuls(program), arguments)
+        return result
 
     # -- as a region that nothing replaced ---------------------------------------------------------------------------
 

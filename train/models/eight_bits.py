@@ -66,6 +66,53 @@ def _backward(name: str | None, residuals: tuple[Scaled, list[Scaled]], cotangen
 _products.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `jax.lax.ragged_dot`: rows [n, k] that are sorted by group, weights [e, k, m], sizes [e] → [n, m] in the type of rows.
+
+    Each row has a scale of its own, because its result must not depend on other rows, and so has each group's matrix. The gradient of
+    weights is a sum over rows, so their scales cannot be taken out of it: there all rows have one.
+    """
+    return _ragged_forward(rows, weights, sizes)[0]
+
+
+def _ragged_forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    (x, by_row), (w, by_group) = scaled(rows, jnp.float8_e4m3fn, over=(1,)), scaled(weights, jnp.float8_e4m3fn, over=(1, 2))
+    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=rows.dtype)
+    scale = by_row * _of_rows(by_group, sizes, len(rows))
+    return (y * scale).astype(rows.dtype), (rows, w, by_group, sizes)
+
+
+def _ragged_backward(residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, w, by_group, sizes = residuals
+    n, dtype = len(rows), cotangent.dtype
+    c, by_row = scaled(cotangent, jnp.float8_e5m2, over=(1,))
+    by_rows = jax.lax.ragged_dot_general(c, w, sizes, _TRANSPOSED, preferred_element_type=dtype)
+    by_rows = by_rows * (by_row * _of_rows(by_group, sizes, n))
+    # What is behind the last group may be NaN, and must not be the largest value.
+    is_in_group = (jnp.arange(n) < jnp.sum(sizes))[:, None]
+    x, c = (jnp.where(is_in_group, side, 0) for side in (rows, cotangent))
+    (x, of_x), (c, of_c) = scaled(x, jnp.float8_e4m3fn), scaled(c, jnp.float8_e5m2)
+    by_weights = jax.lax.ragged_dot_general(x, c, sizes, _OUTER, preferred_element_type=jnp.float32)
+    return by_rows.astype(dtype), (by_weights * (of_x * of_c)).astype(dtype), None
+
+
+ragged_dot.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _of_rows(by_group: jax.Array, sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Scales of groups [e, 1, 1] as scales of their rows, [n, 1]."""
+    return jnp.repeat(by_group[:, 0], sizes, axis=0, total_repeat_length=num_rows)
+
+
+_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
+
+
 def scaled(x: jax.Array, dtype: Any, name: str | None = None, *, over: _Dims | None = None) -> Scaled:
     """x in eight bits of this type. over: the dims that share a scale, which has size 1 there; None: one scalar for all."""
     largest = float(jnp.finfo(dtype).max)

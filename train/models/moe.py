@@ -20,11 +20,11 @@ from flax import nnx
 
 from jgt import signal
 
+from . import eight_bits
 from .config import ModelConfig
 from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
-from .grouped import GroupedMatmul, grouped
 from .linear import READING_INIT, adding_init, cheap, compute_type
 
 
@@ -68,7 +68,7 @@ class GatedExperts(nnx.Module):
         self.up = made(config.embed, ffn, READING_INIT)
         self.down = made(ffn, config.embed, adding_init(config.layers))
         self.dtype = compute_type(config)
-        self.matmul: GroupedMatmul = grouped
+        self.matmul = eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot
 
     def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
         # In the type of matmuls, so that this is the type that travels.
@@ -76,10 +76,10 @@ class GatedExperts(nnx.Module):
         return signal.tensor(signal.experts(partial(_gated_mlps, self.matmul), weights, x, choice, scale), "routed")
 
 
-def _gated_mlps(matmul: GroupedMatmul, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+def _gated_mlps(matmul: Callable[..., jax.Array], rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
-    gate, up = matmul(rows, sizes, weights["gate"]), matmul(rows, sizes, weights["up"])
-    return matmul(signal.tensor(_gated(gate, up), "hidden"), sizes, weights["down"])
+    gate, up = matmul(rows, weights["gate"], sizes), matmul(rows, weights["up"], sizes)
+    return matmul(signal.tensor(_gated(gate, up), "hidden"), weights["down"], sizes)
 
 
 @cheap

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError, nearest
+from jgt.experts.grouped import mosaic_obstacle
 from jgt.replicas import Replicas
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
@@ -35,7 +36,6 @@ from ..data.own import open_own
 from ..models.attention import AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
-from ..models.grouped import choose_grouped
 from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
 from ..models.own import own_model
@@ -132,11 +132,19 @@ def _built(run: Run, mesh: Mesh | AbstractMesh, like: Any, part: Mapping[str, ja
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else like
     attention = _attention(run, config, device, sharing=devices_sharing(run, mesh))
     remat = first_remat(remat, keeps_scores=attention.kernel.keeps_scores)
-    _, label = choose_grouped(config.dtype, device, fp8=config.fp8)
-    model = build(config, attention.kernel)
+    model, grouped = build(config, attention.kernel), ""
     if config.experts is not None:
         model = with_exchange_metrics(model, config.experts, run, mesh)
-    return _Built(model=model, remat=remat, attention=attention, grouped=label if config.experts else "")
+        grouped = _grouped_matmuls(config, device)
+    return _Built(model=model, remat=remat, attention=attention, grouped=grouped)
+
+
+def _grouped_matmuls(config: ModelConfig, device: Any) -> str:
+    """How the matmuls of experts run, as in the log."""
+    if config.fp8:
+        return "blocks of rows in eight bits"
+    obstacle = mosaic_obstacle(compute_type(config), device)
+    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
 
 
 def _has_wide_gradients(run: Run) -> bool:
