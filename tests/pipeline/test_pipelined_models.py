@@ -41,9 +41,9 @@ from transformers import Block, cross_entropy
 
 import jgt
 from jgt.signal import context, tensor
-from train.models.attention import XLA
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.models.kernels import XLA
 from train.setup.remat import with_remat_of
 from train.step.loss import make_loss
 

@@ -8,12 +8,12 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 from plugin import needs_plugin
+from train.models.grouped import grouped
 
 import jgt
 from jgt import signal
 from jgt.planner.findings import REPEATED
 from jgt.planner.plan import plan
-from train.models.grouped import grouped
 
 TOKENS, CHOICES, EXPERTS, EMBED, FFN = 512, 2, 8, 16, 32
 GPUS = "h100:1x8"

@@ -24,11 +24,12 @@ from flax import nnx
 
 from jgt import signal
 
-from .attention import XLA, Attention, AttentionKernel
+from .attention import Attention
 from .config import ModelConfig
 from .experts import balance
 from .experts.balance import Routed
 from .experts.config import ExpertsConfig
+from .kernels import XLA, AttentionKernel
 from .linear import cheap, compute_type
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE

@@ -9,7 +9,7 @@ from jgt import signal
 
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .linear import adding_init, cheap, linear, read_by
+from .linear import adding_init, gated, linear, read_by
 
 
 class GatedMLP(nnx.Module):
@@ -24,12 +24,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = read_by(x, self.gate_proj, self.up_proj)  # [b, s, ffn] each
         gate, up = signal.tensor(gate, "gate"), signal.tensor(up, "up")
-        return self.down(signal.tensor(_gated(gate, up), "hidden"))
-
-
-@cheap
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+        return self.down(signal.tensor(gated(gate, up), "hidden"))
 
 
 class Llama(Decoder):

@@ -25,7 +25,7 @@ from .config import ModelConfig
 from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
-from .linear import READING_INIT, adding_init, cheap, compute_type
+from .linear import READING_INIT, adding_init, compute_type, gated
 
 
 class MoE(nnx.Module):
@@ -79,9 +79,4 @@ class GatedExperts(nnx.Module):
 def _gated_mlps(matmul: Callable[..., jax.Array], rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
     gate, up = matmul(rows, weights["gate"], sizes), matmul(rows, weights["up"], sizes)
-    return matmul(signal.tensor(_gated(gate, up), "hidden"), weights["down"], sizes)
-
-
-@cheap
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+    return matmul(signal.tensor(gated(gate, up), "hidden"), weights["down"], sizes)

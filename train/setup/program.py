@@ -33,12 +33,11 @@ from ..code.names import load_object
 from ..config import Run, batch_problems, replica_problems
 from ..data.config import OwnData
 from ..data.own import open_own
-from ..models.attention import AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
+from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
 from ..models.model import Model, takes_segments
-from ..models.own import own_model
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, problem_of_parts, token_objective
@@ -46,6 +45,7 @@ from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer
 from ..sync.phases import Phases
 from .fit import first_remat
 from .layout import batch_groups, devices_sharing, make_mesh, num_shards, with_exchange_metrics
+from .own_model import own_model
 from .remat import Remat, with_remat_of
 from .setup import Setup, rows_of
 from .state import state_maker

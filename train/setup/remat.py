@@ -23,7 +23,7 @@ import jax
 
 from jgt.program.recompute import recomputed
 
-from ..models.attention import AttentionKernel
+from ..models.kernels import AttentionKernel
 
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError
 
 from ..config import Run
-from ..models.attention import AttentionChoice, AttentionKernel
+from ..models.kernels import AttentionChoice, AttentionKernel
 from ..models.model import Model
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer

@@ -18,9 +18,9 @@ from jgt.planner.described import described, devices_of
 from jgt.program import kernels
 from train.config import load
 from train.models import eight_bits as fp8
-from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention, has_foreign_mask
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.models.kernels import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention, has_foreign_mask
 from train.setup import prepare
 from train.setup.remat import Keep
 

@@ -1,6 +1,7 @@
 """Llama and GPT compared with slow references in numpy, and properties of any decoder. b batch, s seq, n heads, h head, d embed."""
 
 import ast
+import re
 from pathlib import Path
 
 import jax
@@ -160,10 +161,41 @@ def test_the_width_of_the_mlp(keys, ffn):
     assert ModelConfig(**keys).ffn_size == ffn
 
 
+FILES = sorted(Path(train.models.__file__).parent.rglob("*.py"))
+
+
+def test_models_know_nothing_of_devices():
+    """They neither lay out nor write what jgt writes into programs. `groups` are those of experts, which no device has."""
+    words = re.compile(r"wide_gradients|jgt\.(trips|useful)|named_scope|shard|Mesh|PartitionSpec|devices|psum|observe")
+    # A kernel is available or not on a device.
+    found = {f"{path.name}: {line}" for path in FILES if path.name != "kernels.py" for line in code_lines(path) if words.search(line)}
+    assert not found
+    in_groups = {path.name for path in FILES for line in code_lines(path) if re.search(r"\bgroups\b", line)}
+    assert in_groups <= {"routing.py", "config.py"}
+
+
+def code_lines(path):
+    """The lines of a file without comments and docstrings."""
+    return ast.unparse(without_docstrings(ast.parse(path.read_text()))).splitlines()
+
+
+def without_docstrings(tree):
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))] or [
+                ast.Pass()
+            ]
+    return tree
+
+
+def test_a_llama_is_few_lines():
+    names = ("llama", "decoder", "attention", "linear")
+    assert sum(len(path.read_text().splitlines()) for path in FILES if path.stem in names) <= 450
+
+
 def test_models_know_nothing_of_jgt_but_signals():
     found = set()
-    # own.py brings models of the user's own in.
-    for path in set(Path(train.models.__file__).parent.rglob("*.py")) - {Path(train.models.__file__).with_name("own.py")}:
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jgt"):
                 found |= {(path.name == "config.py", node.module, name.name) for name in node.names}

@@ -14,10 +14,10 @@ from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import load
-from train.models.attention import XLA
 from train.models.config import ModelConfig
 from train.models.decoder import Block, build
 from train.models.gpt import GPT
+from train.models.kernels import XLA
 from train.models.llama import Llama
 from train.setup import prepare
 from train.setup.remat import Keep, with_remat_of

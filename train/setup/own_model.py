@@ -9,9 +9,9 @@ from jgt.document import InputError
 
 from ..code.files import Code
 from ..code.names import call_with, load_object
-from .config import OwnModel
-from .linear import compute_type
-from .model import Model, of_flax
+from ..models.config import OwnModel
+from ..models.linear import compute_type
+from ..models.model import Model, of_flax
 
 
 def own_model(config: OwnModel, code: Code, where: Callable[[str], str], call: Callable[[Any], Any]) -> Model:
