@@ -1,4 +1,4 @@
-"""How rows get to the experts of a device and back: `AllToAll` where a mesh axis shares the experts, `Local` where each device has them all.
+"""How rows get to the experts of a device and back: `AllToAll` where a mesh axis shares the experts, `LocalRows` where each device has them all.
 
 A mesh axis of n devices splits the E experts and the tokens: each device holds E / n experts and T tokens. Each token goes through k
 experts, so a device sends T · k rows. How many of them go to one device is known only when the program runs, but arrays have fixed
@@ -44,7 +44,7 @@ def capacity_of(num_tokens: int, num_choices: int, num_devices: int, factor: flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class LocalRows:
     """The rows of a device that has all experts: a single round, in which nothing is sent.
 
     order: the choices [T · k] by expert. place: the place of each choice in that order. sizes: the number of rows of each expert.
@@ -58,12 +58,12 @@ class Local:
     sizes: jax.Array
 
     @classmethod
-    def of(cls, choice: jax.Array, num_experts: int) -> Local:
+    def of(cls, choice: jax.Array, num_experts: int) -> LocalRows:
         """The rows of choices [T, k]."""
         order, place, sizes = sorted_by_expert(choice, num_experts)
         return cls(num_choices=choice.shape[-1], order=order, place=place, sizes=sizes)
 
-    def start(self, number: Any) -> Local:
+    def start(self, number: Any) -> LocalRows:
         """The only round."""
         return self
 

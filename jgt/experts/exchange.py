@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.dispatch import AllToAll, Local, capacity_of
+from jgt.experts.dispatch import AllToAll, LocalRows, capacity_of
 from jgt.experts.rounds import Dispatch, run_backward, run_forward
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.device_plan import DevicePlan, OfReplicas, SentBytes, plan_of, run_on_devices
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class Exchange:
     def dispatch(self, choice: jax.Array, num_local: int) -> Dispatch:
         """How the rows of one device's choices [T, k] meet the experts."""
         if self.axis is None or self.num_devices == 1:
-            return Local.of(choice, num_local)
+            return LocalRows.of(choice, num_local)
         return AllToAll.of(choice, num_local, self.axis, self.capacity_factor, drops=self.drops)
 
     def experts(self, rank: int) -> Dims:
@@ -145,12 +143,7 @@ class Forward(_Direction):
 
 @dataclass(frozen=True, kw_only=True)
 class Backward(_Direction):
-    """Weights, x, choice, scale, the cotangent of y → gradients of the weights [parts, ..., experts, ...], of x and of scale.
-
-    wanted: whether each of these is a result.
-    """
-
-    wanted: tuple[bool, ...]
+    """Weights, x, choice, scale, the cotangent of y → gradients of the weights [parts, ..., experts, ...], of x and of scale."""
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
         *leaves, x, choice, scale, cotangent = arrays
@@ -163,21 +156,12 @@ class Backward(_Direction):
         # Only the sum of the parts has a meaning.
         more = [(0, size - 1) for axis, size in self.exchange.sizes if axis in self.exchange.parts]
         first = [jnp.pad(g.reshape([1] * len(more) + [*g.shape]), [*more, *[(0, 0)] * g.ndim]) for g in by_weights]
-        return self._those([*first, by_x, by_scale])
+        return [*first, by_x, by_scale]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
         rows = self.exchange.rows
         weights = [(*((axis,) for axis in self.exchange.parts), *self.exchange.experts(rank)) for rank in self.ranks]
-        return [*self._operands(), rows], self._those([*weights, rows, rows])
-
-    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Backward | None, list[int]]:
-        # All results come from one pass over the rows, and XLA leaves out what nothing reads.
-        wanted = iter(used)
-        left = tuple(is_wanted and next(wanted) for is_wanted in self.wanted)
-        return (replace(self, wanted=left), list(range(num_operands))) if any(used) else (None, [])
-
-    def _those(self, results: Sequence[_T]) -> list[_T]:
-        return [result for result, is_wanted in zip(results, self.wanted, strict=True) if is_wanted]
+        return [*self._operands(), rows], [*weights, rows, rows]
 
     def on_device(self, *parts: jax.Array) -> list[jax.Array]:
         *leaves, x, choice, scale, cotangent = parts
@@ -185,7 +169,7 @@ class Backward(_Direction):
         dispatch = self.exchange.dispatch(choices, leaves[0].shape[0])
         by_weights, by_x, by_scale = run_backward(self.call, dispatch, leaves, tokens, scales, behind)
         ones = [1] * len(self.exchange.parts)
-        return self._those([*(g.reshape([*ones, *g.shape]) for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)])
+        return [*(g.reshape([*ones, *g.shape]) for g in by_weights), by_x.reshape(x.shape), by_scale.reshape(scale.shape)]
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         num = len(self.ranks)
@@ -208,7 +192,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
     """The call's result on a mesh, with a derivative that runs on it, too."""
     ranks = tuple(x.ndim for x in operands[:-3])
     ahead = Forward(call=call, exchange=exchange, ranks=ranks)
-    behind = Backward(call=call, exchange=exchange, ranks=ranks, wanted=(True,) * (len(ranks) + 2))
+    behind = Backward(call=call, exchange=exchange, ranks=ranks)
 
     @jax.custom_vjp
     def run(*operands: jax.Array) -> jax.Array:

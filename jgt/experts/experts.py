@@ -31,7 +31,7 @@ from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.proof import mesh_context
-from jgt.replacements.replacement import Parameter, Replaced, Site
+from jgt.replacements.replacement import PlacedParameter, Replaced, Site
 from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
 from jgt.rules.spec import min_rank
 
@@ -72,7 +72,8 @@ class Experts:
             is_held = rule is not None and rule.axis in manual
             found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
             problems |= dict.fromkeys([*found, *_weight_problems(rule, equation, place.path, site.parameters)])
-            if found:
+            # On one device there is nothing to exchange.
+            if found or site.mesh.size == 1:
                 eqns.append(equation)
                 continue
             exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
@@ -137,7 +138,7 @@ def _problems(
         )
 
 
-def _weight_problems(rule: ExpertsRule | None, equation: Equation, signal: str, parameters: Sequence[Parameter]) -> Iterator[str]:
+def _weight_problems(rule: ExpertsRule | None, equation: Equation, signal: str, parameters: Sequence[PlacedParameter]) -> Iterator[str]:
     """The weights of experts that the axis of the experts splits along another dim."""
     num_experts = jx.shape_of(equation.invars[0])[0]
     for parameter in parameters if rule is not None else ():

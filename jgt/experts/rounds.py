@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.dispatch import AllToAll, Local
+from jgt.experts.dispatch import AllToAll, LocalRows
 
 MORE_ROUNDS = "jgt.more_rounds"
 """The named scope of the rounds after the first. A dot and their largest possible number follow."""
 
 
-Dispatch = AllToAll | Local
+Dispatch = AllToAll | LocalRows
 
 
 def run_forward(call: ExpertCall, dispatch: Dispatch, leaves: Sequence[jax.Array], x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,6 @@ from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.replacements.device_plan import DevicePlan, run_on_devices
 from jgt.replacements.proof import mesh_context
-
-_T = TypeVar("_T")
 
 _CASTS = ("convert_element_type", "name", "copy", "sharding_constraint", "stop_gradient")
 
@@ -38,28 +36,19 @@ class RowLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class _TopK(DevicePlan):
-    """Scores [b, E] → the k largest of each row [b, k], and their places [b, k]. wanted: which of the two there are."""
+    """Scores [b, E] → the k largest of each row [b, k], and their places [b, k]."""
 
     k: int
     rows: Dims
-    wanted: tuple[bool, ...] = (True, True)
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        return self._those(jax.lax.top_k(arrays[0], self.k))
+        return list(jax.lax.top_k(arrays[0], self.k))
 
     def axes(self) -> frozenset[str]:
         return frozenset(axis for axes in self.rows for axis in axes)
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
-        return [self.rows] * num_operands, self._those([self.rows, self.rows])
-
-    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[_TopK | None, list[int]]:
-        left = iter(used)
-        wanted = tuple(is_wanted and next(left) for is_wanted in self.wanted)
-        return (_TopK(k=self.k, rows=self.rows, wanted=wanted), [0]) if any(used) else (None, [])
-
-    def _those(self, results: Sequence[_T]) -> list[_T]:
-        return [result for result, is_wanted in zip(results, self.wanted, strict=True) if is_wanted]
+        return [self.rows], [self.rows, self.rows]
 
 
 def chosen_by_row(eqns: Sequence[Equation], choices: Mapping[Var, RowLayout]) -> list[Equation]:

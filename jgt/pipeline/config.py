@@ -12,7 +12,7 @@ _CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineConfig:
     """Runs the layer scan under `signal` over the stages of a mesh axis, microbatch by microbatch.
 
     axis: the mesh axis of the stages. schedule: the name of a schedule (see `jgt/schedule/schedules.py`), or the path of

@@ -23,7 +23,7 @@ Policy = Callable[..., Any]
 """What jax.checkpoint takes: from a primitive, avals and params to whether the results are saved, or where."""
 
 
-class Parameter(Protocol):
+class PlacedParameter(Protocol):
     """A parameter of the call, with the mesh axes that the rules give its dims."""
 
     @property
@@ -62,14 +62,16 @@ class Site:
     """Where a program runs.
 
     free(dims, manual): the dims without the axes that a vmap or a shard_map around the program has taken. policies: the policies of the
-    jax.checkpoints around the program, outermost first. parameters: all parameters of the call. is_part: whether the program is a part of a
-    pipeline, whose rules were checked in the whole program before; then `parameters` is empty.
+    jax.checkpoints around the program, outermost first. parameters: all parameters of the call; none in a part of a pipeline. is_whole:
+    whether this is the program of the call itself, whose first arguments are the parameters. is_part: whether the program is in a part of a
+    pipeline; the rules were checked in the whole program before.
     """
 
     mesh: Mesh | AbstractMesh
     free: Callable[[Dims, Sequence[str]], Dims]
     policies: tuple[Policy | None, ...] = ()
-    parameters: Sequence[Parameter] = ()
+    parameters: Sequence[PlacedParameter] = ()
+    is_whole: bool = False
     is_part: bool = False
 
     @property

@@ -150,10 +150,9 @@ class _Rewriter:
         checkpoints around the program.
         """
         for replacement in self._replacements:
-            replaced = replacement.apply(program, around, replace(self._where, policies=policies))
+            replaced = replacement.apply(program, around, replace(self._where, policies=policies, is_whole=eqns is not None))
             self._answers.add(replaced.matches, replaced.problems)
-            # Where nothing is sent, and in a check, the program stays as it is.
-            if self.constrains:
+            if self._applies:
                 program = replaced.program
                 self._split |= replaced.split
         renamed = dict(pinned or {})

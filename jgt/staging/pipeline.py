@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from jgt.pipeline.config import Pipeline as Options
+from jgt.pipeline.config import PipelineConfig
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments, Traced
@@ -15,11 +15,11 @@ from jgt.staging.staging import staged_call
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline(Options):
-    __doc__ = Options.__doc__
+class Pipeline(PipelineConfig):
+    __doc__ = PipelineConfig.__doc__
 
     @classmethod
-    def of(cls, options: Options | None) -> Pipeline | None:
+    def of(cls, options: PipelineConfig | None) -> Pipeline | None:
         """The pipeline with the options of a run's file; None without options."""
         if options is None:
             return None

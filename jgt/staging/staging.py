@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.document import InputError, collect, nearest
 from jgt.experts.local import with_local_experts
 from jgt.pipeline.chunks import Chunks
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.pipelined import Pipelined
@@ -48,7 +48,7 @@ from jgt.staging.microbatches import Microbatches, find_microbatches
 def staged_call(
     arguments: Arguments,
     traced: Traced,
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     rules: Rules,
     site: Surroundings,
     replacements: Sequence[Replacement],
@@ -167,7 +167,7 @@ def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -
     return StagedCall(parameters=parameters, run=run, problems=tuple(problems))
 
 
-def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
+def _axis_problems(pipeline: PipelineConfig, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
     axes = list(sizes)
     if pipeline.axis not in axes:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
@@ -192,7 +192,7 @@ def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int
         )
 
 
-def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Table | None:
+def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str]) -> Table | None:
     if pipeline.axis not in sizes:
         return None
     with collect(problems):
@@ -200,7 +200,7 @@ def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Ta
     return None
 
 
-def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
+def _split_call(arguments: Arguments, traced: Traced, pipeline: PipelineConfig, found: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
     batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
     keys = [num_params + index for index in found.keys]
@@ -241,7 +241,7 @@ def _with_local_experts(
     return replace(parts, scan=scan), held
 
 
-def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
+def _too_few_layers(pipeline: PipelineConfig, table: Table, num_layers: int) -> str:
     held = f"{table.num_stages} stages" if table.virtual == 1 else f"{table.num_stages} stages with {table.virtual} chunks each"
     layers = f"{num_layers} layer{'s' * (num_layers != 1)}"
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
