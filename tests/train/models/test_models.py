@@ -181,11 +181,13 @@ def code_lines(path):
 
 def without_docstrings(tree):
     for node in ast.walk(tree):
-        if isinstance(getattr(node, "body", None), list):
-            node.body = [one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))] or [
-                ast.Pass()
-            ]
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [one for one in body if not is_text(one)] or [ast.Pass()]
     return tree
+
+
+def is_text(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def test_a_llama_is_few_lines():
