@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jgt.signal import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -220,6 +220,32 @@ def _changed_rule(rule: Any, change: Callable[[Program], Program]) -> Callable[.
         return (change(program), *rest)
 
     return changed
+
+
+def map_backward(equation: Equation, change: Callable[[Program, list[int | None]], Program]) -> Equation:
+    """A call of a jax.custom_vjp function with its backward rule changed; any other equation as it is.
+
+    change(program, which): the program of the rule when it is traced, and for each operand of the call the number of its result, None for
+    an operand without gradient.
+    """
+    rule = equation.params.get("bwd")
+    if rule is None:
+        return equation
+
+    def changed(*args: Any) -> list[Any]:
+        results: list[Any] = []
+
+        def arrays(*args: Any) -> list[Any]:
+            results.extend(rule.call_wrapped(*args))
+            return [x for x in results if isinstance(x, jax.Array)]
+
+        program = jax.make_jaxpr(arrays)(*args)
+        numbers = iter(range(len(results)))
+        which = [None] * equation.params["num_consts"] + [next(numbers) if isinstance(x, jax.Array) else None for x in results]
+        made = iter(evaluate(change(program, which), args))
+        return [next(made) if isinstance(x, jax.Array) else x for x in results]
+
+    return equation.replace(params={**equation.params, "bwd": lu.wrap_init(changed, debug_info=rule.debug_info)})
 
 
 def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:

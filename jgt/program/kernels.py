@@ -138,7 +138,7 @@ def _grouped_flops(shapes: Sequence[Shape]) -> int:
 
 MOSAIC = CustomKernel(
     name="mosaic",
-    # JAX's kernels for grouped matmuls on Hopper, which `train.models.grouped` calls. Other kernels of Mosaic count no FLOPs.
+    # JAX's kernels for grouped matmuls on Hopper, which `jgt.experts.grouped` calls. Other kernels of Mosaic count no FLOPs.
     primitives=frozenset({"mpmd_map"}),
     keeps_rows=False,
     traced_flops=_mosaic_traced_flops,
@@ -153,7 +153,7 @@ KERNELS = (
     *ATTENTION,
     MOSAIC,
     # `jgt.signal.experts`: each row goes through its own experts.
-    CustomKernel(name="experts", primitives=frozenset({"region"}), keeps_rows=True),
+    CustomKernel(name="experts", primitives=frozenset({"on_devices"}), keeps_rows=True),
     # A user's own kernels and a library's that nothing here calls. That they keep rows apart is an assumption; jgt cannot look inside.
     CustomKernel(
         name="other",

@@ -17,13 +17,17 @@ from fractions import Fraction
 
 import jax
 
-from jgt.signal import PREFIX
+PREFIX = "sig."
+"""Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
+
+MICROBATCH = "jgt.microbatch"
+"""The scope of values that are meant of one microbatch (`jgt.signal.per_microbatch`)."""
 
 # These names do not begin with the prefix of signals, so no rule can match them.
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
-REGION = "jgt.region"
+ON_DEVICES = "jgt.on_devices"
 REPLICAS = "jgt.replicas"
 _REPLICAS = re.compile(r"jgt\.replicas\.([\w+-]+)(?:\.(\d+))?")
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
@@ -55,9 +59,9 @@ def recompute() -> AbstractContextManager[object]:
     return jax.named_scope(RECOMPUTE)
 
 
-def region() -> AbstractContextManager[object]:
+def on_devices() -> AbstractContextManager[object]:
     """A program for one device that takes the place of a piece of the model."""
-    return jax.named_scope(REGION)
+    return jax.named_scope(ON_DEVICES)
 
 
 def over_replicas(axes: Iterable[str], numbers: int | None = None) -> AbstractContextManager[object]:
@@ -77,6 +81,11 @@ def branch_taken(share: Fraction) -> AbstractContextManager[object]:
     return jax.named_scope(f"jgt.taken.{share.numerator}of{share.denominator}")
 
 
+def trips(count: int) -> AbstractContextManager[object]:
+    """A loop whose number of trips only the run knows, and which is expected to make this many."""
+    return jax.named_scope(f"jgt.trips.{count}")
+
+
 def useful(share: Fraction) -> AbstractContextManager[object]:
     """Work that always runs, but whose result is used in this share of the cases only."""
     return jax.named_scope(useful_name(share))
@@ -90,8 +99,7 @@ def useful_name(share: Fraction) -> str:
 def expected_trips(loop: str, further_rounds: int = 0) -> int | None:
     """The number of trips to expect of a loop, from the scopes in its name; None if none of them says.
 
-    `jgt.trips.72` says 72. Unlike the scopes above, no function here makes it: models write the name themselves, because they import only
-    `jgt.signal`. further_rounds: the trips to expect of a loop that runs the rounds of an exchange of experts after the first. Rows that
+    further_rounds: the trips to expect of a loop that runs the rounds of an exchange of experts after the first. Rows that
     are evenly spread need none.
     """
     found = _own_scope(_TRIPS, loop)

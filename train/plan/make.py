@@ -17,9 +17,8 @@ from jgt.planner.plan import Plan, plan
 from jgt.planner.step.speed import Setting, Workload
 
 from ..config import Run
-from ..models.remat import Remat
 from ..records.summary import tokens_per_sample
-from ..setup import AUTO, Setup, prepare, with_remat
+from ..setup import AUTO, Remat, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
 from .sync import Exchange, formula_bytes

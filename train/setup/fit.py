@@ -14,9 +14,9 @@ import jax
 
 from jgt.planner.memory import USABLE
 
-from ..models.remat import Remat
 from ..processes.processes import true_on_all_processes
 from .program import AUTO, remat_settings
+from .remat import Remat
 from .setup import Setup
 
 
@@ -28,7 +28,7 @@ def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Se
     """
     if setup.run.config.train.remat != AUTO:
         return setup
-    for remat in remat_settings(is_fused=setup.attention is not None and not setup.attention.kernel.keeps_scores):
+    for remat in remat_settings(keeps_scores=setup.attention is None or setup.attention.kernel.keeps_scores):
         setup = setup if remat == setup.remat else again(remat)
         if (found := fits(setup)) is not None:
             return found

@@ -16,13 +16,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.layout import axes_inside
 from jgt.rules import Rules
 
 from ..config import Run
 from ..models.config import OwnModel
-from ..models.tables import Groups
+from ..step.loss import Groups
 from ..sync.config import SyncConfig
 
 
@@ -37,7 +37,7 @@ class MeshLayout:
     mesh: Mesh | AbstractMesh
     device: Any
     rules: Rules
-    pipeline: Pipeline | None
+    pipeline: PipelineConfig | None
     sync: SyncConfig | None
     batch: tuple[str, ...]
     sequence: tuple[str, ...]

@@ -12,7 +12,7 @@ import jgt
 from jgt.document import InputError, nearest
 from jgt.replicas import Replicas
 from jgt.sharding.placement import Placement
-from jgt.sharding.shard import Sharded
+from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
 
 from ..config import Config

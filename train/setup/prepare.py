@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from ..config import Run, batch_problems, replica_problems
-from ..models.remat import Remat
 from .layout import mesh_layout
 from .place import place
 from .program import element_of, program_of
+from .remat import Remat
 from .setup import Setup
 from .state import new_state
 

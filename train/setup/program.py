@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,26 +13,28 @@ import jax.numpy as jnp
 
 import jgt
 from jgt.document import InputError
-from jgt.experts import can_count, exchange_at, served
-from jgt.pipeline.config import Pipeline
+from jgt.experts.exchange import can_count, served
+from jgt.experts.experts import exchange_at
+from jgt.experts.grouped import mosaic_obstacle
+from jgt.staging.pipeline import Pipeline
 
 from ..code.files import Code
 from ..code.names import load_object
 from ..config import Config
 from ..data.config import OwnData
 from ..data.own import open_own
-from ..models.attention import AttentionChoice, choose_attention
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
-from ..models.experts.balance import Observe
-from ..models.grouped import choose_grouped
-from ..models.model import Model, takes_segments
-from ..models.own import own_model
-from ..models.remat import Remat
+from ..models.experts.config import ExpertsConfig
+from ..models.kernels import AttentionChoice, choose_attention
+from ..models.linear import compute_type
+from ..models.model import Model, Terms, takes_segments
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .layout import MeshLayout
+from .own_model import own_model
+from .remat import Remat, with_remat_of
 
 AUTO = "auto"
 """The value of `train.remat` that leaves the setting to `fit.py`."""
@@ -71,7 +73,7 @@ def program_of(
     train, own = config.train, config.train.loss
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
     # whole batch, and runs the parts itself.
-    pipeline = None if layout.pipeline is None else layout.pipeline.in_parts(train.accumulate)
+    pipeline = None if layout.pipeline is None else Pipeline.of(layout.pipeline.in_parts(train.accumulate))
     rows = rows_of(element, train.batch // (train.accumulate if pipeline is None else 1))
     loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
     attention, grouped = None, ""
@@ -79,10 +81,16 @@ def program_of(
         model = own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
     else:
         attention = _attention(config.model, layout, where)
-        remat = remat_settings(is_fused=not attention.kernel.keeps_scores)[0] if remat == AUTO else remat
-        model, grouped = _decoder(config, layout, attention, remat)
+        model = build(config.model, attention.kernel)
+        if config.model.experts is not None:
+            model = _with_exchange_metrics(model, config.model.experts, config.model.seq, layout)
+            grouped = _grouped_matmuls(config.model, layout.device)
+    kernel = None if attention is None else attention.kernel
+    if remat == AUTO:
+        remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
     _check_segments(config, model, where)
     chunks = train.loss_chunks or _fewest_chunks(config, layout)
+    recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
@@ -93,7 +101,7 @@ def program_of(
         grouped=grouped,
         remat=remat,
         loss_chunks=chunks,
-        objective=_objective(config, layout, pipeline, model, loss, chunks, where),
+        objective=_objective(config, layout, pipeline, model, loss, chunks, recompute, where),
         pipeline=pipeline,
         init=init,
         params=params,
@@ -117,13 +125,13 @@ def element_of(config: Config, code: Code, where: Where) -> Mapping[str, jax.Sha
     return {name: jax.ShapeDtypeStruct((config.model.seq,), kind) for name, kind in kinds.items()}
 
 
-def remat_settings(*, is_fused: bool) -> tuple[Remat, ...]:
+def remat_settings(*, keeps_scores: bool) -> tuple[Remat, ...]:
     """The settings of `train.remat` that `auto` tries, in order.
 
     Where attention is a fused kernel, `matmuls` comes first: it computes no matmul again, and the step is faster than with `none`, because
     fewer bytes are moved. Elsewhere a layer's scores are an array in memory, which all settings but `none` compute again.
     """
-    return ("matmuls", "block") if is_fused else ("none", "attention", "matmuls", "block")
+    return ("none", "attention", "matmuls", "block") if keeps_scores else ("matmuls", "block")
 
 
 def may_reshape(config: Config) -> bool:
@@ -137,39 +145,33 @@ def has_wide_gradients(config: Config, layout: MeshLayout) -> bool:
     return config.optimizer.gradients == "f32" and layout.pipeline is None
 
 
-def _decoder(config: Config, layout: MeshLayout, attention: AttentionChoice, remat: Remat) -> tuple[Model, str]:
-    """The trainer's own model, with the kernels that the devices of the mesh have, and how its experts' matmuls run."""
-    model = config.model
-    assert isinstance(model, ModelConfig)
-    matmul, label = choose_grouped(model.dtype, layout.device, fp8=model.fp8)
-    built = build(
-        model,
-        remat,
-        attention.kernel,
-        matmul=matmul,
-        observe=_exchange_metrics(layout) if model.experts else None,
-        groups=layout.groups,
-        wide_gradients=has_wide_gradients(config, layout),
-    )
-    return built, label if model.experts else ""
+def _grouped_matmuls(model: ModelConfig, device: Any) -> str:
+    """The way in which the matmuls of experts run, as in the log."""
+    if model.fp8:
+        return "blocks of rows in eight bits"
+    obstacle = mosaic_obstacle(compute_type(model), device)
+    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
 
 
-def _exchange_metrics(layout: MeshLayout) -> Observe | None:
-    """The metrics of the exchange of experts, from their counts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
+def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layout: MeshLayout) -> Model:
+    """The model with metrics of the exchange of its experts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
 
-    None where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
+    The model itself where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
     """
     exchange = exchange_at(layout.rules, _EXPERTS, _RANK, layout.mesh.shape) if layout.pipeline is None else None
     if exchange is None:
-        return None
+        return model
 
-    def observe(counts: jax.Array, num_tokens: int, num_choices: int) -> Mapping[str, jax.Array]:
+    def terms(decoder: Any) -> Terms:
+        own, counts = model.terms(decoder), decoder.counts  # [L, b, E]
         if not can_count(exchange, *counts.shape[-2:]):
-            return {}
-        rounds, dropped = served(exchange, counts, num_tokens, num_choices)
-        return {"exchange_dropped": jnp.mean(dropped)} if exchange.drops else {"exchange_rounds": jnp.max(rounds)}
+            return own
+        rounds, dropped = served(exchange, counts, seq, experts.choose)
+        name, value = ("exchange_dropped", jnp.mean(dropped)) if exchange.drops else ("exchange_rounds", jnp.max(rounds))
+        # Terms without a factor are metrics alone.
+        return {**own, name: (value.astype(jnp.float32), 0.0)}
 
-    return observe
+    return replace(model, terms=terms, is_trained_differently=True)
 
 
 def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
@@ -190,16 +192,24 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
 
 
 def _objective(
-    config: Config, layout: MeshLayout, pipeline: Pipeline | None, model: Model, own: Callable[..., Any] | None, chunks: int, where: Where
+    config: Config,
+    layout: MeshLayout,
+    pipeline: Pipeline | None,
+    model: Model,
+    own: Callable[..., Any] | None,
+    chunks: int,
+    recompute: Callable[[ShardedLoss], ShardedLoss],
+    where: Where,
 ) -> Objective:
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
 
-    pipeline: the step's. An evaluation has the run's own, since its batches have no parts.
+    pipeline: the step's. An evaluation has the run's own, since its batches have no parts. recompute: lets layers keep what `train.remat`
+    says.
     """
+    whole, widens = Pipeline.of(layout.pipeline), has_wide_gradients(config, layout)
     pads = config.train.uneven == "pad" and may_reshape(config)
     tokens = loss_of_logits
     if model.has_features:
-        widens = has_wide_gradients(config, layout)
         tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=layout.groups, wide_gradients=widens)
 
     def sharded(is_training: bool) -> ShardedLoss:
@@ -207,12 +217,19 @@ def _objective(
             plain = token_objective(model, tokens, f"{where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, where("train.loss"), is_training=is_training)
-        inside = pipeline if is_training else layout.pipeline
-        return jgt.shard(plain, layout.rules, layout.mesh, pipeline=inside, state="variables", pad=pads)
+        return jgt.shard(
+            recompute(plain),
+            layout.rules,
+            layout.mesh,
+            pipeline=pipeline if is_training else whole,
+            state="variables",
+            pad=pads,
+            wide_gradients=widens,
+        )
 
     loss = sharded(True)
     reads_train = own is not None and "train" in inspect.signature(own).parameters
-    is_same = pipeline == layout.pipeline and not model.is_trained_differently and not reads_train
+    is_same = pipeline == whole and not model.is_trained_differently and not reads_train
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
 
 

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError
 
 from ..config import Run
-from ..models.attention import AttentionChoice, has_foreign_mask
+from ..models.kernels import AttentionChoice
 from ..models.model import Model
-from ..models.remat import Remat
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer, Settings, settings_of_step
 from ..step.state import State
@@ -26,6 +25,7 @@ from ..step.step import make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
 from .program import rows_of
+from .remat import Remat
 from .state import COMPILED_ONCE, StateLayout
 
 
@@ -122,8 +122,8 @@ class Setup(StateLayout):
         if self.compiled is not None:
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
-        is_fused = self.attention is not None and not self.attention.kernel.keeps_scores
-        if is_fused and "segments" in self.element and has_foreign_mask(compiled.as_text() or ""):
+        has_foreign_mask = None if self.attention is None else self.attention.kernel.has_foreign_mask
+        if has_foreign_mask is not None and "segments" in self.element and has_foreign_mask(compiled.as_text() or ""):
             why = (
                 "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it with "
                 "data.documents: mask. Split both over the same axes, or use model.attention: xla"

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.document.shipped import shipped_folder
-from jgt.sharding.shard import Sharded
-from jgt.verification import TOLERANCE, Verification, verify_sharded
+from jgt.sharding.sharded import Sharded
+from jgt.verification import Verification, verify_sharded
 
 from ..compiled.programs import default_folder
 from ..config import Run
@@ -22,9 +22,6 @@ from ..data.own import open_own
 from ..setup import Setup, prepare
 from ..step.config import OwnOptimizer
 from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, roles_of, settings_of_step
-
-_EIGHT_BITS = 0.1
-"""The tolerance where weights or gradients travel in eight bits, which rounds them."""
 
 
 def compare_layouts(small: Run, run: Run) -> Verification:
@@ -35,7 +32,6 @@ def compare_layouts(small: Run, run: Run) -> Verification:
     params, variables = setup.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    rounds = any(rule.gather for rule in small.rules.signals)
     found = verify_sharded(
         loss,
         params,
@@ -43,7 +39,6 @@ def compare_layouts(small: Run, run: Run) -> Verification:
         batch,
         optimizer=setup.make_optimizer(settings),
         plain_optimizer=_without_mesh(setup)(settings),
-        tolerance=_EIGHT_BITS if rounds else TOLERANCE,
     )
     if found.is_right:
         note = _note_of(run)
