@@ -3,6 +3,6 @@
 from .fit import compiled_to_fit as compiled_to_fit
 from .fit import with_remat as with_remat
 from .prepare import prepare as prepare
-from .program import AUTO as AUTO
+from .remat import AUTO as AUTO
 from .remat import Remat as Remat
 from .setup import Setup as Setup

@@ -15,8 +15,7 @@ import jax
 from jgt.planner.memory import USABLE
 
 from ..processes.processes import true_on_all_processes
-from .program import AUTO, remat_settings
-from .remat import Remat
+from .remat import AUTO, Remat, remat_settings
 from .setup import Setup
 
 

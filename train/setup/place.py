@@ -19,7 +19,8 @@ from ..config import Config
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
 from .layout import MeshLayout
-from .program import ModelProgram, Where, may_reshape
+from .model import Where
+from .program import ModelProgram, may_reshape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,6 @@ import jax.numpy as jnp
 
 import jgt
 from jgt.document import InputError
-from jgt.experts.exchange import can_count, served
-from jgt.experts.experts import exchange_at
-from jgt.experts.grouped import mosaic_obstacle
 from jgt.staging.pipeline import Pipeline
 
 from ..code.files import Code
@@ -23,25 +20,15 @@ from ..code.names import load_object
 from ..config import Config
 from ..data.config import OwnData
 from ..data.own import open_own
-from ..models.config import ModelConfig, OwnModel
-from ..models.decoder import build
-from ..models.experts.config import ExpertsConfig
-from ..models.kernels import AttentionChoice, choose_attention
-from ..models.linear import compute_type
-from ..models.model import Model, Terms, takes_segments
+from ..models.config import OwnModel
+from ..models.kernels import AttentionChoice
+from ..models.model import Model, takes_segments
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .layout import MeshLayout
-from .own_model import own_model
-from .remat import Remat, with_remat_of
-
-AUTO = "auto"
-"""The value of `train.remat` that leaves the setting to `fit.py`."""
-Where = Callable[[str], str]
-"""The file and line of a key of the run."""
-_EXPERTS, _RANK = "layers/moe", 3
-"""The signal of the decoders' experts, and the dims of what they read."""
+from .model import Where, built_model, own_model
+from .remat import AUTO, Remat, remat_settings, with_remat_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +67,7 @@ def program_of(
     if isinstance(config.model, OwnModel):
         model = own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
     else:
-        attention = _attention(config.model, layout, where)
-        model = build(config.model, attention.kernel)
-        if config.model.experts is not None:
-            model = _with_exchange_metrics(model, config.model.experts, config.model.seq, layout)
-            grouped = _grouped_matmuls(config.model, layout.device)
+        model, attention, grouped = built_model(config.model, layout, where)
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
@@ -125,15 +108,6 @@ def element_of(config: Config, code: Code, where: Where) -> Mapping[str, jax.Sha
     return {name: jax.ShapeDtypeStruct((config.model.seq,), kind) for name, kind in kinds.items()}
 
 
-def remat_settings(*, keeps_scores: bool) -> tuple[Remat, ...]:
-    """The settings of `train.remat` that `auto` tries, in order.
-
-    Where attention is a fused kernel, `matmuls` comes first: it computes no matmul again, and the step is faster than with `none`, because
-    fewer bytes are moved. Elsewhere a layer's scores are an array in memory, which all settings but `none` compute again.
-    """
-    return ("none", "attention", "matmuls", "block") if keeps_scores else ("matmuls", "block")
-
-
 def may_reshape(config: Config) -> bool:
     """Whether parameters may be stored in other shapes than the model's."""
     # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
@@ -143,44 +117,6 @@ def may_reshape(config: Config) -> bool:
 def has_wide_gradients(config: Config, layout: MeshLayout) -> bool:
     """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
     return config.optimizer.gradients == "f32" and layout.pipeline is None
-
-
-def _grouped_matmuls(model: ModelConfig, device: Any) -> str:
-    """The way in which the matmuls of experts run, as in the log."""
-    if model.fp8:
-        return "blocks of rows in eight bits"
-    obstacle = mosaic_obstacle(compute_type(model), device)
-    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
-
-
-def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layout: MeshLayout) -> Model:
-    """The model with metrics of the exchange of its experts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
-
-    The model itself where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
-    """
-    exchange = exchange_at(layout.rules, _EXPERTS, _RANK, layout.mesh.shape) if layout.pipeline is None else None
-    if exchange is None:
-        return model
-
-    def terms(decoder: Any) -> Terms:
-        own, counts = model.terms(decoder), decoder.counts  # [L, b, E]
-        if not can_count(exchange, *counts.shape[-2:]):
-            return own
-        rounds, dropped = served(exchange, counts, seq, experts.choose)
-        name, value = ("exchange_dropped", jnp.mean(dropped)) if exchange.drops else ("exchange_rounds", jnp.max(rounds))
-        # Terms without a factor are metrics alone.
-        return {**own, name: (value.astype(jnp.float32), 0.0)}
-
-    return replace(model, terms=terms, is_trained_differently=True)
-
-
-def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
-    """The attention kernel. Raises InputError where the file asks for one that is not available."""
-    choice = choose_attention(model, layout.device, sharing=layout.devices_of_stage)
-    if model.attention not in ("auto", choice.kernel.name):
-        why = f"{model.attention} is not available here: {choice.why}. Use auto, which takes it where it is available, or xla"
-        raise InputError([f"{where('model.attention')}: model.attention: {why}"])
-    return choice
 
 
 def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[..., Any] | None, module: Any) -> Any:

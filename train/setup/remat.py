@@ -1,8 +1,8 @@
-"""What a layer's forward pass leaves for its backward pass: `train.remat` as policies of `jax.checkpoint`.
+"""`train.remat` as policies of `jax.checkpoint`: the values that a layer's forward pass leaves for its backward pass.
 
 The backward pass of a layer reads values of its forward pass. Each is either kept, which costs memory, or computed again, which costs time.
-The two costs have little to do with each other. A matmul costs more than all that stands around it, and its result is one array. What
-stands between two matmuls (norms, rotary positions, the gate of an MLP, casts) costs next to nothing, and yet its derivatives read several
+The two costs have little to do with each other. A matmul costs more than everything around it, and its result is one array. The
+values between two matmuls (norms, rotary positions, the gate of an MLP, casts) cost next to nothing, and yet their derivatives read several
 arrays of that size, some of them in f32. So `matmuls` keeps what is dear to compute and computes the rest again: no matmul with weights
 runs twice, nor does attention's kernel, and a llama's layers take a third of the memory that JAX's own choice takes.
 
@@ -28,6 +28,9 @@ from ..models.kernels import AttentionKernel
 Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
 
+AUTO = "auto"
+"""The value of `train.remat` that leaves the setting to `fit.py`."""
+
 ATTENDED = "heads"
 """The name of attention's result."""
 
@@ -36,7 +39,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What a layer keeps, as a policy of `jax.checkpoint`.
+    """The values that a layer keeps, as a policy of `jax.checkpoint`.
 
     fused: how the name of the primitive begins that is attention's forward pass, all of whose results `heads` then means; empty if that is
     several primitives.
@@ -59,6 +62,15 @@ class Keep:
     @property
     def _keeps_matmuls(self) -> bool:
         return self.remat in ("matmuls", "attention")
+
+
+def remat_settings(*, keeps_scores: bool) -> tuple[Remat, ...]:
+    """The settings of `train.remat` that `auto` tries, in order.
+
+    Where attention is a fused kernel, `matmuls` comes first: it computes no matmul again, and the step is faster than with `none`, because
+    fewer bytes are moved. Elsewhere a layer's scores are an array in memory, which all settings but `none` compute again.
+    """
+    return ("none", "attention", "matmuls", "block") if keeps_scores else ("matmuls", "block")
 
 
 def with_remat_of(loss: _F, remat: Remat, attention: AttentionKernel | None, where: str) -> _F:

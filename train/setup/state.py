@@ -30,8 +30,9 @@ from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, own_optim
 from ..step.state import Exchanged, Kept, State, Trained, Tree
 from ..sync.phases import Phases, mean_of_replicas
 from .layout import MeshLayout
+from .model import Where
 from .place import Placed
-from .program import ModelProgram, Where
+from .program import ModelProgram
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
