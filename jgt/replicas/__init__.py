@@ -4,7 +4,7 @@
 have, in a type of one's choice. The function is the caller's: it may compute gradients of one part of a batch, or a whole training step.
 """
 
-from jgt.replicas.exchange import BLOCK, WireType, blocked, exchange, restored, rounded
+from jgt.replicas.exchange import BLOCK, WireType, block_groups, exchange
 from jgt.replicas.layer_sums import LayerSums, num_turns, with_layer_sums
 from jgt.replicas.manual import manual_of_replicas
 from jgt.replicas.replicas import Replicas
@@ -14,11 +14,9 @@ __all__ = [
     "LayerSums",
     "Replicas",
     "WireType",
-    "blocked",
+    "block_groups",
     "exchange",
     "manual_of_replicas",
     "num_turns",
-    "restored",
-    "rounded",
     "with_layer_sums",
 ]

@@ -38,9 +38,9 @@ def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType) -> A
     places: list[NamedSharding] = jax.tree.leaves(shardings)
     if wire != "int8":
         dtype = jnp.dtype(jnp.bfloat16 if wire == "bf16" else jnp.float32)
-        sums = [replicas.added(x, dtype, place).astype(jnp.float32) for x, place in zip(leaves, places, strict=True)]
+        sums = [replicas.add_up(x, dtype, place).astype(jnp.float32) for x, place in zip(leaves, places, strict=True)]
         return jax.lax.with_sharding_constraint(jax.tree.unflatten(structure, sums), shardings)
-    groups = blocked(leaves, places)
+    groups = block_groups(leaves, places)
 
     def on_device(*local: jax.Array) -> _Arrays:
         # Each local array is [1, ...].
@@ -53,13 +53,13 @@ def exchange(tree: Any, replicas: Replicas, shardings: Any, wire: WireType) -> A
             sums[i] = cast(jax.Array, jax.lax.psum(local[i][0].astype(jnp.float32), replicas.axes))
         return sums
 
-    lifted, whole = tuple(replicas.lifted(place).spec for place in places), [place.spec for place in places]
+    lifted, whole = tuple(replicas.lift(place).spec for place in places), [place.spec for place in places]
     with scopes.over_replicas(replicas.axes):
         sums = jax.shard_map(on_device, mesh=replicas.mesh, in_specs=lifted, out_specs=whole, check_vma=False)(*leaves)
     return jax.tree.unflatten(structure, sums)
 
 
-def blocked(leaves: Sequence[Any], places: Sequence[NamedSharding]) -> list[list[int]]:
+def block_groups(leaves: Sequence[Any], places: Sequence[NamedSharding]) -> list[list[int]]:
     """The numbers of the arrays [R, ...] that travel in blocks, by the axes that split them; others fill no block on a device."""
     groups: dict[frozenset[str], list[int]] = {}
     for index, (x, place) in enumerate(zip(leaves, places, strict=True)):
@@ -75,21 +75,21 @@ def _summed(arrays: _Arrays, replicas: Replicas) -> _Arrays:
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
     # [replicas, blocks, BLOCK]: part r goes to replica r.
     parts = jnp.pad(flat, (0, -flat.size % (replicas.count * BLOCK))).reshape(replicas.count, -1, BLOCK)
-    own = [cast(jax.Array, jax.lax.all_to_all(x, replicas.axes, 0, 0)) for x in rounded(parts)]
-    total = jnp.sum(restored(*own), axis=0)  # [blocks, BLOCK]
-    gathered = [cast(jax.Array, jax.lax.all_gather(x, replicas.axes)) for x in rounded(total)]
-    whole = restored(*gathered).reshape(-1)
+    own = [cast(jax.Array, jax.lax.all_to_all(x, replicas.axes, 0, 0)) for x in _to_int8(parts)]
+    total = jnp.sum(_from_int8(*own), axis=0)  # [blocks, BLOCK]
+    gathered = [cast(jax.Array, jax.lax.all_gather(x, replicas.axes)) for x in _to_int8(total)]
+    whole = _from_int8(*gathered).reshape(-1)
     ends = [0, *itertools.accumulate(x.size for x in arrays)]
     return [whole[start:end].reshape(x.shape) for x, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True)]
 
 
-def rounded(x: jax.Array, dim: int = -1) -> tuple[jax.Array, jax.Array]:
-    """Numbers in int8, in blocks along a dim, and the scale of each block: that dim has size 1 there."""
-    scale = jnp.max(jnp.abs(x), axis=dim, keepdims=True) / _TOP
+def _to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers [..., block] in int8, and the scale of each block, [..., 1]."""
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _TOP
     return jnp.round(x / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int8), scale
 
 
-def restored(numbers: jax.Array, scales: jax.Array) -> jax.Array:
-    """The inverse of `rounded`, in f32."""
+def _from_int8(numbers: jax.Array, scales: jax.Array) -> jax.Array:
+    """The inverse of `_to_int8`, in f32."""
     # A scale that is not finite makes the block NaN, whatever the numbers are: infinity times zero is NaN, too.
     return numbers.astype(jnp.float32) * jnp.where(jnp.isfinite(scales), scales, jnp.nan)

@@ -71,7 +71,7 @@ class LayerSums:
         def on_device(*local: jax.Array) -> _Parts:
             return [[_cut(local[n][0], dim, self.turns)[None, :, None] for n, dim in cuts] for _, cuts in self.groups]
 
-        lifted = tuple(self.replicas.lifted(place).spec for place in self.places)
+        lifted = tuple(self.replicas.lift(place).spec for place in self.places)
         made = [[PartitionSpec(self.replicas.axes, None, axes or None)] * len(cuts) for axes, cuts in self.groups]
         return jax.shard_map(on_device, mesh=self.replicas.mesh, in_specs=lifted, out_specs=made, check_vma=False)(*arrays)
 
@@ -81,7 +81,7 @@ class LayerSums:
         devices = [math.prod(sizes[axis] for axis in axes) for axes, _ in self.groups]
         return [self.replicas.sum(jnp.concatenate(arrays, axis=-1), count) for arrays, count in zip(parts, devices, strict=True)]
 
-    def joined(self, sums: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
+    def join(self, sums: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> dict[int, jax.Array]:
         """The arrays [...] by number, from the sums of all turns, [turns, devices, numbers]. shapes: all arrays', without R."""
 
         def on_device(*local: jax.Array) -> _Arrays:

@@ -73,11 +73,11 @@ class Replicas:
 
         return jax.tree.map(split, batch)
 
-    def lifted(self, sharding: NamedSharding) -> NamedSharding:
+    def lift(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of [R, ...], from the sharding of what each replica has."""
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *sharding.spec), memory_kind=sharding.memory_kind)
 
-    def added(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
+    def add_up(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
         """The sum over replicas, [R, ...] → [...]. dtype: the type in which it travels, and the result's.
 
         place: the sharding of the result. With it, a plan counts the sum as what replicas send, without it as the gradient of a parameter.

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
 from jgt.hlo.text import Module
-from jgt.replicas import BLOCK, Replicas, blocked, exchange
+from jgt.replicas import BLOCK, Replicas, block_groups, exchange
 
 SIZES = {"pod": 2, "fsdp": 4}
 RNG = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def places(replicas):
 
 
 def compiled(replicas, places, wire, tree=TREE):
-    there = jax.device_put(tree, {name: replicas.lifted(place) for name, place in places.items()})
+    there = jax.device_put(tree, {name: replicas.lift(place) for name, place in places.items()})
     run = jax.jit(lambda tree: exchange(tree, replicas, places, wire), out_shardings=places)
     return run.lower(there).compile(), there
 
@@ -81,6 +81,6 @@ def test_zeros_stay_zero(replicas, places):
 
 def test_arrays_share_blocks_if_they_are_split_over_the_same_axes(replicas, places):
     leaves, order = jax.tree.leaves(TREE), sorted(TREE)
-    groups = blocked(leaves, jax.tree.leaves(places))
+    groups = block_groups(leaves, jax.tree.leaves(places))
     assert [[order[i] for i in group] for group in groups] == [["kernel"], ["table"]]
     assert TREE["scale"][0].size < BLOCK

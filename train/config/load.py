@@ -55,20 +55,20 @@ def load(
     it later. problems: messages of earlier checks, which are reported together with the messages about the file. Whether the mesh divides
     the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
-    found = list(problems)
+    all_problems = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)
     root = Node({}, name)
     path = path if isinstance(path, Mapping) else document.locate(path)
-    with collect(found):
+    with collect(all_problems):
         root = document.from_python(path, name) if isinstance(path, Mapping) else document.read(path)
-    is_readable = len(found) == len(problems)
+    is_readable = len(all_problems) == len(problems)
     for assignment in overrides:
-        with collect(found):
+        with collect(all_problems):
             root = document.override(root, assignment)
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
-        raise InputError(found)
-    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, found, num_processes, code or Code())
+        raise InputError(all_problems)
+    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, all_problems, num_processes, code or Code())
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:

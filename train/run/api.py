@@ -73,7 +73,7 @@ class RunResult:
         """The trained module, as it is evaluated."""
         anchor = self.position.state.exchanged.anchor
         own = self.state.params if anchor is None else anchor
-        return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.position.state))
+        return _module(self.setup, self.setup.model_params(own), self.setup.eval_variables(self.position.state))
 
 
 @dataclass(frozen=True, kw_only=True)

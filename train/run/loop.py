@@ -250,7 +250,7 @@ class Loop:
                 self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            params, variables = self._setup.evaluated(state), self._setup.evaluated_variables(state)
+            params, variables = self._setup.eval_params(state), self._setup.eval_variables(state)
             sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
             for part in self._data.eval_parts:
                 for batch in self._feed.evaluation(self._config.train.eval_batches, part):

@@ -35,7 +35,7 @@ from ..records.console import Screen
 from ..report.rows import read_metrics
 from ..setup import Setup
 from ..sink import say
-from ..step.objective import joined
+from ..step.objective import mean_of_parts
 from ..step.state import State
 from .identity import Resume
 from .start import Feed, Start, restore_state
@@ -189,7 +189,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     def alone(params: Any, variables: Any, batch: dict[str, jax.Array], row: jax.Array) -> jax.Array:
         # In every row, because the rules lay out the rows of a whole batch.
         total, part = loss(params, variables, {name: jnp.broadcast_to(x[row], x.shape) for name, x in batch.items()})
-        return joined(total, part.weight, 1)
+        return mean_of_parts(total, part.weight, 1)
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())

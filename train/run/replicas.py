@@ -84,7 +84,7 @@ def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:
         if has_replicas:
             one = of_replicas(mean_of_replicas, state.with_parts(params=()))
             state = one.with_parts(params=state.exchanged.anchor, anchor=None)
-        return state if phases is None else phases.begun(state)
+        return state if phases is None else phases.begin(state)
 
     absent = without_arrays(jax.eval_shape(convert, saved))
     return jax.jit(convert, out_shardings=setup.saved_shardings.with_parts(**absent), compiler_options=COMPILED_ONCE)(saved)

@@ -51,7 +51,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
     run = jax.jit(generate, out_shardings=setup.placement.replicated())
-    params, variables = setup.model_params(setup.evaluated(state)), setup.evaluated_variables(state)
+    params, variables = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
     after = np.asarray(run(params, variables, tokens, jax.random.key(config.run.seed)))
     ids = after[0, : len(prompt) + count].tolist()
     # A model of masked documents has not learnt how a text begins after the end of another.

@@ -29,8 +29,8 @@ def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Se
         return setup
     for remat in remat_settings(keeps_scores=setup.attention is None or setup.attention.kernel.keeps_scores):
         setup = setup if remat == setup.remat else again(remat)
-        if (found := fits(setup)) is not None:
-            return found
+        if (fitting := fits(setup)) is not None:
+            return fitting
     return setup
 
 

@@ -99,7 +99,7 @@ class Setup(StateLayout):
             step if self.phases is None else self.phases.step(step),
             in_shardings=(shardings, self.batch_shardings, whole),
             # The new state has the layout of the old one, the only one that the compiled step takes. With phases each replica has metrics.
-            out_shardings=(shardings, whole if self.phases is None else self.phases.replicas.lifted(whole)),
+            out_shardings=(shardings, whole if self.phases is None else self.phases.replicas.lift(whole)),
             # The new state takes the memory of the old one.
             donate_argnums=0,
         )
@@ -111,7 +111,7 @@ class Setup(StateLayout):
 
     def compile_exchanges(self) -> Exchanges | None:
         """The compiled exchanges; None without phases."""
-        return None if self.exchanges is None else self.exchanges.compiled()
+        return None if self.exchanges is None else self.exchanges.compile()
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The step as XLA will compile it."""

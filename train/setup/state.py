@@ -74,7 +74,7 @@ def new_state(program: ModelProgram, placed: Placed, config: Config, layout: Mes
         kept = features.first(params)
         waiting = placed.gradients.first_waiting(params if storage is None else jax.eval_shape(storage.used, params))
         state = State(jnp.zeros((), jnp.int32), Trained(params, opt_state, variables), kept, Exchanged(waiting=waiting))
-        return state if phases is None else phases.begun(state)
+        return state if phases is None else phases.begin(state)
 
     shapes = jax.eval_shape(make, jax.ShapeDtypeStruct((), jnp.uint32))
     return NewState(make_optimizer=make_optimizer, features=features, phases=phases, make=make, shapes=shapes)
@@ -149,7 +149,7 @@ class StateLayout:
     def _shardings(self, place: Placement, used: Placement, shapes: State) -> State:
         if self.phases is None:
             return self._shardings_of_one(place, used, shapes)
-        return self.phases.lifted(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
+        return self.phases.lift(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
 
     def _shardings_of_one(self, place: Placement, used: Placement, one: State) -> State:
         """place: the parameters' placement. used: the placement of gradients that wait for the next step."""
@@ -161,7 +161,7 @@ class StateLayout:
         losses = jax.tree.map(lambda _: whole, one.kept.losses)
         kept = Kept(losses=losses, average=None if one.kept.average is None else place.gradients)
         sync = self.gradients.sync
-        waiting = None if sync is None or one.exchanged.waiting is None else jax.tree.map(sync.lifted, used.params)
+        waiting = None if sync is None or one.exchanged.waiting is None else jax.tree.map(sync.lift, used.params)
         return State(cast(Any, whole), trained, kept, Exchanged(waiting=waiting))
 
     def to_save(self, state: State) -> State:
@@ -197,7 +197,7 @@ class StateLayout:
         storage = cast(Storage, self.storage)
         one, sync, waiting = functools.partial(_converted, convert=conversion(storage)), self.gradients.sync, state.exchanged.waiting
         if self.phases is not None:
-            return self.phases.converted(state, one)
+            return self.phases.convert(state, one)
         if sync is not None and waiting is not None:
             # Gradients have the form of the parameters in use.
             waiting = sync.map(conversion(storage.in_use))(waiting)
@@ -207,7 +207,7 @@ class StateLayout:
     def _left(self) -> Callable[[State], State]:
         return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
-    def evaluated(self, state: State) -> Tree:
+    def eval_params(self, state: State) -> Tree:
         """The parameters to evaluate, as the state has them: its own, with phases the last exchange's, or their average."""
         average, anchor = state.kept.average, state.exchanged.anchor
         if average is None:
@@ -215,7 +215,7 @@ class StateLayout:
         # The mean of the replicas' averages is the average of their means.
         return self.averaged_params(average if self.phases is None else _mean(average, self.stored.gradients))
 
-    def evaluated_variables(self, state: State) -> Tree:
+    def eval_variables(self, state: State) -> Tree:
         """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
         variables = state.trained.variables
         return variables if self.phases is None else _mean(variables, self.saved_of_one[1].trained.variables)

@@ -103,7 +103,7 @@ class GradientSum:
 
     def _of_replicas(self, replicas: Replicas, objective: Objective, used: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Any]:
         """The losses and gradients of all replicas, [R, ...] in f32. The loss is a sum over rows, without metrics."""
-        lifted = jax.tree.map(replicas.lifted, self.shardings)
+        lifted = jax.tree.map(replicas.lift, self.shardings)
 
         def differentiated(rows: Arrays) -> tuple[jax.Array, Any]:
             (value, _), gradients = jax.value_and_grad(objective.loss, has_aux=True)(used, variables, rows)
@@ -124,7 +124,7 @@ class GradientSum:
     def _summed(self, replicas: Replicas, gradients: Tree, waiting: Tree | None) -> tuple[Any, Tree | None]:
         """The sums over all replicas, [R, ...] → [...], of these gradients or of those that wait, and the ones that wait now."""
         if self.sync is None:
-            return jax.tree.map(replicas.added, gradients, self.dtypes), None
+            return jax.tree.map(replicas.add_up, gradients, self.dtypes), None
         own = self._along_sync(replicas, self.sync, gradients)
         return exchange(waiting if self.is_late else own, self.sync, self.sums, self.wire), own if self.is_late else None
 
@@ -133,7 +133,7 @@ class GradientSum:
         if replicas.count > sync.count:
             # [R, ...] → [outer, others, ...]: the others add up first.
             gradients = jax.tree.map(partial(_over_others, sync.count), gradients, self.dtypes)
-            gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(sync.lifted, self.shardings))
+            gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(sync.lift, self.shardings))
         return jax.tree.map(lambda g: g.astype(self._waiting_type), gradients) if self.is_late else gradients
 
     def _summed_beside_layers(
@@ -158,8 +158,8 @@ class GradientSum:
             return value, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), turns
 
         values, gradients, turns = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, sums.cut(flat))
-        gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lifted, self.shardings))
-        joined = sums.joined(turns, shapes) | {n: replicas.added(flat[n], flat[n].dtype, places[n]) for n in sums.uncut}
+        gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lift, self.shardings))
+        joined = sums.join(turns, shapes) | {n: replicas.add_up(flat[n], flat[n].dtype, places[n]) for n in sums.uncut}
         whole = jax.lax.with_sharding_constraint([joined[n].astype(jnp.float32) for n in range(len(flat))], places)
         return values, jax.tree.unflatten(structure, whole), self._along_sync(replicas, replicas, gradients)
 

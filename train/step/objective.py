@@ -153,8 +153,8 @@ def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
     value, part = joined_results_of(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
-    for what, (found, weight) in pairs.items():
-        for one in (found, *([] if weight is None else [weight])):
+    for what, (value, weight) in pairs.items():
+        for one in (value, *([] if weight is None else [weight])):
             if one.problem:
                 return f"{what} of a batch cannot be made of those of its parts: {one.problem}"
             if weight is None and one.degree:
@@ -162,12 +162,12 @@ def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
     return ""
 
 
-def joined(value: Any, weight: Any, parts: int) -> Any:
+def mean_of_parts(value: Any, weight: Any, parts: int) -> Any:
     """The mean over a whole batch, from values and weights that were added up over its equal parts."""
     return value / parts if weight is None else value / jnp.where(weight == 0, 1, weight)
 
 
-def weighed(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
+def with_weight(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
     """A value as a sum with a weight, by which batches of an evaluation can be added."""
     return (value * rows, jnp.float32(rows)) if weight is None else (value, weight)
 

@@ -19,7 +19,7 @@ from jgt import signal
 
 from .features import StepFeatures
 from .gradients import GradientSum
-from .objective import Arrays, Objective, joined, weighed
+from .objective import Arrays, Objective, mean_of_parts, with_weight
 from .optimizer import MakeOptimizer, Settings
 from .state import Exchanged, Kept, State, Trained
 from .update import Update, update_all
@@ -57,8 +57,8 @@ def make_train_step(
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
-                value = joined(total, part.weight, gradients.parts)
-                gradient = jax.tree.map(lambda g: joined(g, part.weight, gradients.parts).astype(g.dtype), gradient)
+                value = mean_of_parts(total, part.weight, gradients.parts)
+                gradient = jax.tree.map(lambda g: mean_of_parts(g, part.weight, gradients.parts).astype(g.dtype), gradient)
             norm = optax.tree.norm(gradient)
             # A single element that is not finite makes the norm so. A late gradient is not this loss's.
             finite = jnp.isfinite(norm) if gradients.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
@@ -73,7 +73,7 @@ def make_train_step(
             settled, more = objective.settle(part.variables)
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, old.variables)
             average = features.averaged(state.kept, params, state.step, applied)
-            metrics = more | {name: joined(*pair, gradients.parts) for name, pair in part.metrics.items()}
+            metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
         after = State(
             state.step + 1, Trained(params, opt_state, variables), Kept(losses=losses, average=average), Exchanged(waiting=waiting)
         )
@@ -93,6 +93,6 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
         if objective.is_token_loss:
             return {"loss": (total, jnp.sum(batch["weights"]))}
         rows = len(next(iter(batch.values())))
-        return {name: weighed(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
+        return {name: with_weight(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
 
     return eval_step

@@ -31,19 +31,19 @@ class ExchangePrograms:
     def exchange(self, part: int | None = None) -> Any:
         """The exchange of all parameters, or of one fragment by its number."""
         fragment = self._fragments(1)[0] if part is None else self.fragments[part]
-        run = functools.partial(self.phases.exchanged, shardings=self.shardings.exchanged.anchor, fragment=fragment)
+        run = functools.partial(self.phases.exchange, shardings=self.shardings.exchanged.anchor, fragment=fragment)
         return jax.jit(run, in_shardings=(self.shardings,), out_shardings=self.shardings, donate_argnums=0)
 
-    def compiled(self) -> Exchanges:
+    def compile(self) -> Exchanges:
         """All programs that a run needs."""
-        count, whole = self.phases.config.fragments, self._compiled(None)
-        parts = [whole] if count == 1 else [self._compiled(part) for part in range(count)]
+        count, whole = self.phases.config.fragments, self._compile(None)
+        parts = [whole] if count == 1 else [self._compile(part) for part in range(count)]
         return Exchanges(sync=self.phases.config, whole=whole, parts=tuple(parts))
 
     def _fragments(self, count: int) -> tuple[Fragment, ...]:
         return fragments_of(self.shapes.exchanged.anchor, self.shardings.exchanged.anchor, count)
 
-    def _compiled(self, part: int | None) -> Any:
+    def _compile(self, part: int | None) -> Any:
         return self.exchange(part).lower(self.shapes).compile()
 
 

@@ -40,7 +40,7 @@ class Fragment:
         leaves = jax.tree.leaves(tree)
         return [_cut(leaves[n], cut, lead) for n, cut in self.cuts.items()]
 
-    def pasted(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
+    def paste(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
         """The tree with other parts of this fragment."""
         leaves, structure = jax.tree.flatten(tree)
         for (n, cut), part in zip(self.cuts.items(), parts, strict=True):

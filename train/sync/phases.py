@@ -39,7 +39,7 @@ class Phases:
     replicas: Replicas
     config: SyncConfig
 
-    def begun(self, state: State) -> State:
+    def begin(self, state: State) -> State:
         """A state with phases at an exchange, from one without: all replicas are equal. The momentum is zero if the state has none."""
         params, momentum = state.trained.params, state.exchanged.momentum
         if self.config.outer is None:
@@ -57,13 +57,13 @@ class Phases:
         one = of_replicas(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
         return replace(one, exchanged=Exchanged())
 
-    def lifted(self, shardings: State) -> State:
+    def lift(self, shardings: State) -> State:
         """The shardings of a state, from the shardings of one replica's."""
         params = shardings.trained.params
         exchanged = Exchanged(anchor=params, momentum=None if self.config.outer is None else params)
-        return replace(of_replicas(self.replicas.lifted, shardings), exchanged=exchanged)
+        return replace(of_replicas(self.replicas.lift, shardings), exchanged=exchanged)
 
-    def converted(self, state: State, convert: Callable[[State], State]) -> State:
+    def convert(self, state: State, convert: Callable[[State], State]) -> State:
         """The state with each replica's part converted, and its anchor and momentum as parameters are."""
 
         def params(params: Tree | None) -> Tree | None:
@@ -83,7 +83,7 @@ class Phases:
 
         return run
 
-    def exchanged(self, state: State, shardings: Any, fragment: Fragment) -> State:
+    def exchange(self, state: State, shardings: Any, fragment: Fragment) -> State:
         """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: the anchor's."""
         outer, params, momentum = self.config.outer, state.trained.params, state.exchanged.momentum
         old, own = fragment.cut(state.exchanged.anchor), fragment.cut(params, lead=1)
@@ -92,13 +92,13 @@ class Phases:
         mean = [x / self.replicas.count for x in sums]
         if outer is not None:
             moved = [outer.momentum * m + g for m, g in zip(fragment.cut(momentum), mean, strict=True)]
-            momentum = fragment.pasted(momentum, moved)
+            momentum = fragment.paste(momentum, moved)
             # Nesterov: with the momentum as the next step would have it.
             mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(moved, mean, strict=True)]
         new = [(a - g).astype(a.dtype) for a, g in zip(old, mean, strict=True)]
-        anchor = fragment.pasted(state.exchanged.anchor, new)
+        anchor = fragment.paste(state.exchanged.anchor, new)
         variables = jax.tree.map(self._mean_for_all, state.trained.variables)
-        params = fragment.pasted(params, [self._for_all(a) for a in new], lead=1)
+        params = fragment.paste(params, [self._for_all(a) for a in new], lead=1)
         return state.with_parts(params=params, variables=variables, anchor=anchor, momentum=momentum)
 
     def _mean_for_all(self, x: jax.Array) -> jax.Array:

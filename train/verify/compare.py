@@ -32,7 +32,7 @@ def compare_layouts(small: Run, run: Run) -> Verification:
     params, variables = setup.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    found = verify_sharded(
+    comparison = verify_sharded(
         loss,
         params,
         variables,
@@ -40,11 +40,11 @@ def compare_layouts(small: Run, run: Run) -> Verification:
         optimizer=setup.make_optimizer(settings),
         plain_optimizer=_without_mesh(setup)(settings),
     )
-    if found.is_right:
+    if comparison.is_right:
         note = _note_of(run)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
-    return found
+    return comparison
 
 
 def _without_mesh(setup: Setup) -> MakeOptimizer:

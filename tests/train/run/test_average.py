@@ -28,7 +28,7 @@ def test_the_average_is_that_of_a_plain_loop(tiny, layout):
         state, _ = step(state, batch, setup.settings(number + 1))
         decay = min(0.3, (1 + number) / (10 + number))
         expected = jax.tree.map(lambda a, p, decay=decay: decay * a + (1 - decay) * p, expected, jax.device_get(state.trained.params))
-    evaluated = setup.evaluated(state)
+    evaluated = setup.eval_params(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(evaluated), expected)
     assert jax.tree.map(lambda x: x.sharding, evaluated) == setup.shardings.trained.params
 

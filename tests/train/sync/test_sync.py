@@ -77,8 +77,8 @@ def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
     for x, anchor in zip(jax.tree.leaves(after.trained.params), jax.tree.leaves(after.exchanged.anchor), strict=True):
         np.testing.assert_array_equal(x, np.stack([anchor, anchor]))
     # What is evaluated in the middle of a phase is the last exchange's.
-    begun = setup.evaluated(inside)
-    jax.tree.map(np.testing.assert_array_equal, begun, setup.evaluated(setup.init()))
+    begun = setup.eval_params(inside)
+    jax.tree.map(np.testing.assert_array_equal, begun, setup.eval_params(setup.init()))
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_the_average_of_replicas_is_the_average_of_their_means(made):
         weight = 1 - min(0.5, (1 + step) / (10 + step))
         mean = jax.tree.map(lambda x: np.asarray(x).mean(0), state.trained.params)
         expected = jax.tree.map(lambda a, p, weight=weight: a + weight * (p - a), expected, mean)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), setup.evaluated(state), expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), setup.eval_params(state), expected)
 
 
 def test_replicas_continue_with_the_mean_of_their_statistics(made):
@@ -135,7 +135,7 @@ def test_replicas_continue_with_the_mean_of_their_statistics(made):
     bias, later = (np.asarray(state.trained.variables["layers"]["moe"]["bias"]) for state in (inside, after))
     assert not np.array_equal(bias[0], bias[1])
     np.testing.assert_array_equal(later[0], later[1])
-    np.testing.assert_allclose(setup.evaluated_variables(inside)["layers"]["moe"]["bias"], bias.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(setup.eval_variables(inside)["layers"]["moe"]["bias"], bias.mean(0), rtol=1e-6)
 
 
 def test_gradients_of_every_step_need_a_model_of_parameters_only(made):

@@ -179,7 +179,7 @@ def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, ru
     for other in ((fsdp, "mesh={replica: 4, fsdp: 2}", PHASES), (fsdp, "mesh={replica: 2, fsdp: 4}", "sync=null")):
         setup = prepare(load(tiny_file, [*SMALL, *other]))
         state = restore_state(setup, saved)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.evaluated(state)), found[0])
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.eval_params(state)), found[0])
 
 
 @needs_plugin

@@ -76,7 +76,7 @@ def test_another_run_starts_from_the_last_exchange(whole, tiny_file):
         one, shardings = setup.saved_of_one
         params = setup.stored_params(restore(find_checkpoint(folder)[0], one.trained.params, shardings.trained.params))
         state = setup.with_params(setup.init(), params)
-        same(setup.evaluated(state), position.state.exchanged.anchor)
+        same(setup.eval_params(state), position.state.exchanged.anchor)
 
 
 @pytest.mark.parametrize(("mesh", "sync", "replicas"), [("{replica: 4, fsdp: 2}", OUTER, 4), ("{replica: 2, fsdp: 4}", "sync=null", 0)])
@@ -84,7 +84,7 @@ def test_another_number_of_replicas_continues_from_an_exchange(whole, tiny_file,
     folder, _, position = whole
     setup = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync]))
     state = restore_state(setup, find_checkpoint(folder)[0])
-    same(setup.evaluated(state), position.state.exchanged.anchor)
+    same(setup.eval_params(state), position.state.exchanged.anchor)
     means = [np.asarray(x).mean(0) for x in jax.tree.leaves(position.state.trained.opt_state)]
     for x, mean in zip(jax.tree.leaves(state.trained.opt_state), means, strict=True):
         np.testing.assert_allclose(x[0] if replicas else x, mean, rtol=1e-5, atol=1e-8)
@@ -139,12 +139,12 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
 def test_an_average_of_the_parameters_goes_to_another_number_of_replicas(tiny_file, tmp_path):
     more = ("train.ema=0.9", "data.eval_tokens=0")
     setup, position = trained(tiny_file, tmp_path / "run", OUTER, *more, "train.steps=3")
-    expected = jax.device_get(setup.model_params(setup.evaluated(position.state)))
+    expected = jax.device_get(setup.model_params(setup.eval_params(position.state)))
     same(jgt.load(tmp_path / "run").params, expected)
     for mesh, sync in (("{replica: 4, fsdp: 2}", OUTER), (MESH.partition("=")[2], "sync=null")):
         other = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync, *more]))
         state = restore_state(other, find_checkpoint(tmp_path / "run")[0])
-        same(other.model_params(other.evaluated(state)), expected)
+        same(other.model_params(other.eval_params(state)), expected)
 
 
 @pytest.mark.slow
