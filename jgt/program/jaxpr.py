@@ -92,6 +92,11 @@ def evaluate(program: Program, args: Sequence[ArrayLike]) -> list[jax.Array]:
     return jex.jaxpr_as_fun(closed)(*args)
 
 
+def bind(equation: Equation, *operands: jax.Array, **params: Any) -> jax.Array:
+    """The result that an equation of one result has for these operands. params: those that change."""
+    return equation.primitive.bind(*operands, **{**equation.params, **params})
+
+
 def body(program: Program) -> jex.Jaxpr:
     """The part of a program that has eqns, invars and outvars."""
     inner = program.jaxpr if isinstance(program, jex.ClosedJaxpr) and hasattr(program, "jaxpr") else program

@@ -1,4 +1,4 @@
-"""What a layer's forward pass leaves for its backward pass: `train.remat` as policies of `jax.checkpoint`.
+"""`train.remat` as policies of `jax.checkpoint`, which say what a layer's forward pass leaves for its backward pass.
 
 The backward pass of a layer reads values of its forward pass. Each is either kept, which costs memory, or computed again, which costs time.
 The two costs have little to do with each other. A matmul costs more than all that stands around it, and its result is one array. What
@@ -36,7 +36,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What a layer keeps, as a policy of `jax.checkpoint`.
+    """A policy of `jax.checkpoint`: whether a layer keeps the result of a primitive.
 
     fused: how the name of the primitive begins that is attention's forward pass, all of whose results `heads` then means; empty if that is
     several primitives.
