@@ -254,7 +254,7 @@ def grouped(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
     is_split = any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
     has_tiles = rows.shape[0] >= _TILE and all(width % _TILE == 0 for width in weights.shape[1:])
     # Outside of a mesh the program is for the devices that are there.
-    devices: list[Any] = [mesh.abstract_device] if mesh.abstract_device else jax.devices()
-    if is_split or not has_tiles or mosaic_obstacle(rows.dtype, devices[0]):
+    device: Any = mesh.abstract_device or cast(Any, jax.devices()[0])
+    if is_split or not has_tiles or mosaic_obstacle(rows.dtype, device):
         return by_blocks(rows, sizes, weights)
     return by_mosaic(rows, sizes.astype(jnp.int32), weights.astype(rows.dtype))
