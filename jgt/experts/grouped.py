@@ -76,7 +76,7 @@ def _program_of(equation: Equation) -> Callable[..., jax.Array] | None:
     return run
 
 
-# The contracted dims of both sides, the dim of the rows, that of the groups, and the batch dims of both sides.
+# The contracted dims of both sides, the rows' dim, the groups' dim, and the batch dims of both sides.
 _ROWS = ((1,), (1,), (0,), (0,), (), ())
 _TRANSPOSED = ((1,), (2,), (0,), (0,), (), ())
 _OUTER = ((0,), (0,), (0,), (), (), ())
