@@ -92,7 +92,7 @@ def evaluate(program: Program, args: Sequence[ArrayLike]) -> list[jax.Array]:
     return jex.jaxpr_as_fun(closed)(*args)
 
 
-def bind(equation: Equation, *operands: jax.Array, **params: Any) -> jax.Array:
+def result_of(equation: Equation, *operands: jax.Array, **params: Any) -> jax.Array:
     """The result that an equation of one result has for these operands. params: those that change."""
     return equation.primitive.bind(*operands, **{**equation.params, **params})
 

@@ -52,7 +52,7 @@ def sum_of_groups(x: jax.Array, groups: Sequence[int]) -> jax.Array:
     return x
 
 
-class GradientSums:
+class SummedGradients:
     """A replacement by which devices add up the gradients of parameters. is_wide: whether they add up in f32."""
 
     def __init__(self, rules: Rules, *, is_wide: bool = False):
@@ -139,7 +139,7 @@ class _Walk:
 
             def added(numbers: jax.Array, cotangent: jax.Array) -> jax.Array:
                 def look_up(table: jax.Array) -> jax.Array:
-                    return jx.bind(equation, table, numbers)
+                    return jx.result_of(equation, table, numbers)
 
                 return _transposed(look_up, jax.ShapeDtypeStruct(table.shape, dtype), cotangent.astype(dtype))
 
@@ -164,7 +164,7 @@ class _Walk:
 
             def product(rows: jax.Array) -> jax.Array:
                 pair = (weights, rows) if read == 0 else (rows, weights)
-                return jx.bind(equation, *pair)
+                return jx.result_of(equation, *pair)
 
             by_rows = _transposed(product, rows, cotangent)
             by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=jnp.float32)
@@ -213,7 +213,7 @@ def _widened(is_parameter: Sequence[bool]) -> Callable[[Program, list[int | None
 
 def _summed_in_f32(equation: Equation) -> list[Equation]:
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        sums = jx.bind(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
+        sums = jx.result_of(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
         return sums.astype(jx.dtype_of(equation.outvars[0]))
 
     program = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
@@ -224,7 +224,7 @@ def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Arra
     """The equation of two operands with this backward rule."""
 
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jx.bind(equation, a, b)
+        return jx.result_of(equation, a, b)
 
     def forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, _Operands]:
         # Not by `changed`, whose call would hide a matmul from a policy of jax.checkpoint.
