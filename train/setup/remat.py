@@ -9,8 +9,8 @@ runs twice, nor does attention's kernel, and a llama's layers take a third of th
 JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
 fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
 
-The policy is put around the layers of a model as it is traced (`jgt.replacements.recompute`), so it serves every model whose layers are a scan.
-The invariant: what is kept changes no result.
+The policy is put around the layers of a model as it is traced (`jgt.replacements.recompute`), so it serves every model whose layers are a
+scan. The invariant: what is kept changes no result.
 """
 
 from __future__ import annotations
