@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
 from jgt.experts.experts import Experts
-from jgt.replacements.gradients import GradientSums
+from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.overlap import Overlap
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
@@ -32,7 +32,7 @@ def replacements_of(rules: Rules, *, wide_gradients: bool = False) -> Sequence[R
     """The replacements that these rules ask for, in the order in which they are applied. wide_gradients: see `shard`."""
     has_overlap = any(rule.overlap is not None for rule in rules.signals)
     # A model may call experts although no rule is about them.
-    return [GradientSums(rules, is_wide=wide_gradients), Experts(rules), *([Overlap(rules)] if has_overlap else [])]
+    return [SummedGradients(rules, is_wide=wide_gradients), Experts(rules), *([Overlap(rules)] if has_overlap else [])]
 
 
 @overload
@@ -79,7 +79,7 @@ def shard(
     rules: Rules, the path of a rules file, or the mapping that such a file contains.
 
     The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
-    and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
+    and jit the result. Parameters, inputs, values that leave a signal and named tensors get constraints; the
     gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
 
     Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches

@@ -10,7 +10,7 @@ passes to `signal.experts` is traced, and `with_grouped_matmuls` puts one of two
 - Otherwise a loop over blocks of b rows, one ordinary matmul each. A block begins at the first row of its group, or behind the group's
   block before it. Only the last block of a group reaches into other groups, whose rows are masked there.
 
-A model with a derivative of its own (eight bits) calls `jax.lax.ragged_dot_general` in it, also with transposed matrices and for the
+A model that brings its derivative along (eight bits) calls `jax.lax.ragged_dot_general` in it, also with transposed matrices and for the
 gradient of weights, where the rows of each group are contracted. These are replaced, too.
 
 Rows behind the last group belong to none. Their results are not to be read: they are 0, or with Mosaic's kernels what was in memory.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -57,24 +57,29 @@ def with_grouped_matmuls(program: Program) -> Program:
 
 
 def _program_of(equation: Equation) -> Callable[..., jax.Array] | None:
-    """What computes an equation from its rows, weights and sizes; None for other dims than those above."""
+    """A function from rows, weights and sizes to the result of an equation; None for other dims than above."""
     numbers, dtype = equation.params["ragged_dot_dimension_numbers"], jx.dtype_of(equation.outvars[0])
     (left, right), batch = numbers.dot_dimension_numbers
-    groups = tuple(numbers.rhs_group_dimensions)
-    dims = (tuple(left), tuple(right), tuple(numbers.lhs_ragged_dimensions), groups, *map(tuple, batch))
-    # In the model's own type the result has a derivative.
-    is_plain = all(jx.dtype_of(a) == dtype for a in equation.invars[:2])
-    if dims == ((1,), (1,), (0,), (0,), (), ()):
-        return (
-            (lambda x, w, sizes: grouped(x, sizes, w))
-            if is_plain
-            else (lambda x, w, sizes: _by_blocks(x, sizes, w, dtype, is_transposed=False))
-        )
-    if dims == ((1,), (2,), (0,), (0,), (), ()):
-        return lambda x, w, sizes: _by_blocks(x, sizes, w, dtype, is_transposed=True)
-    if dims == ((0,), (0,), (0,), (), (), ()):
-        return lambda x, c, sizes: _outer_by_blocks(x, c, sizes, dtype)
-    return None
+    parts: tuple[Sequence[int], ...] = (left, right, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions, *batch)
+    dims = tuple(tuple(part) for part in parts)
+    if dims not in (_ROWS, _TRANSPOSED, _OUTER):
+        return None
+
+    def run(rows: jax.Array, other: jax.Array, sizes: jax.Array) -> jax.Array:
+        if dims == _OUTER:
+            return _outer_by_blocks(rows, other, sizes, dtype)
+        # In the model's own type the result has a derivative.
+        if dims == _ROWS and rows.dtype == other.dtype == dtype:
+            return grouped(rows, sizes, other)
+        return _by_blocks(rows, sizes, other, dtype, is_transposed=dims == _TRANSPOSED)
+
+    return run
+
+
+# The contracted dims of both sides, the rows' dim, the groups' dim, and the batch dims of both sides.
+_ROWS = ((1,), (1,), (0,), (0,), (), ())
+_TRANSPOSED = ((1,), (2,), (0,), (0,), (), ())
+_OUTER = ((0,), (0,), (0,), (), (), ())
 
 
 class _ByRows(Protocol):
@@ -86,18 +91,18 @@ class _ByRows(Protocol):
 def _differentiable(by_rows: _ByRows, outer: Callable[..., jax.Array]) -> _Matmul:
     """outer(rows [n, k], cotangents [n, m], sizes, dtype): each group's rows, transposed, by their cotangents, [e, k, m]."""
 
-    @jax.custom_vjp
-    def matmul(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+    def run(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
         return by_rows(rows, sizes, weights, rows.dtype, is_transposed=False)
 
     def forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
-        return matmul(rows, sizes, weights), (rows, sizes, weights)
+        return run(rows, sizes, weights), (rows, sizes, weights)
 
     def backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
         rows, sizes, weights = residuals
         by_row = by_rows(cotangent, sizes, weights, rows.dtype, is_transposed=True)
         return by_row, None, outer(rows, cotangent, sizes, weights.dtype).astype(weights.dtype)
 
+    matmul = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
     matmul.defvjp(forward, backward)
     return matmul
 
@@ -122,7 +127,7 @@ def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any
 
     def step(block: _Block, results: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(rows, block.at, b).astype(dtype)
-        # With its dim of groups: a rule's spec for the weights has that dim.
+        # It keeps its dim of groups: a rule's spec for the weights has that dim.
         matrix = jax.lax.dynamic_slice_in_dim(weights, block.group, 1).astype(dtype)
         y = jax.lax.dot_general(x[None], matrix, (((2,), (contracted,)), ((0,), (0,))))[0]
         # Rows of other groups are left to other blocks.
@@ -133,7 +138,7 @@ def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any
 
 
 def _outer_by_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-    """For each group, its rows transposed by their cotangents: [n, k], [n, m] → [e, k, m]. Sums are f32 before they get this type."""
+    """The rows of each group, transposed, by their cotangents: [n, k], [n, m] → [e, k, m]. Sums are f32 before they get this type."""
     b = block_rows(rows.shape[0], sizes.shape[0])
 
     def step(block: _Block, sums: jax.Array) -> jax.Array:
@@ -143,8 +148,8 @@ def _outer_by_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dt
             # XLA recognises matmuls in eight bits by a cast in front of them.
             x, c = x.astype(jnp.float32), c.astype(jnp.float32)
         product = jax.lax.dot_general(x, c, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        total = jax.lax.dynamic_index_in_dim(sums, block.group) + product[None]
-        return jax.lax.dynamic_update_index_in_dim(sums, total, block.group, 0)
+        total = cast(jax.Array, jax.lax.dynamic_index_in_dim(sums, block.group)) + product[None]
+        return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(sums, total, block.group, 0))
 
     zeros = jnp.zeros((sizes.shape[0], rows.shape[1], cotangent.shape[1]), jnp.float32)
     return _over_blocks(step, zeros, sizes, rows.shape[0], b).astype(dtype)
@@ -173,10 +178,13 @@ def _over_blocks(step: Callable[[_Block, jax.Array], jax.Array], start: jax.Arra
         row = at + jnp.arange(b, dtype=jnp.int32)
         return _Block(group, at, ((row >= begin) & (row < ends[group]))[:, None])
 
+    def turn(number: jax.Array, state: jax.Array) -> jax.Array:
+        return step(block(number), state)
+
     # Half of each group's last block is used. A plan reads from the names how many blocks to count, and how much of them is useful.
     expected = -(-num_rows // b) + num_groups // 2
     with scopes.trips(expected), scopes.useful(Fraction(num_rows, expected * b)):
-        return jax.lax.fori_loop(0, last[-1], lambda number, state: step(block(number), state), start)
+        return cast(jax.Array, jax.lax.fori_loop(0, last[-1], turn, start))
 
 
 by_blocks = _differentiable(_by_blocks, _outer_by_blocks)
@@ -246,7 +254,7 @@ def grouped(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
     is_split = any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
     has_tiles = rows.shape[0] >= _TILE and all(width % _TILE == 0 for width in weights.shape[1:])
     # Outside of a mesh the program is for the devices that are there.
-    device = mesh.abstract_device or jax.devices()[0]
+    device: Any = mesh.abstract_device or cast(Any, jax.devices()[0])
     if is_split or not has_tiles or mosaic_obstacle(rows.dtype, device):
         return by_blocks(rows, sizes, weights)
     return by_mosaic(rows, sizes.astype(jnp.int32), weights.astype(rows.dtype))

@@ -1,4 +1,4 @@
-"""How devices add up the gradients of parameters: with fewer bytes for tables, or in f32 for all matrices.
+"""Devices add up the gradients of parameters: with fewer bytes for tables, or in f32 for all matrices.
 
 Each device has a gradient of a whole parameter from its own rows of the batch, and devices add theirs up. JAX derives these sums, and XLA
 places them. In two cases better ones exist, and this file writes them into a traced program before it is differentiated. Values stay.
@@ -52,7 +52,7 @@ def sum_of_groups(x: jax.Array, groups: Sequence[int]) -> jax.Array:
     return x
 
 
-class GradientSums:
+class SummedGradients:
     """A replacement by which devices add up the gradients of parameters. is_wide: whether they add up in f32."""
 
     def __init__(self, rules: Rules, *, is_wide: bool = False):
@@ -139,9 +139,9 @@ class _Walk:
 
             def added(numbers: jax.Array, cotangent: jax.Array) -> jax.Array:
                 def look_up(table: jax.Array) -> jax.Array:
-                    return equation.primitive.bind(table, numbers, **equation.params)
+                    return jx.result_of(equation, table, numbers)
 
-                return jax.linear_transpose(look_up, jax.ShapeDtypeStruct(table.shape, dtype))(cotangent.astype(dtype))[0]
+                return _transposed(look_up, jax.ShapeDtypeStruct(table.shape, dtype), cotangent.astype(dtype))
 
             if not groups:
                 return added(numbers, cotangent).astype(table.dtype), None
@@ -164,14 +164,19 @@ class _Walk:
 
             def product(rows: jax.Array) -> jax.Array:
                 pair = (weights, rows) if read == 0 else (rows, weights)
-                return equation.primitive.bind(*pair, **equation.params)
+                return jx.result_of(equation, *pair)
 
-            (by_rows,) = jax.linear_transpose(product, rows)(cotangent)
+            by_rows = _transposed(product, rows, cotangent)
             by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=jnp.float32)
             by_weights = by_weights.astype(weights.dtype)
             return (by_weights, by_rows) if read == 0 else (by_rows, by_weights)
 
         return _with_derivative(equation, backward)
+
+
+def _transposed(fn: Callable[[jax.Array], jax.Array], like: jax.Array | jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
+    """The cotangent of the operand of a linear function. like: the operand, or its shape and type."""
+    return cast("tuple[jax.Array]", jax.linear_transpose(fn, like)(cotangent))[0]
 
 
 def _is_narrow(atom: jx.Atom) -> bool:
@@ -180,7 +185,8 @@ def _is_narrow(atom: jx.Atom) -> bool:
 
 def _letters(equation: Equation) -> tuple[tuple[str, str], str]:
     """The dims of the operands and of the result of a dot_general as einsum letters."""
-    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]] = equation.params["dimension_numbers"]
+    (left, right), (left_batch, right_batch) = numbers
     free = iter(string.ascii_letters)
     a = [next(free) for _ in jx.shape_of(equation.invars[0])]
     of_left = dict(zip((*right, *right_batch), (*left, *left_batch), strict=True))
@@ -207,7 +213,7 @@ def _widened(is_parameter: Sequence[bool]) -> Callable[[Program, list[int | None
 
 def _summed_in_f32(equation: Equation) -> list[Equation]:
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        sums = equation.primitive.bind(a, b, **{**equation.params, "preferred_element_type": jnp.dtype(jnp.float32)})
+        sums = jx.result_of(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
         return sums.astype(jx.dtype_of(equation.outvars[0]))
 
     program = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
@@ -215,10 +221,10 @@ def _summed_in_f32(equation: Equation) -> list[Equation]:
 
 
 def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Array], tuple[Any, ...]]) -> list[Equation]:
-    """The equation of two operands with a derivative of its own."""
+    """The equation of two operands with this backward rule."""
 
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        return equation.primitive.bind(a, b, **equation.params)
+        return jx.result_of(equation, a, b)
 
     def forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, _Operands]:
         # Not by `changed`, whose call would hide a matmul from a policy of jax.checkpoint.

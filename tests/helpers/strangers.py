@@ -86,7 +86,7 @@ class Block(nnx.Module):
 class NnxLlama(nnx.Module):
     def __init__(self, config, dtype, *, rngs):
         self.embed = nnx.Embed(config.vocab, config.embed, rngs=rngs)
-        self.layers = nnx.vmap(lambda rngs: Block(config, dtype, rngs))(rngs.fork(split=config.layers))
+        self.layers = nnx.vmap(lambda rngs: Block(config, dtype, rngs))(rngs.split(config.layers))
         self.norm = nnx.RMSNorm(config.embed, epsilon=1e-5, dtype=dtype, rngs=rngs)
         self.unembedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab, config.embed)))
         self.dtype = dtype

@@ -9,7 +9,7 @@ import pytest
 
 import jgt
 from jgt.program import jaxpr as jx
-from jgt.replacements.gradients import GradientSums, sum_of_groups
+from jgt.replacements.gradients import SummedGradients, sum_of_groups
 from jgt.replacements.replacement import Site
 
 TABLE = jax.random.normal(jax.random.key(0), (8, 3))
@@ -29,7 +29,7 @@ def changed(fn, dims, *args, batch=TWO, wide=False):
         free=lambda dims, _: dims,
         parameters=[parameter],
     )
-    new = GradientSums(rules, is_wide=wide).apply(program, jx.Place(), site).program
+    new = SummedGradients(rules, is_wide=wide).apply(program, jx.Place(), site).program
     is_same = str(new) == str(program)
     return lambda *args: jax.tree.unflatten(tree, jx.evaluate(new, args)), not is_same
 

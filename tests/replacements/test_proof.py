@@ -8,7 +8,7 @@ import pytest
 
 import jgt
 from jgt.program import jaxpr as jx
-from jgt.replacements.gradients import GradientSums
+from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.proof import matmul_of
 from jgt.replacements.replacement import Site
 
@@ -28,7 +28,7 @@ def test_a_matmul_with_wide_gradients_sums_in_f32():
         parameters=[SimpleNamespace(shape=WEIGHTS.shape, dims=((), ()))],
     )
     program = jax.make_jaxpr(lambda w, x: x @ w)(WEIGHTS, ROWS)
-    wide = GradientSums(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, jx.Place(), site).program
+    wide = SummedGradients(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, jx.Place(), site).program
     assert matmul_of(jx.body(wide).eqns[0]).sums.name == "float32"
 
 

@@ -1,6 +1,6 @@
 """Causal self-attention with the queries, keys and values of one array.
 
-Tokens of one window may belong to several documents. `segments` [b, s] then tells them apart: for each token, the position at which its
+Tokens of one window may belong to several documents. `segments` [b, s] has, for each token, the position at which its
 document begins. Equal entries are one document, and a token's position in its document is its position less its entry.
 
 b batch, s seq, d embed, n query heads, k key/value heads, h head size.

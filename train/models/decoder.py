@@ -81,13 +81,13 @@ class Decoder(nnx.Module):
     def features(self, tokens: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits: normed activations [b, s, d] and a table [v, d].
 
-        segments: for each token [b, s], the position at which its document begins; None if each row is one document.
+        segments: the position [b, s] at which the document of each token begins; None if each row is one document.
         """
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
                 x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
-            # A name of its own, so that `out` of this signal may differ from the layout of the rows.
+            # It has another name, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
         with signal.context("layers"):
             if self.dense is not None:
@@ -132,7 +132,7 @@ class Block(nnx.Module):
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from a random key of its own.
+    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from another random key.
 
     None for no layers.
     """

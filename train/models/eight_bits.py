@@ -6,7 +6,7 @@ newer. Rounding has no useful derivative, so the backward pass is written out.
 
 Arrays keep their dims: a dim that merges batch and sequence could not be split over devices if both are.
 
-A scale depends on all rows, in a pipeline on those of a microbatch, which `signal.per_microbatch` says. k is the dim that is contracted.
+A scale depends on all rows, in a pipeline on the rows of a microbatch, which `signal.per_microbatch` says. k is the dim that is contracted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _products.defvjp(_forward, _backward)
 def ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """As `jax.lax.ragged_dot`: rows [n, k] that are sorted by group, weights [e, k, m], sizes [e] → [n, m] in the type of rows.
 
-    Each row has a scale of its own, because its result must not depend on other rows, and so has each group's matrix. The gradient of
+    Each row has its own scale, because its result must not depend on other rows, and so has each group's matrix. The gradient of
     weights is a sum over rows, so their scales cannot be taken out of it: there all rows have one.
     """
     return _ragged_forward(rows, weights, sizes)[0]
@@ -89,7 +89,7 @@ def _ragged_backward(residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> 
     c, by_row = scaled(cotangent, jnp.float8_e5m2, over=(1,))
     by_rows = jax.lax.ragged_dot_general(c, w, sizes, _TRANSPOSED, preferred_element_type=dtype)
     by_rows = by_rows * (by_row * _of_rows(by_group, sizes, n))
-    # What is behind the last group may be NaN, and must not be the largest value.
+    # Rows behind the last group may be NaN, which must not be the largest value.
     is_in_group = (jnp.arange(n) < jnp.sum(sizes))[:, None]
     x, c = (jnp.where(is_in_group, side, 0) for side in (rows, cotangent))
     (x, of_x), (c, of_c) = scaled(x, jnp.float8_e4m3fn), scaled(c, jnp.float8_e5m2)

@@ -42,7 +42,7 @@ class AttentionKernel:
     name: its name in `model.attention`. label: its name in the log. keeps_scores: whether its backward pass reads the scores
     [b, n, s, s] that its forward pass leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty
     if that is several primitives. obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
-    has_foreign_mask(text): whether it gets the mask of other rows than those of its queries in a compiled program; None if it cannot.
+    has_foreign_mask(text): whether it gets the mask of other rows than its queries' in a compiled program; None if it cannot.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
         return jnp.sum(CUDNN.attend(q, k, v).astype(jnp.float32))
 
     try:
-        # With the gradient, because the backward kernel has conditions of its own.
+        # The gradient is traced too, because the backward kernel has other conditions.
         jax.eval_shape(partial(jax.grad(summed), q), k, k)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
@@ -106,14 +106,14 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
 
 
 def has_foreign_mask(program: str) -> bool:
-    """Whether cuDNN's kernel gets the mask of other rows than those of its queries, in the text of a compiled program.
+    """Whether cuDNN's kernel gets the mask of other rows than its queries', in the text of a compiled program.
 
-    JAX splits the kernel's operands over devices as it finds them, and compares the rows of q, k and v, but not those of the mask
+    JAX splits the kernel's operands over devices as it finds them, and compares the rows of q, k and v, but not of the mask
     (`_check_qkv_bias_mask_spec` in jax/_src/cudnn/fused_attention_stablehlo.py).
     """
     calls = (line for line in program.splitlines() if '"__cudnn$fmhaScaleBias' in line)
     operands = (re.search(r"operand_layout_constraints=\{([^=]*)\}", line) for line in calls)
-    # Those with four dims are q, k, v, the mask, and backward the output and its cotangent.
+    # Operands with four dims are q, k, v, the mask, and backward the output and its cotangent.
     rows = (set(re.findall(r"\[(\d+)(?:,\d+){3}\]", found[1])) for found in operands if found)
     return any(len(counts) > 1 for counts in rows)
 

@@ -1,4 +1,4 @@
-"""What layers are made of: the linear layer, and the operations between matmuls that a backward pass computes again.
+"""The linear layer, and the operations between matmuls, which a backward pass computes again.
 
 Parameters are f32, and a matmul runs in the type that `model.dtype` names, so the kernel is cast each time it is used. With `model.fp8`
 both sides are rounded to eight bits as well (`eight_bits.py`).
@@ -19,13 +19,13 @@ from . import eight_bits
 from .config import ModelConfig, OwnModel
 
 READING_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
-"""For a kernel that reads the residual stream: outputs start with the variance of the inputs."""
+"""The initializer of a kernel that reads the residual stream: outputs start with the variance of the inputs."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def adding_init(num_layers: int) -> nnx.Initializer:
-    """For a kernel that adds to the residual stream, which two in each layer do: their sum keeps its variance (GPT-2, section 2.3)."""
+    """The initializer of a kernel that adds to the residual stream, which keeps its variance: two in each layer do (GPT-2, section 2.3)."""
     return nnx.initializers.variance_scaling(1.0 / (2 * num_layers), "fan_in", "normal")
 
 
@@ -44,8 +44,8 @@ def linear(
 
 def read_by(x: jax.Array, *layers: nnx.Linear) -> list[jax.Array]:
     """x [..., k] through each of several layers that read it. In eight bits it is rounded once for all of them."""
-    # A name of its own besides the norm's: rules may split the norm's result along the sequence and gather what the matmuls read. Both
-    # are in the type of the matmuls, so that is the type which travels.
+    # It has another name than the norm's result: rules may split that along the sequence and gather what the matmuls read. Both are in the
+    # type of the matmuls, so that is the type which travels.
     if layers[0].dot_general is not eight_bits.dot:
         x = signal.tensor(x, "operand")
         return [layer(x) for layer in layers]

@@ -1,4 +1,4 @@
-"""`train.remat` as policies of `jax.checkpoint`: the values that a layer's forward pass leaves for its backward pass.
+"""`train.remat` as policies of `jax.checkpoint`, which say what a layer's forward pass leaves for its backward pass.
 
 The backward pass of a layer reads values of its forward pass. Each is either kept, which costs memory, or computed again, which costs time.
 The two costs have little to do with each other. A matmul costs more than everything around it, and its result is one array. The
@@ -9,8 +9,8 @@ runs twice, nor does attention's kernel, and a llama's layers take a third of th
 JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
 fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
 
-The policy is put around the layers of a model as it is traced (`jgt.program.recompute`), so it serves every model whose layers are a scan.
-The invariant: what is kept changes no result.
+The policy is put around the layers of a model as it is traced (`jgt.replacements.recompute`), so it serves every model whose layers are a
+scan. The invariant: what is kept changes no result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jgt.program.recompute import recomputed
+from jgt.replacements.recompute import recomputed
 
 from ..models.kernels import AttentionKernel
 
@@ -39,7 +39,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """The values that a layer keeps, as a policy of `jax.checkpoint`.
+    """A policy of `jax.checkpoint`: whether a layer keeps the result of a primitive.
 
     fused: how the name of the primitive begins that is attention's forward pass, all of whose results `heads` then means; empty if that is
     several primitives.

@@ -6,7 +6,7 @@ to its score for the choice alone. After each step it rises if the expert had le
 router. It is a product of two means, over a sequence or over the batch.
 
 Each layer hands on sums over the tokens of a row (`Routed`) and nothing else, so that what devices add up is small and is added up once for
-all layers. The counts are of the whole batch, whatever it is split over; with `train.accumulate` those of its parts add up.
+all layers. The counts are of the whole batch, whatever it is split over; with `train.accumulate` the counts of its parts add up.
 
 L layers, b rows of the batch, s tokens of a row, E experts, k choices of a token.
 """
@@ -30,7 +30,7 @@ EXPERT_LOAD = "expert_load"
 
 
 class Bias(nnx.Variable[jax.Array]):
-    """What is added to the scores of experts for the choice, f32[E]."""
+    """A bias that is added to the scores of experts for the choice, f32[E]."""
 
 
 class Load(nnx.Variable[jax.Array]):

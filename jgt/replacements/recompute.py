@@ -30,7 +30,11 @@ def recomputed(fn: _F, policy: Callable[..., bool], *, missing: str) -> _F:
     @functools.wraps(fn)
     def run(params: Any, *args: Any, **kwargs: Any) -> Any:
         given = params, args, kwargs
-        program, tree = jx.trace(lambda params, args, kwargs: fn(params, *args, **kwargs), *given)
+
+        def call(params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return fn(params, *args, **kwargs)
+
+        program, tree = jx.trace(call, *given)
         walk = _Walk(policy)
         changed = walk.program(program, set(jx.body(program).invars[: len(jax.tree.leaves(params))]))
         if not walk.num_layers:

@@ -8,7 +8,7 @@ from jax._src.ad_checkpoint import saved_residuals
 from strangers import LinenLlama, NnxLlama
 
 from jgt.document import InputError
-from jgt.program.recompute import recomputed
+from jgt.replacements.recompute import recomputed
 from train.models.config import ModelConfig
 from train.models.model import of_flax
 
