@@ -25,7 +25,6 @@ POLICIES = {
     "every step": "{axis: replica}",
     "every step, bf16": "{axis: replica, wire: bf16}",
     "every step, int8": "{axis: replica, wire: int8}",
-    "every step, int8, feedback": "{axis: replica, wire: int8, feedback: true}",
     "one step late": "{axis: replica, late: 1}",
     "every 10, mean": "{axis: replica, every: 10}",
     "every 10, mean, int8": "{axis: replica, every: 10, wire: int8}",
@@ -36,7 +35,6 @@ POLICIES = {
     "every 50, outer 1, momentum 0.5": "{axis: replica, every: 50, outer: {lr: 1.0, momentum: 0.5}}",
     "every 50, mean, 5 fragments": "{axis: replica, every: 50, fragments: 5}",
     "every 50, outer 1, momentum 0.5, 5 fragments": "{axis: replica, every: 50, fragments: 5, outer: {lr: 1.0, momentum: 0.5}}",
-    "every 50, mean, 5 fragments, overlap 2": "{axis: replica, every: 50, fragments: 5, overlap: 2}",
     "never": "",
 }
 MODEL = ("model.layers=2", "model.embed=64", "model.ffn=192", "model.seq=64", "train.remat=none")

@@ -12,7 +12,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -80,10 +80,12 @@ def _add_threads(config: Config) -> None:
 
 
 def wanted_flags(config: Config, *, has_gpu: bool) -> dict[str, str]:
-    """The flags of a run by name: those of its preset, and its own. has_gpu: its devices are NVIDIA's."""
-    preset = config.xla.preset
-    flags = _auto(config, has_gpu=has_gpu) if preset == "auto" else PRESETS[preset]
-    return {**flags, **config.xla.plain_flags()}
+    """The flags of a run by name: its preset's, and its own. has_gpu: whether its devices are NVIDIA's."""
+    preset, fp8 = config.xla.preset, {}
+    if preset == "auto":
+        preset = "none" if not has_gpu else "gpu-overlap" if config.pipeline is None else "gpu-pipeline"
+        fp8 = _FP8 if has_gpu and config.model.fp8 else {}
+    return {**PRESETS[preset], **fp8, **config.xla.plain_flags()}
 
 
 def planned_flags(config: Config, *, has_gpu: bool) -> tuple[dict[str, str], list[str]]:
@@ -112,14 +114,6 @@ def open_devices() -> None:
         raise OSError(f"JAX cannot open its devices: {reason or 'a platform of JAX_PLATFORMS is not installed'}") from error
 
 
-def _auto(config: Config, *, has_gpu: bool) -> Mapping[str, str]:
-    """The flags of `preset: auto`."""
-    if not has_gpu:
-        return PRESETS["none"]
-    base = PRESETS["gpu-overlap" if config.pipeline is None else "gpu-pipeline"]
-    return {**base, **_FP8} if config.model.fp8 else base
-
-
 def _texts(flags: Mapping[str, str], inherited: Sequence[str]) -> list[str]:
     """Flags as XLA_FLAGS has them, without those that are inherited."""
     return [f"--{name}={value}" for name, value in flags.items() if not any(_name(flag) == name for flag in inherited)]
@@ -131,24 +125,19 @@ def _left_out(flags: Sequence[str], accepted: Sequence[str]) -> list[str]:
 
 def _accepted_flags(flags: list[str], folder: Path | None) -> list[str]:
     """The flags that the installed XLA accepts. folder: where the answer is stored for the next start."""
-    if not flags or folder is None:
-        return list(_try_flags(flags))
+    if not flags:
+        return []
     question = "\n".join([metadata.version("jaxlib"), *flags])
-    note = folder / f"flags-{hashlib.sha256(question.encode()).hexdigest()[:24]}"
-    with contextlib.suppress(OSError, DamagedError):
-        lines = read_sealed(note).decode().splitlines()
-        return [flag for flag in flags if flag in lines]
-    accepted = list(_try_flags(flags))
-    with contextlib.suppress(OSError):
-        write_sealed(note, "\n".join(accepted).encode())
+    note = None if folder is None else folder / f"flags-{hashlib.sha256(question.encode()).hexdigest()[:24]}"
+    if note is not None:
+        with contextlib.suppress(OSError, DamagedError):
+            lines = read_sealed(note).decode().splitlines()
+            return [flag for flag in flags if flag in lines]
+    accepted = flags if _is_accepted(flags) else [flag for flag in flags if _is_accepted([flag])]
+    if note is not None:
+        with contextlib.suppress(OSError):
+            write_sealed(note, "\n".join(accepted).encode())
     return accepted
-
-
-def _try_flags(flags: list[str]) -> Iterator[str]:
-    if not flags or _is_accepted(flags):
-        yield from flags
-    else:
-        yield from (flag for flag in flags if _is_accepted([flag]))
 
 
 def _is_accepted(flags: list[str]) -> bool:

@@ -26,6 +26,7 @@ import jgt  # noqa: E402
 from benchmarks.harness import ROOT, interleave, spread  # noqa: E402
 from train.models.config import ModelConfig  # noqa: E402
 from train.models.decoder import build  # noqa: E402
+from train.setup.remat import with_remat_of  # noqa: E402
 from train.step.loss import make_loss  # noqa: E402
 
 KEPT = ", kept"
@@ -43,8 +44,9 @@ def main() -> None:
         tokens = np.random.default_rng(0).integers(SIZES["vocab"], size=(SIZES["batch"], SIZES["seq"] + 1), dtype=np.int32)
         np.savez(WEIGHTS, tokens=tokens, **{_name(path): np.asarray(value) for path, value in params})
         return
+    model = build(config)
     programs = {
-        name: Program(build(config, "none" if name.endswith(KEPT) else "block"), name.removesuffix(KEPT)) for name in SIZES["schedules"]
+        name: Program(model, name.removesuffix(KEPT), remat="none" if name.endswith(KEPT) else "block") for name in SIZES["schedules"]
     }
     samples = interleave(programs, SIZES["steps"])
     found = {
@@ -58,7 +60,7 @@ def main() -> None:
 class Program:
     """The compiled loss and gradient of a schedule, for the weights and tokens of the file. Each call waits for its results."""
 
-    def __init__(self, model: Any, schedule: str):
+    def __init__(self, model: Any, schedule: str, *, remat: str):
         weights, (batch, seq) = np.load(WEIGHTS), (SIZES["batch"], SIZES["seq"])
         tokens = weights["tokens"]
         data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.full((batch, seq), 1 / (batch * seq), np.float32)}
@@ -70,7 +72,7 @@ class Program:
         rules, mesh = jgt.load_rules(ROOT / "configs/rules/pipeline.yaml"), jgt.make_mesh(axes)
         of_module = make_loss(lambda module, tokens: module.features(tokens))
         plain = lambda params, batch: model.run(lambda module: of_module(module, batch), params, {}, True)[0]  # noqa: E731
-        loss = jgt.shard(plain, rules, mesh, pipeline=pipeline)
+        loss = jgt.shard(with_remat_of(plain, remat, None, "here"), rules, mesh, pipeline=pipeline)
         place = jgt.place(loss, rules, mesh, jax.eval_shape(model.init, jax.random.key(0))[0], data, pipeline=pipeline)
         self._params = jax.tree_util.tree_map_with_path(lambda path, to: jax.device_put(weights[_name(path)], to), place.params)
         self._data = jax.device_put(data, place.inputs(data))

@@ -2,7 +2,7 @@
 
 JAX maps a shard_map by adding the axes of the vmap to its specs, so they have to be among its manual axes, and inside its arrays keep a
 dim of one replica. A shard_map inside of it, which is manual over further axes, would be mapped in the same way and refused, because the
-axes of the vmap are manual already. Here the outer one gets a rule of its own: the dim of replicas is split where it begins and added
+axes of the vmap are manual already. Here the outer one gets its own batching rule: the dim of replicas is split where it begins and added
 where it ends, and between the two each replica has the program that it would have alone.
 """
 
@@ -33,7 +33,7 @@ def manual_of_replicas(
     """fn in a shard_map over `axes`, to be called inside of a vmap with the `replicas` as its `spmd_axis_name`, or of none.
 
     fn sees one replica's arrays, local over `axes`, and returns a tuple. Arguments without a dim of replicas are the same for all of them.
-    replicas: the axes of the vmap with their sizes. in_specs, out_specs: as of jax.shard_map, of one replica's arrays. The call raises
+    replicas: the axes of the vmap with their sizes. in_specs, out_specs: jax.shard_map's, for one replica's arrays. The call raises
     ValueError for a vmap with another number of entries.
     """
     if not replicas:

@@ -3,8 +3,8 @@
 A rule says that the batch is split over `pod` and `fsdp`, and XLA then adds up gradients over both wherever a gradient is made. A slow
 axis needs something else: each pod computes with its own rows, and what crosses pods is decided by the program and not by the
 partitioner. So a pod becomes an index. `map` is jax.vmap over that index with `spmd_axis_name`, by which JAX splits the new dim of every
-value over the axis, and `jgt.shard` leaves the axis out of its own constraints. The partitioner then has nothing to send between pods,
-and inside a pod it has the program that it had before. A shard_map that is manual over the axis alone would be silent too, but XLA
+value over the axis, and `jgt.shard` leaves the axis out of the constraints that it adds. The partitioner then has nothing to send between
+pods, and inside a pod it has the program that it had before. A shard_map that is manual over the axis alone would be silent too, but XLA
 partitions the gradients of tables in another way there, which sends up to a third more inside of a pod.
 
 Whatever is mapped must be a function of its rows alone: a mean over the batch would become one over the rows of a replica.
@@ -46,15 +46,15 @@ class Replicas:
 
     @property
     def _name(self) -> str:
-        """Of the dim that `map` maps over."""
+        """The name of the dim that `map` maps over."""
         return f"replicas over {' '.join(self.axes)}"
 
     def map(self, fn: Callable[..., _R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., _R]:
-        """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: as of jax.vmap; None for what all replicas share."""
+        """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: jax.vmap's; None for what all replicas share."""
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=self._name, spmd_axis_name=self.axes)
 
     def sum(self, x: jax.Array, num_devices: int) -> jax.Array:
-        """Inside of `map`: the sum over all replicas, in the type of x, which so many devices of a replica share."""
+        """Inside of `map`: the sum over all replicas, in the type of x, which is shared by `num_devices` devices of each replica."""
         with scopes.over_replicas(self.axes, x.size // num_devices):
             return cast(jax.Array, jax.lax.psum(x, self._name))
 
@@ -67,20 +67,20 @@ class Replicas:
         def split(x: jax.Array) -> jax.Array:
             if own == list(range(len(own))):
                 return x.reshape(self.count, -1, *x.shape[1:])
-            # One dim for each axis of the batch, those of the replicas first.
+            # One dim for each axis of the batch, first the replicas' axes.
             x = x.reshape(*sizes, -1, *x.shape[1:])
             return x.transpose(*order, *range(len(sizes), x.ndim)).reshape(self.count, -1, *x.shape[len(sizes) + 1 :])
 
         return jax.tree.map(split, batch)
 
-    def lifted(self, sharding: NamedSharding) -> NamedSharding:
+    def lift(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding of [R, ...], from the sharding of what each replica has."""
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *sharding.spec), memory_kind=sharding.memory_kind)
 
-    def added(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
-        """The sum over replicas, [R, ...] → [...]. dtype: in which it travels, and which the result has.
+    def add_up(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
+        """The sum over replicas, [R, ...] → [...]. dtype: the type in which it travels, and the result's.
 
-        place: of the result. With it, a plan counts the sum as what replicas send, without it as the gradient of a parameter.
+        place: the sharding of the result. With it, a plan counts the sum as what replicas send, without it as the gradient of a parameter.
         """
         x = x.astype(dtype)
         numbers = None if place is None else math.prod(place.shard_shape(x.shape[1:]))

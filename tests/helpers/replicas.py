@@ -23,7 +23,7 @@ def first_steps(setup, num_steps, *, repeat=False):
         state, metrics = step(state, jax.device_put(twice, setup.batch_shardings) if repeat else batch, setup.settings(number))
         losses.append(jax.device_get(metrics["loss"]))
         if exchange is not None:
-            state, _ = exchange.after(state, number, is_last=False, since=0)
+            state, _ = exchange.after(state, number, is_last=False)
     return state, np.array(losses)
 
 

@@ -5,9 +5,9 @@ import numpy as np
 
 import jgt
 from jgt.rules import Rules
-from train.setup import program
+from train.step.gradients import GradientSum
 from train.step.objective import Objective, Part
-from train.step.parts import Parts
+from train.step.optimizer import roles_of as roles_at
 from train.step.step import make_train_step
 
 
@@ -22,7 +22,7 @@ def objective_of(loss):
 
 def step_of(loss, optimizer, clip=None, pin_gradients=lambda tree: tree, accumulate=1, **options):
     """step(state, batch) of loss(params, batch) with an optax optimizer."""
-    options |= {"parts": Parts(count=accumulate, pin=pin_gradients), "clips": clip is not None}
+    options |= {"gradients": GradientSum(parts=accumulate, pin=pin_gradients), "clips": clip is not None}
     step = make_train_step(objective_of(loss), lambda settings: optimizer, **options)
     return lambda state, batch: step(state, batch, np.float32([0, 0, clip or 0]))
 
@@ -34,4 +34,4 @@ def roles_of(model, inputs):
     def call(params, inputs):
         return model.run(lambda module: module(inputs), params, variables, True)[0]
 
-    return program.roles_of(model, jgt.place(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}), params, inputs))
+    return roles_at(model, jgt.place(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}), params, inputs))

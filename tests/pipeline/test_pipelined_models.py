@@ -43,6 +43,8 @@ import jgt
 from jgt.signal import context, tensor
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.models.kernels import XLA
+from train.setup.remat import with_remat_of
 from train.step.loss import make_loss
 
 SIZES = {"stage": 2, "tensor": 2, "data": 2}
@@ -186,10 +188,11 @@ def test_linen_scanned_and_recomputed():
     ],
 )
 def test_models_and_rules_that_ship(kind, chunks, remat, schedule):
-    model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8), remat)
+    model = build(ModelConfig(kind=kind, layers=LAYERS, embed=16, heads=2, ffn=32, vocab=32, seq=8))
     params, variables = model.init(jax.random.key(0))
     of_module = make_loss(lambda module, tokens: module.features(tokens), chunks=chunks)
     loss = lambda params, batch: model.run(lambda module: of_module(module, batch), params, variables, True)[0]  # noqa: E731
+    loss = with_remat_of(loss, remat, XLA, "run.yaml:1")
     batch = {name: np.random.default_rng(0).integers(0, 32, (16, 8), np.int32) for name in ("inputs", "targets")}
     batch |= {"weights": np.random.default_rng(1).uniform(0, 1 / 128, (16, 8)).astype(np.float32)}
     rules = jgt.load_rules(ROOT / "configs" / "rules" / "pipeline.yaml")

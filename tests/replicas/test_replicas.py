@@ -56,21 +56,21 @@ def test_gradients_of_replicas_add_up_to_the_gradient_and_cross_the_axis_once():
     def apart(params, x):
         return one.map(jax.grad(sharded), (None, 0))(params, one.rows(x))
 
-    lifted = {"w": one.lifted(NamedSharding(one.mesh, PartitionSpec("fsdp")))}
+    lifted = {"w": one.lift(NamedSharding(one.mesh, PartitionSpec("fsdp")))}
     silent = jax.jit(apart, out_shardings=lifted).lower(params, x).compile()
     module = Module.parse(silent.as_text())
     assert not any("pod" in axes_of(c, SIZES) for c in [*collectives(module, in_loops=False), *collectives(module, in_loops=True)])
     gradients = silent(params, x)["w"]
     expected = jax.grad(loss)(W, X)
     np.testing.assert_allclose(jnp.sum(gradients, 0), expected, rtol=0, atol=1e-5)
-    summed = jax.jit(lambda g: one.added(g, jnp.float32))(gradients)
+    summed = jax.jit(lambda g: one.add_up(g, jnp.float32))(gradients)
     np.testing.assert_allclose(summed, expected, rtol=0, atol=1e-5)
 
 
 def test_a_sum_travels_in_the_type_that_was_asked_for():
     one = replicas()
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32, sharding=NamedSharding(one.mesh, PartitionSpec("pod")))
-    made = jax.jit(lambda x: one.added(x, jnp.bfloat16), out_shardings=NamedSharding(one.mesh, PartitionSpec()))
+    made = jax.jit(lambda x: one.add_up(x, jnp.bfloat16), out_shardings=NamedSharding(one.mesh, PartitionSpec()))
     assert made.lower(x).out_info.dtype == jnp.bfloat16
 
 

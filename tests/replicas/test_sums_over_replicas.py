@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
 from jgt.hlo.text import Module
-from jgt.replicas import BLOCK, Replicas, blocked, exchange
+from jgt.replicas import BLOCK, Replicas, block_groups, exchange
 
 SIZES = {"pod": 2, "fsdp": 4}
 RNG = np.random.default_rng(0)
@@ -31,21 +31,16 @@ def places(replicas):
     return {name: NamedSharding(replicas.mesh, spec) for name, spec in specs.items()}
 
 
-def compiled(replicas, places, wire, tree=TREE, *, feedback=False):
-    lifted = {name: replicas.lifted(place) for name, place in places.items()}
-    there = jax.device_put(tree, lifted)
-
-    def run(tree, lost):
-        return exchange(tree, replicas, places, wire, lost if feedback else None)
-
-    lost = jax.tree.map(jnp.zeros_like, there)
-    return jax.jit(run, out_shardings=(places, lifted if feedback else None)).lower(there, lost).compile(), there, lost
+def compiled(replicas, places, wire, tree=TREE):
+    there = jax.device_put(tree, {name: replicas.lift(place) for name, place in places.items()})
+    run = jax.jit(lambda tree: exchange(tree, replicas, places, wire), out_shardings=places)
+    return run.lower(there).compile(), there
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("f32", 1e-6), ("bf16", 0.05), ("int8", 0.07)])
 def test_sums_and_the_axes_that_they_cross(replicas, places, wire, tolerance):
-    run, there, lost = compiled(replicas, places, wire)
-    sums, _ = run(there, lost)
+    run, there = compiled(replicas, places, wire)
+    sums = run(there)
     for name, x in TREE.items():
         assert sums[name].dtype == jnp.float32
         np.testing.assert_allclose(sums[name], x.sum(0), rtol=0, atol=tolerance)
@@ -60,8 +55,8 @@ def test_sums_and_the_axes_that_they_cross(replicas, places, wire, tolerance):
 
 
 def test_an_exchange_in_int8_errs_by_less_than_two_roundings_of_a_block(replicas, places):
-    run, there, lost = compiled(replicas, places, "int8")
-    sums, _ = run(there, lost)
+    run, there = compiled(replicas, places, "int8")
+    sums = run(there)
     largest = max(float(np.abs(x).max()) for x in (*TREE.values(), *(x.sum(0) for x in TREE.values())))
     error = max(float(np.abs(sums[name] - x.sum(0)).max()) for name, x in TREE.items())
     assert 0 < error <= (2 * 0.5 + 0.5) * largest / 127 * 1.001
@@ -69,35 +64,23 @@ def test_an_exchange_in_int8_errs_by_less_than_two_roundings_of_a_block(replicas
     np.testing.assert_allclose(sums["scale"], TREE["scale"].sum(0), rtol=0, atol=1e-6)
 
 
-def test_what_is_lost_is_added_to_the_next_exchange(replicas, places):
-    run, there, lost = compiled(replicas, places, "int8", feedback=True)
-    total = {name: np.zeros(x.shape[1:], np.float32) for name, x in TREE.items()}
-    for _ in range(5):
-        sums, lost = run(there, lost)
-        total = {name: total[name] + np.asarray(sums[name]) for name in total}
-    for name, x in TREE.items():
-        # All that was ever lost is what is still to be sent.
-        np.testing.assert_allclose(total[name] + np.asarray(lost[name]).sum(0), 5 * x.sum(0), rtol=0, atol=2e-5)
-        assert np.abs(np.asarray(lost[name])).max() < 0.1
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen_on_the_other_side(replicas, places, bad):
     tree = {name: x.copy() for name, x in TREE.items()}
     tree["kernel"][1, 3, 5] = bad
-    run, there, lost = compiled(replicas, places, "int8", tree)
-    sums, _ = run(there, lost)
+    run, there = compiled(replicas, places, "int8", tree)
+    sums = run(there)
     assert not np.isfinite(np.asarray(sums["kernel"])[3, 5])
     assert np.isfinite(np.asarray(sums["table"])).all()
 
 
 def test_zeros_stay_zero(replicas, places):
-    run, there, lost = compiled(replicas, places, "int8", {name: np.zeros_like(x) for name, x in TREE.items()})
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(run(there, lost)[0]))
+    run, there = compiled(replicas, places, "int8", {name: np.zeros_like(x) for name, x in TREE.items()})
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(run(there)))
 
 
 def test_arrays_share_blocks_if_they_are_split_over_the_same_axes(replicas, places):
     leaves, order = jax.tree.leaves(TREE), sorted(TREE)
-    groups = blocked(leaves, jax.tree.leaves(places))
+    groups = block_groups(leaves, jax.tree.leaves(places))
     assert [[order[i] for i in group] for group in groups] == [["kernel"], ["table"]]
     assert TREE["scale"][0].size < BLOCK

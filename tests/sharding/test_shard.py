@@ -7,7 +7,7 @@ import pytest
 
 import jgt
 from train.config import load
-from train.setup import program
+from train.setup import prepare, program
 
 RULES = jgt.make_rules({"axes": {"batch": ["data"]}, "params": {"w": [None, "tensor"]}, "default": "replicate"})
 SIZES = {"data": 2, "tensor": 4}
@@ -156,7 +156,7 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
         return counting
 
     monkeypatch.setattr(program, "make_loss", make)
-    made = program.prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
+    made = prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
     made.train_step().lower(*made.step_shapes)
-    jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)
+    jax.eval_shape(made.objective.evaluated, made.shapes.trained.params, made.shapes.trained.variables, made.batch_shapes)
     assert len(counted) == calls

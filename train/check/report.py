@@ -1,9 +1,8 @@
 """A run's placement, without training: the check needs no devices, the dry run compiles the step on them.
 
-Both build the same `Setup` as training does, so that they find the same problems and print the same table. They differ in how
-far they go. The check traces the loss on a mesh without devices: it says in seconds, on any machine, whether rules, mesh and
-shapes fit. The dry run opens the data and compiles the training step on the real devices, and reports what XLA says the step
-needs per device.
+Both build the same `Setup` as training does, so that they find the same problems and print the same table. The check traces the loss on a
+mesh without devices: it says in seconds, on any machine, whether rules, mesh and shapes fit. The dry run opens the data and compiles the
+training step on the real devices, and reports the memory that XLA says the step needs.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def dry_run(run: Run) -> None:
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
-    state = setup.shardings
+    shapes, places = setup.shapes.trained, setup.shardings.trained
     rows = [
-        ["parameters", size_text(_bytes_per_device(setup.shapes.params, state.params))],
-        ["optimizer state", size_text(_bytes_per_device(setup.shapes.opt_state, state.opt_state))],
-        *([["variables", size_text(_bytes_per_device(setup.shapes.variables, state.variables))]] if setup.shapes.variables else []),
+        ["parameters", size_text(_bytes_per_device(shapes.params, places.params))],
+        ["optimizer state", size_text(_bytes_per_device(shapes.opt_state, places.opt_state))],
+        *([["variables", size_text(_bytes_per_device(shapes.variables, places.variables))]] if shapes.variables else []),
         ["batch", size_text(_bytes_per_device(setup.batch_shapes, setup.batch_shardings))],
         # XLA's own figure: what it allocates beyond arguments and results.
         ["temporary (activations, gradients)", size_text(memory.temp_size_in_bytes)],

@@ -31,10 +31,10 @@ from jgt.console import size_text
 from ..command_line import EndError
 from ..processes.processes import true_on_all_processes
 from ..sections import CheckpointConfig
-from ..step.step import State
+from ..step.state import State
 from .disk import DiskError, describe
 from .manifest import Manifest, file_entries
-from .restore import ARRAYS, arrays_of, first_line
+from .restore import ARRAYS, first_line
 from .saved import SavedStep, Search, array_entries
 from .signature import read_key
 from .steps import Steps
@@ -131,7 +131,7 @@ class Checkpoints:
         Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
         continue.
         """
-        arrays = array_entries(arrays_of(state))
+        arrays = array_entries(state.arrays())
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
         failure = self._finish_last_save() or self._owner_problem() or self._space_problem(state)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
@@ -140,7 +140,7 @@ class Checkpoints:
             raise SaveError("another process failed" if failure is None else first_line(failure)) from failure
         try:
             # `force` replaces a folder of this name, which a save that was interrupted may have left.
-            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(arrays_of(state)), force=True)
+            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(state.arrays()), force=True)
         except Exception as error:
             self._abandon()
             raise SaveError(first_line(error)) from error

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from jgt.document import printable
 
 from ..processes.processes import true_on_all_processes
-from ..step.step import State
+from ..step.state import State
 from .disk import is_damage, patiently
 from .saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
 
@@ -47,18 +47,13 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
     checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
     all processes.
     """
-    return shapes._replace(**restore_parts(saved, arrays_of(shapes), arrays_of(shardings), cast=cast))
+    return shapes.with_parts(**restore_parts(saved, shapes.arrays(), shardings.arrays(), cast=cast))
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
     """The parameters alone, as in `restore`; of a run with phases those of the last exchange."""
     name = "anchor" if any(entry.path.startswith("anchor/") for entry in saved.manifest.arrays) else "params"
     return restore_parts(saved, {name: shapes}, {name: shardings}, cast=cast)[name]
-
-
-def arrays_of(state: State) -> dict[str, Any]:
-    """The parts of a state that contain arrays; Orbax expects every part that it saved to be restored."""
-    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from jgt.document import Node
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import Limit
 from jgt.rules import Rules, expand, match_input
 from jgt.rules.spec import SpecRule
@@ -46,7 +46,7 @@ class Config:
     xla: XlaConfig = field(default_factory=XlaConfig)
     mesh: Node | None = None
     rules: Node | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineConfig | None = None
     data: DataConfig | OwnData = field(default_factory=DataConfig)
     optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -63,7 +63,7 @@ class Config:
 class Run:
     """A checked run: its config, the sizes of its mesh, its rules, pipeline and budget, and the documents they were read from.
 
-    mesh: axis names and sizes, outermost first, where one size may be -1. rules: without rules of its own a run is data-parallel. root: the
+    mesh: axis names and sizes, outermost first, where one size may be -1. rules: data-parallel ones for a file without rules. root: the
     run's document; rules_root: the document of the rules, which may be another file; None without rules. code: the user's own code that the
     config may name. epoch_steps: the number of steps that `train.epochs` makes; None until the data is open.
     """
@@ -71,7 +71,7 @@ class Run:
     config: Config
     mesh: dict[str, int]
     rules: Rules
-    pipeline: Pipeline | None
+    pipeline: PipelineConfig | None
     budget: tuple[Limit, ...]
     root: Node
     rules_root: Node | None

@@ -19,7 +19,7 @@ from typing import Any
 from jgt import document
 from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import read_budget
 from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
 from jgt.rules.spec import misfit_problem
@@ -28,7 +28,7 @@ from jgt.schedule.find import find_table
 from ..code.files import Code
 from ..code.names import name_problem
 from ..data.config import path_problems
-from ..models.config import ModelConfig, OwnModel
+from ..models.config import ModelConfig
 from ..sections import (
     logger_problem,
     missing_loggers,
@@ -55,20 +55,20 @@ def load(
     it later. problems: messages of earlier checks, which are reported together with the messages about the file. Whether the mesh divides
     the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
-    found = list(problems)
+    all_problems = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)
     root = Node({}, name)
     path = path if isinstance(path, Mapping) else document.locate(path)
-    with collect(found):
+    with collect(all_problems):
         root = document.from_python(path, name) if isinstance(path, Mapping) else document.read(path)
-    is_readable = len(found) == len(problems)
+    is_readable = len(all_problems) == len(problems)
     for assignment in overrides:
-        with collect(found):
+        with collect(all_problems):
             root = document.override(root, assignment)
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
-        raise InputError(found)
-    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, found, num_processes, code or Code())
+        raise InputError(all_problems)
+    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, all_problems, num_processes, code or Code())
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
 
     mesh: axis sizes, all of them known; axes that are missing are not checked.
     """
-    # With null, the trainer chooses a divisor.
+    # The trainer chooses a divisor for null.
     chunks, seq = run.config.train.loss_chunks, run.config.model.seq
     if chunks is not None and seq % chunks:
         # Divisors up to 1000 only, which keeps the message short.
@@ -102,7 +102,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
-    # An empty mesh had problems of its own.
+    # An empty mesh is reported already.
     if mesh and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     pipeline = None
@@ -115,7 +115,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
-        # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that nobody wrote.
+        # If a section could not be read, only its defaults are known, and its batch would be judged by numbers that are not in the file.
         raise InputError(problems if bound is None else [*problems, *batch_problems(run, sizes)])
     return run
 
@@ -129,7 +129,7 @@ def _without_nulls(config: Config) -> Config:
 def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Path, problems: list[str]) -> tuple[Node | None, Rules]:
     """The document of the rules, if there is one, and the rules: without any, each device has the whole model and its rows of the batch."""
     if config.rules is None:
-        # A pipeline has a message of its own, and `auto` chooses rules for the axes.
+        # A pipeline without rules has another message, and `auto` chooses rules for the axes.
         problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
         return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
@@ -182,11 +182,6 @@ def _own_problems(run: Run) -> Iterator[str]:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
-    if isinstance(config.model, OwnModel) and config.optimizer.gradients == "f32" and config.pipeline is None:
-        text = "f32 without a pipeline is for the trainer's own models. Cast parameters where your model adds up in f32, and remove the key"
-        yield run.root.find("optimizer.gradients").problem(text)
-    if isinstance(config.model, OwnModel) and config.train.remat != "none":
-        yield run.root.find("train.remat").problem("is for the trainer's own models. Use jax.checkpoint in your model, and remove the key")
 
 
 def _readable_sections(root: Node) -> Config:
@@ -196,7 +191,7 @@ def _readable_sections(root: Node) -> Config:
         if name in ("mesh", "rules", "budget"):
             values[name] = child
         elif name in ("pipeline", "sync"):
-            values[name] = None if child.value is None else bind(child, Pipeline if name == "pipeline" else SyncConfig, [])
+            values[name] = None if child.value is None else bind(child, PipelineConfig if name == "pipeline" else SyncConfig, [])
         elif name == "log":
             continue
         elif name in Config.__dataclass_fields__:
@@ -207,7 +202,7 @@ def _readable_sections(root: Node) -> Config:
 
 
 def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None:
-    """The mapping of the rules, which is inline or in a file of its own. None if it cannot be read."""
+    """The mapping of the rules, which is inline or in another file. None if it cannot be read."""
     if isinstance(node.value, dict):
         return node
     if not isinstance(node.value, str):
@@ -233,7 +228,7 @@ def _beside(node: Node, folder: Path, shipped: str = "") -> Path:
     return (file.parent if document.is_file(file) else folder) / document.locate(str(node.value), shipped)
 
 
-def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
+def _with_locations(pipeline: PipelineConfig, node: Node, folder: Path) -> PipelineConfig:
     """The pipeline with the line of each of its keys, for messages, and with the full path of its CSV schedule."""
     # The name of a schedule, or the path of a CSV file.
     if pipeline.schedule.endswith(".csv"):
@@ -241,7 +236,7 @@ def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
     return pipeline.located({"": node.where} | {key: child.where for key, child in node.children.items()})
 
 
-def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
+def _pipeline_problems(pipeline: PipelineConfig, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
     if not has_rules:
         yield root.find("pipeline").problem("a pipeline needs rules: and a mesh: section with its axis")
     if mesh and pipeline.axis not in mesh:

@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def facts(self) -> ModelKind:
-        """What is true of every model of this kind."""
+        """The facts that are true of every model of this kind."""
         return KINDS[self.kind]
 
     @property
@@ -157,8 +157,8 @@ class ModelConfig:
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
 
         6 for each parameter that is multiplied, and 6 · layers · width · seq for attention, as in PaLM (arXiv 2204.02311, appendix B), but
-        for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied: those of
-        learned positions, and of the embedding unless it is the output projection too. Nor are experts that a token does not go through.
+        for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied:
+        learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does not go through.
         """
         looked_up = 0 if self.is_tied else self.vocab * self.embed
         looked_up += self.seq * self.embed if self.facts.positions == "learned" else 0
@@ -169,7 +169,7 @@ class ModelConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Problems that only several keys together show."""
-        # With head_dim, all heads together need not have the width of the residual stream.
+        # If there is a head_dim, all heads together need not have the width of the residual stream.
         if self.head_dim is None and self.embed % self.heads:
             yield "heads", f"embed {self.embed} is not divisible by heads {self.heads}. Change one of them, or give head_dim"
         if self.heads % self.num_kv_heads:

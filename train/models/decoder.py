@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,56 +24,30 @@ from flax import nnx
 
 from jgt import signal
 
-from .attention import XLA, Attend, Attention, AttentionKernel, attend_with
+from .attention import Attention
 from .config import ModelConfig
 from .experts import balance
-from .experts.balance import Observe, Routed
+from .experts.balance import Routed
 from .experts.config import ExpertsConfig
-from .grouped import GroupedMatmul, grouped
-from .linear import Dot, compute_type
+from .kernels import XLA, AttentionKernel
+from .linear import cheap, compute_type
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
-from .remat import Keep, Remat, cheap, recomputed
-from .tables import Groups, lookup
 
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
 
 
-def build(
-    config: ModelConfig,
-    remat: Remat = "none",
-    attention: AttentionKernel = XLA,
-    *,
-    matmul: GroupedMatmul = grouped,
-    observe: Observe | None = None,
-    groups: Groups = (),
-    wide_gradients: bool = False,
-) -> Model:
-    """The model of a config; allocates nothing.
-
-    matmul: of experts. observe: of their counts, while the model is trained. groups: the devices that split the batch. wide_gradients:
-    those of matrices and tables leave their matmuls in f32.
-    """
+def build(config: ModelConfig, attention: AttentionKernel = XLA) -> Model:
+    """The model of a config; allocates nothing."""
     # By name, because the table of kinds is read where JAX must not be imported.
     module, _, name = config.facts.decoder.partition(":")
     kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
-
-    def make(rngs: nnx.Rngs) -> Decoder:
-        decoder = kind(config, remat, attention, rngs=rngs)
-        decoder.embed.groups = groups
-        if config.experts is not None:
-            decoder.layers.moe.experts.matmul = matmul
-            decoder.observe = observe
-        if wide_gradients:
-            widen_gradients(decoder)
-        return decoder
-
-    model, experts = of_nnx(make), config.experts
+    model, experts = of_nnx(lambda rngs: kind(config, attention, rngs=rngs)), config.experts
     if experts is None:
         return model
-    settle, is_different = partial(balance.settled, config=experts), experts.has_losses or observe is not None
-    return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=is_different)
+    settle = partial(balance.settled, config=experts)
+    return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=experts.has_losses)
 
 
 class Decoder(nnx.Module):
@@ -84,22 +58,20 @@ class Decoder(nnx.Module):
     make_mlp: Callable[..., nnx.Module]
     use_bias: bool
 
-    def __init__(self, config: ModelConfig, remat: Remat = "none", attention: AttentionKernel = XLA, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, attention: AttentionKernel = XLA, *, rngs: nnx.Rngs):
         dtype = compute_type(config)
         is_learned = config.facts.positions == "learned"
         # Each line draws random keys in turn: in another order, the same seed would give other initial values.
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
         self.positions = Vector(TABLE_INIT(rngs.params(), (config.seq, config.embed), jnp.float32)) if is_learned else None
-        attend = attend_with(attention, recompute=remat == "attention")
         dense = 0 if config.experts is None else config.experts.first_dense
-        self.dense = stacked(lambda rngs: self.make_block(replace(config, experts=None), type(self), attend, rngs=rngs), dense, rngs)
-        self.layers = stacked(lambda rngs: self.make_block(config, type(self), attend, rngs=rngs), config.layers - dense, rngs)
+        self.dense = stacked(lambda rngs: self.make_block(replace(config, experts=None), type(self), attention, rngs=rngs), dense, rngs)
+        self.layers = stacked(lambda rngs: self.make_block(config, type(self), attention, rngs=rngs), config.layers - dense, rngs)
         self.norm = self.make_norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
-        self.keep = Keep(remat=remat, fused=attention.forward)
         self.experts = config.experts
-        self.observe: Observe | None = None
         self.terms: Terms = nnx.data({})
+        self.counts: Any = nnx.data(())
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments)
@@ -109,18 +81,18 @@ class Decoder(nnx.Module):
     def features(self, tokens: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits: normed activations [b, s, d] and a table [v, d].
 
-        segments: for each token [b, s], the position at which its document begins; None if each row is one document.
+        segments: the position [b, s] at which the document of each token begins; None if each row is one document.
         """
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
                 x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
-            # A name of its own, so that `out` of this signal may differ from the layout of the rows.
+            # It has another name, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
         with signal.context("layers"):
             if self.dense is not None:
-                x, _ = scan_layers(self.dense, x, segments, self.keep)
-            x, sums = scan_layers(self.layers, x, segments, self.keep)
+                x, _ = scan_layers(self.dense, x, segments)
+            x, sums = scan_layers(self.layers, x, segments)
         if self.experts is not None:
             self._count(sums, tokens.shape[1], self.experts)
         with signal.context("head"):
@@ -128,10 +100,10 @@ class Decoder(nnx.Module):
             return signal.tensor(signal.tensor(self.norm(x), "normed"), "operand"), (self.head or self.embed).table()
 
     def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
-        """Keeps what the layers have routed, for the loss and for the step."""
+        """Keeps what the layers have routed: the terms of the loss, the loads for the step, and the counts [L, b, E] for metrics."""
         load = self.layers.moe.load
         load[...] = load[...] + jnp.sum(sums.counts, axis=1)
-        self.terms = nnx.data(balance.terms(sums, seq, experts, self.observe))
+        self.terms, self.counts = nnx.data(balance.terms(sums, seq, experts)), nnx.data(sums.counts)
 
 
 class Block(nnx.Module):
@@ -140,9 +112,9 @@ class Block(nnx.Module):
     [b, s, d] → [b, s, d] and, with experts in the place of the MLP, what they were given.
     """
 
-    def __init__(self, config: ModelConfig, kind: type[Decoder], attend: Attend, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: type[Decoder], attention: AttentionKernel, *, rngs: nnx.Rngs):
         self.attn_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
-        self.attn = Attention(config, attend=attend, use_bias=kind.use_bias, rngs=rngs)
+        self.attn = Attention(config, attend=attention.attend, use_bias=kind.use_bias, rngs=rngs)
         self.mlp_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
         self.mlp = kind.make_mlp(config, rngs=rngs) if config.experts is None else None
         self.moe = None if config.experts is None else MoE(config, kind.make_mlp, rngs=rngs)
@@ -160,7 +132,7 @@ class Block(nnx.Module):
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from a random key of its own.
+    """`num_layers` modules as one, whose parameters have a leading dim [layers, ...]; each layer starts from another random key.
 
     None for no layers.
     """
@@ -169,18 +141,15 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, keep: Keep) -> tuple[jax.Array, Any]:
-    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...].
-
-    keep: what each leaves for its backward pass.
-    """
+def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Any]:
+    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...]."""
     # All layers have the same graph of modules. The scan takes one layer's slice of each parameter and fills the graph with it.
     graphdef, params = nnx.split(layers)
 
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, params)(x, segments)
 
-    return jax.lax.scan(recomputed(layer, keep), x, params)
+    return jax.lax.scan(layer, x, params)
 
 
 def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Array:
@@ -189,30 +158,19 @@ def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Ar
     return table[None, :seq] if segments is None else table[jnp.arange(seq)[None, :] - segments]
 
 
-def widen_gradients(decoder: Decoder) -> None:
-    """Gradients of matrices and of the input's table leave their sums over positions in f32, so that devices add them up in f32."""
-    for _, module in nnx.iter_graph(decoder):
-        if isinstance(module, nnx.Linear):
-            module.dot_general = replace(cast(Dot, module.dot_general), has_wide_gradients=True)
-        elif isinstance(module, Embedding):
-            module.has_wide_gradients = True
-
-
 class Embedding(nnx.Module):
     """A table [v, d] that embeds tokens, [b, s] → [b, s, d], or that scores them (`scores`).
 
-    name: of the parameter, so that rules tell the table of the input from the table of the output.
+    name: the name of the parameter, so that rules tell the table of the input from the table of the output.
     """
 
     def __init__(self, vocab: int, embed: int, dtype: jnp.dtype, *, name: str, rngs: nnx.Rngs):
         setattr(self, name, Table(TABLE_INIT(rngs.params(), (vocab, embed), jnp.float32)))
         self.name = name
         self.dtype = dtype
-        self.groups: Groups = ()
-        self.has_wide_gradients = False
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return lookup(self.table(), tokens, self.groups, wide=self.has_wide_gradients)
+        return self.table()[tokens]
 
     def table(self) -> jax.Array:
         """The table [v, d] in the type of matmuls."""

@@ -4,20 +4,15 @@ Each array has one scale, which maps its own largest value to the format's large
 of past steps has to be checkpointed. XLA turns scale, convert and dot into one cuBLASLt matmul on GPUs of compute capability 8.9 and
 newer. Rounding has no useful derivative, so the backward pass is written out.
 
-On a mesh, three things keep eight bits from costing more traffic than sixteen. Arrays keep their dims: a dim that merges batch and sequence
-has no sharding if both are split, and a reduce-scatter would become an all-reduce. Layers that read one array are one matmul: a cotangent
-that each of them scales by itself is summed over devices for each of them. And rules can gather what is rounded already, by its name.
+Arrays keep their dims: a dim that merges batch and sequence could not be split over devices if both are.
 
-A scale depends on all rows, in a pipeline on those of a microbatch, which `signal.per_microbatch` says.
-
-k the dim that is contracted, n columns, g groups of columns.
+A scale depends on all rows, in a pipeline on the rows of a microbatch, which `signal.per_microbatch` says. k is the dim that is contracted.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import jax
@@ -35,51 +30,87 @@ Scaled = tuple[jax.Array, jax.Array]
 _Dims = Sequence[int]
 
 
-def dot(wide: bool, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., k] · kernel [k, n] → [..., n] in the type of x. wide: see `linear.Dot.has_wide_gradients`."""
-    with signal.per_microbatch():
-        return _matmul(wide, None, x, kernel)
+def dot(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **_: Any) -> jax.Array:
+    """x [..., k] · kernel [k, n] → [..., n] in the type of x: the `dot_general` of an nnx.Linear."""
+    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), dimension_numbers
+    return dots(x, [kernel])[0]
 
 
-def dots(wide: bool, x: jax.Array, kernels: Sequence[jax.Array], *, groups: int, name: str) -> list[jax.Array]:
-    """x [..., k] · each kernel [k, n_i] → [..., n_i] in the type of x, by one matmul.
+def dots(x: jax.Array, kernels: Sequence[jax.Array], name: str | None = None) -> tuple[jax.Array, ...]:
+    """x [..., k] · each kernel [k, n_i] → [..., n_i] in the type of x, which is rounded once.
 
-    groups: a divisor of each n_i. Rules may split the columns of all kernels into as many parts: each part has columns of all kernels.
-    name: the signal's tensor that is x in eight bits.
+    name: the name of x in eight bits as a tensor of the signal.
     """
-    # [k, n_i] → [k, g, n_i / g] → [k, g, Σ n_i / g]
-    side = jnp.concatenate([kernel.reshape(kernel.shape[0], groups, -1) for kernel in kernels], axis=-1)
-    ends = list(itertools.accumulate(kernel.shape[1] // groups for kernel in kernels))
     with signal.per_microbatch():
-        made = cast(jax.Array, _matmul(wide, name, x, side))  # [..., g, Σ n_i / g]
-    return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(made, ends[:-1], axis=-1)]
+        return cast("tuple[jax.Array, ...]", _products(name, x, *kernels))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., k] · kernel [k, *columns] → [..., *columns]."""
-    return _forward(wide, name, x, kernel)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(name: str | None, x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+    return _forward(name, x, *kernels)[0]
 
 
-def _forward(wide: bool, name: str | None, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled, jax.Array]]:
-    a, b = scaled(x, jnp.float8_e4m3fn, name), scaled(kernel, jnp.float8_e4m3fn)
-    # The backward pass needs the kernel's type. Residuals are arrays, so an empty one carries it.
-    return scaled_dot(a, b, (x.ndim - 1,), (0,), x.dtype), (a, b, jnp.zeros((0,), kernel.dtype))
+def _forward(name: str | None, x: jax.Array, *kernels: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[Scaled, list[Scaled]]]:
+    a, sides = scaled(x, jnp.float8_e4m3fn, name), [scaled(kernel, jnp.float8_e4m3fn) for kernel in kernels]
+    return tuple(scaled_dot(a, b, (x.ndim - 1,), (0,), x.dtype) for b in sides), (a, sides)
 
 
-def _backward(
-    wide: bool, name: str | None, residuals: tuple[Scaled, Scaled, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    a, b, like_kernel = residuals
-    c = scaled(cotangent, jnp.float8_e5m2)
-    rows = range(a[0].ndim - 1)
-    columns = range(len(rows), cotangent.ndim)
-    by_x = scaled_dot(c, b, columns, range(1, b[0].ndim), cotangent.dtype)
-    by_kernel = scaled_dot(a, c, rows, rows, jnp.float32 if wide else like_kernel.dtype)
-    return by_x, by_kernel.astype(like_kernel.dtype)
+def _backward(name: str | None, residuals: tuple[Scaled, list[Scaled]], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    (a, sides), dtype = residuals, cotangents[0].dtype
+    last, rows = a[0].ndim - 1, range(a[0].ndim - 1)
+    rounded = [scaled(cotangent, jnp.float8_e5m2) for cotangent in cotangents]
+    by_x = reduce(jnp.add, (scaled_dot(c, b, (last,), (1,), dtype) for c, b in zip(rounded, sides, strict=True)))
+    return by_x, *(scaled_dot(a, c, rows, rows, dtype) for c in rounded)
 
 
-_matmul.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """As `jax.lax.ragged_dot`: rows [n, k] that are sorted by group, weights [e, k, m], sizes [e] → [n, m] in the type of rows.
+
+    Each row has its own scale, because its result must not depend on other rows, and so has each group's matrix. The gradient of
+    weights is a sum over rows, so their scales cannot be taken out of it: there all rows have one.
+    """
+    return _ragged_forward(rows, weights, sizes)[0]
+
+
+def _ragged_forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    (x, by_row), (w, by_group) = scaled(rows, jnp.float8_e4m3fn, over=(1,)), scaled(weights, jnp.float8_e4m3fn, over=(1, 2))
+    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=rows.dtype)
+    scale = by_row * _of_rows(by_group, sizes, len(rows))
+    return (y * scale).astype(rows.dtype), (rows, w, by_group, sizes)
+
+
+def _ragged_backward(residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, w, by_group, sizes = residuals
+    n, dtype = len(rows), cotangent.dtype
+    c, by_row = scaled(cotangent, jnp.float8_e5m2, over=(1,))
+    by_rows = jax.lax.ragged_dot_general(c, w, sizes, _TRANSPOSED, preferred_element_type=dtype)
+    by_rows = by_rows * (by_row * _of_rows(by_group, sizes, n))
+    # Rows behind the last group may be NaN, which must not be the largest value.
+    is_in_group = (jnp.arange(n) < jnp.sum(sizes))[:, None]
+    x, c = (jnp.where(is_in_group, side, 0) for side in (rows, cotangent))
+    (x, of_x), (c, of_c) = scaled(x, jnp.float8_e4m3fn), scaled(c, jnp.float8_e5m2)
+    by_weights = jax.lax.ragged_dot_general(x, c, sizes, _OUTER, preferred_element_type=jnp.float32)
+    return by_rows.astype(dtype), (by_weights * (of_x * of_c)).astype(dtype), None
+
+
+ragged_dot.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _of_rows(by_group: jax.Array, sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Scales of groups [e, 1, 1] as scales of their rows, [n, 1]."""
+    return jnp.repeat(by_group[:, 0], sizes, axis=0, total_repeat_length=num_rows)
+
+
+_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
 
 
 def scaled(x: jax.Array, dtype: Any, name: str | None = None, *, over: _Dims | None = None) -> Scaled:

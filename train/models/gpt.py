@@ -9,8 +9,7 @@ from jgt import signal
 
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .linear import adding_init, linear, read_by
-from .remat import cheap
+from .linear import adding_init, cheap, linear, read_by
 
 
 class MLP(nnx.Module):
@@ -22,7 +21,7 @@ class MLP(nnx.Module):
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        (up,) = read_by(x, self.up_proj, groups=1)  # [b, s, ffn]
+        (up,) = read_by(x, self.up_proj)  # [b, s, ffn]
         up = signal.tensor(up, "up")
         return self.down(signal.tensor(cheap(jax.nn.gelu)(up), "hidden"))
 

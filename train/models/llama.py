@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 from flax import nnx
 
@@ -11,11 +9,7 @@ from jgt import signal
 
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .linear import adding_init, linear, read_by
-from .remat import cheap
-
-_GROUPS = 64
-"""The most parts that a mesh may split the columns of gate and up into where they are one matmul."""
+from .linear import adding_init, gated, linear, read_by
 
 
 class GatedMLP(nnx.Module):
@@ -23,20 +17,14 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         embed, ffn = config.embed, config.ffn_size
-        self.groups = math.gcd(ffn, _GROUPS)
         self.gate_proj = linear(config, embed, ffn, use_bias=False, rngs=rngs)
         self.up_proj = linear(config, embed, ffn, use_bias=False, rngs=rngs)
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = read_by(x, self.gate_proj, self.up_proj, groups=self.groups)  # [b, s, ffn] each
+        gate, up = read_by(x, self.gate_proj, self.up_proj)  # [b, s, ffn] each
         gate, up = signal.tensor(gate, "gate"), signal.tensor(up, "up")
-        return self.down(signal.tensor(_gated(gate, up), "hidden"))
-
-
-@cheap
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+        return self.down(signal.tensor(gated(gate, up), "hidden"))
 
 
 class Llama(Decoder):

@@ -45,7 +45,7 @@ class Table(nnx.Param):
 
 
 class Vector(nnx.Param):
-    """What is added or multiplied element by element, whatever its rank: learned positions [seq, embed] are one vector a position."""
+    """A parameter that is added or multiplied element by element: learned positions [seq, embed] are one vector a position."""
 
 
 Settle = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
@@ -162,7 +162,7 @@ def of_linen(module: linen.Module, call: Callable[[Any], Any]) -> Model:
 
     declared: dict[str, Role] = {}
     for path, _ in jax.tree.leaves_with_path(shapes[0]):
-        # Of nn.Embed, whose parameter has this name.
+        # The parameter of nn.Embed has this name.
         if path[-1].key == "embedding":
             declared["/".join(k.key for k in path)] = "table"
     # A module learns by an argument whether it is trained, if at all.

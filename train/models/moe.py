@@ -20,13 +20,12 @@ from flax import nnx
 
 from jgt import signal
 
+from . import eight_bits
 from .config import ModelConfig
 from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
-from .grouped import GroupedMatmul, grouped
-from .linear import READING_INIT, Dot, adding_init, compute_type
-from .remat import cheap
+from .linear import READING_INIT, adding_init, compute_type, gated
 
 
 class MoE(nnx.Module):
@@ -37,9 +36,7 @@ class MoE(nnx.Module):
         assert experts is not None
         ffn = experts.ffn or config.ffn_size
         # Logits are f32 whatever the model's type: a rounding may change which experts are chosen.
-        self.router = nnx.Linear(
-            config.embed, experts.count, use_bias=False, dtype=jnp.float32, dot_general=Dot(), kernel_init=READING_INIT, rngs=rngs
-        )
+        self.router = nnx.Linear(config.embed, experts.count, use_bias=False, dtype=jnp.float32, kernel_init=READING_INIT, rngs=rngs)
         self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
         self.shared = make_mlp(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
         self.load = Load(jnp.zeros(experts.count, jnp.int32))
@@ -71,7 +68,7 @@ class GatedExperts(nnx.Module):
         self.up = made(config.embed, ffn, READING_INIT)
         self.down = made(ffn, config.embed, adding_init(config.layers))
         self.dtype = compute_type(config)
-        self.matmul: GroupedMatmul = grouped
+        self.matmul = eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot
 
     def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
         # In the type of matmuls, so that this is the type that travels.
@@ -79,12 +76,7 @@ class GatedExperts(nnx.Module):
         return signal.tensor(signal.experts(partial(_gated_mlps, self.matmul), weights, x, choice, scale), "routed")
 
 
-def _gated_mlps(matmul: GroupedMatmul, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+def _gated_mlps(matmul: Callable[..., jax.Array], rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
-    gate, up = matmul(rows, sizes, weights["gate"]), matmul(rows, sizes, weights["up"])
-    return matmul(signal.tensor(_gated(gate, up), "hidden"), sizes, weights["down"])
-
-
-@cheap
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+    gate, up = matmul(rows, weights["gate"], sizes), matmul(rows, weights["up"], sizes)
+    return matmul(signal.tensor(gated(gate, up), "hidden"), weights["down"], sizes)

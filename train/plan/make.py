@@ -17,9 +17,8 @@ from jgt.planner.plan import Plan, plan
 from jgt.planner.step.speed import Setting, Workload
 
 from ..config import Run
-from ..models.remat import Remat
 from ..records.summary import tokens_per_sample
-from ..setup import AUTO, Setup, prepare, with_remat
+from ..setup import AUTO, Remat, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
 from .sync import Exchange, formula_bytes
@@ -93,7 +92,7 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     flags, _ = planned_flags(run.config, has_gpu=is_described(target))
     programs = setup.exchanges
     assert programs is not None
-    sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
+    sizes = [fragment.numbers(setup.shapes.exchanged.anchor, setup.shardings.exchanged.anchor) for fragment in programs.fragments]
     largest = sizes.index(max(sizes))
     found = plan(programs.exchange(largest), setup.shapes, target=target, rules=run.rules, flags=flags)
     replicas = setup.mesh.shape[sync.axis]

@@ -31,8 +31,8 @@ from ..models.experts.balance import EXPERT_LOAD
 from ..sections import TrainConfig
 from ..setup import Setup
 from ..sink import say
-from ..step.schedule import learning_rate
-from ..sync.metrics import fetched
+from ..step.optimizer import learning_rate
+from ..sync.phases import fetch_metrics
 from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead
 from .console import Screen
 from .machine import memory_use
@@ -161,7 +161,7 @@ class Progress:
         """Fetches the metrics of a finished step, logs them, and checks them."""
         done: StepResult = finished.result
         # One transfer for all metrics of the step.
-        done = done._replace(metrics=fetched(done.metrics, has_replicas=self._setup.phases is not None))
+        done = done._replace(metrics=fetch_metrics(done.metrics, has_replicas=self._setup.phases is not None))
         finish_trial()
         total = self._total
         if done.step % self._config.train.log_every == 0 or done.step == total:

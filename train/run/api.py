@@ -33,10 +33,11 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
-from ..step.step import State
+from ..step.state import Trained
 from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
+from .start import Position
 from .train import train
 
 _FOREVER = 1_000_000.0
@@ -44,14 +45,23 @@ _FOREVER = 1_000_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl. step: updates so far."""
+class RunResult:
+    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl."""
 
     folder: Path
-    step: int
-    state: State
+    position: Position
     setup: Setup
     metrics: list[dict[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """The updates so far."""
+        return self.position.step
+
+    @property
+    def state(self) -> Trained:
+        """The parameters, the optimizer's state, and what the model keeps beside its parameters."""
+        return self.position.state.trained
 
     @property
     def is_done(self) -> bool:
@@ -61,8 +71,9 @@ class Trained:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        own = self.state.params if self.state.anchor == () else self.state.anchor
-        return _module(self.setup, self.setup.model_params(own), self.setup.evaluated_variables(self.state))
+        anchor = self.position.state.exchanged.anchor
+        own = self.state.params if anchor is None else anchor
+        return _module(self.setup, self.setup.model_params(own), self.setup.eval_variables(self.position.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,30 +102,29 @@ def run_here(
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
-) -> Trained:
+) -> RunResult:
     """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
 
     config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
     pair of training and held-out samples. code, resume, allow_change: as the options of the command.
     """
-    objects = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data}
-    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
-    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in objects.items()]
-    checked = configs.load(config, [*overrides, *names], code=replace(_code(code), objects=objects))
+    own = _own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
+    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in own.objects.items()]
+    checked = configs.load(config, [*overrides, *names], code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.path)
     check_places(checked, given)
     read_key(checked.config.checkpoint.key)
-    found: list[tuple[Setup, Any]] = []
+    ends: list[tuple[Setup, Position]] = []
     with programs_on_trial():
         _start_jax(checked)
-        train(checked, given, on_end=lambda setup, position: found.append((setup, position)), owns_process=False)
-    setup, position = found[0]
+        train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
+    setup, position = ends[0]
     folder = checked.config.run.path
     rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
-    return Trained(folder=folder, step=position.step, state=position.state, setup=setup, metrics=rows)
+    return RunResult(folder=folder, position=position, setup=setup, metrics=rows)
 
 
 def load_model(
@@ -129,34 +139,34 @@ def load_model(
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, or of one of its checkpoints.
 
-    overrides: to the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded: whether the
-    arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a checkpoint.
+    overrides: changes of the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded:
+    whether the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a
+    checkpoint.
     """
     path = Path(path)
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)
     if folder is None:
         raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
-    objects = {"model.kind": model, "train.loss": loss, "data.source": data}
-    objects = {key: _callable(key, part) for key, part in objects.items() if part is not None}
+    own = _own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
     alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
     try:
-        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=replace(_code(code), objects=objects))
+        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=own)
     except InputError as error:
-        hint = [] if code or objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
+        hint = [] if code or own.objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
         raise InputError([*error.problems, *hint]) from None
     _start_jax(checked)
     setup = prepare(checked)
     saved, reports = find_checkpoint(path, read_key(checked.config.checkpoint.key))
     if saved is None:
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
-    # With an average of the parameters, that is the model: evaluations were of it.
+    # An average of the parameters is the model that was evaluated.
     one, shardings = setup.saved_of_one
-    if setup.shapes.average == ():
-        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
+    if setup.shapes.kept.average is None:
+        params = setup.stored_params(restore_params(saved, one.trained.params, shardings.trained.params))
     else:
         average = restored_of_one(saved, one, shardings, "average")
         params = setup.averaged_params(setup.stored_params(average))
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.trained.variables) else {}
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 
@@ -178,8 +188,10 @@ def _start_jax(checked: Run) -> None:
         raise InputError([f"{checked.where('devices.virtual_cpu')}: {why}"])
 
 
-def _code(paths: str | Path | Sequence[str | Path]) -> Code:
-    return read_code([paths] if isinstance(paths, str | Path) else paths)
+def _own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
+    """The user's own code: files, and objects by the key that they stand for."""
+    read = read_code([paths] if isinstance(paths, str | Path) else paths)
+    return replace(read, objects={key: _callable(key, part) for key, part in objects.items() if part is not None})
 
 
 def _callable(key: str, part: Any) -> Callable[..., Any]:

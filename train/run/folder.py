@@ -129,12 +129,12 @@ def move_earlier_run(folder: Path) -> Path | None:
 
 def earlier_files(folder: Path) -> frozenset[tuple[str, int, int]]:
     """The files and folders of an earlier run in this folder: name, device and inode, which tell them from new ones of the same name."""
-    found = set()
+    files = set()
     for path in _movable(folder):
         # Another process may move it away at this moment.
         with contextlib.suppress(FileNotFoundError):
-            found.add((path.name, (state := path.lstat()).st_dev, state.st_ino))
-    return frozenset(found)
+            files.add((path.name, (state := path.lstat()).st_dev, state.st_ino))
+    return frozenset(files)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -167,8 +167,8 @@ def place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
     elif above == folder:
         for entry in sorted(folder.iterdir()):
             wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
-            found = patiently(partial(kind, entry), entry)
+            actual = patiently(partial(kind, entry), entry)
             # None: another process of this run may have renamed it after the listing.
-            if wanted is not None and found not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
+            if wanted is not None and actual not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
                 own = "a regular file" if wanted == stat.S_IFREG else "a folder"
                 yield f"{entry} is not {own}, as a run's own would be. Remove it, or name another directory"

@@ -34,7 +34,7 @@ _MISSING = "(none)"
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigChange:
-    """What a start changed in the config of its run.
+    """The changes of a start to the config of its run.
 
     step: the step from which the new values hold. changes: (key, before, after). kept: where the former config is, relative to the run.
     """
@@ -68,7 +68,7 @@ def replace_config(run: Run, data: Mapping[str, Any], step: int) -> ConfigChange
     name = f"step-{step}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     (folder / CONFIGS).mkdir(exist_ok=True)
     for file, text in before.items():
-        # The config always, because it names what it was trained with; the data only if it differs.
+        # The config always, because it names what the steps so far were trained with; the data only if it differs.
         if file == CONFIG or text != texts[file]:
             _keep(folder / CONFIGS / f"{name}{Path(file).suffix}", text)
     for file, text in texts.items():

@@ -1,6 +1,6 @@
 """The identity of a run: whether a start continues the run in its directory, or the one whose checkpoint it takes.
 
-Starting a changed model or other data in an old run's directory would resume the old state and train on with it, and days later nobody
+Starting a changed model or other data in an old run's directory would resume the old state and train on with it, and days later no one
 could say what was trained. So the directory and each checkpoint store the config and a fingerprint of the data, and a start that differs in
 a key of `FIXED` is refused, by name, unless `--allow-change` permits it.
 
@@ -33,7 +33,7 @@ _MAX_BYTES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """What a run resumes from: its own newest checkpoint, or the newest one in `path` if it has none of its own.
+    """The checkpoint that a run resumes from: its newest one, or the newest one in `path` if the run has none.
 
     never: start from step 0 instead. allow: keys below `FIXED` that may differ from the run that is resumed.
     """
@@ -53,7 +53,7 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
             why = f"unknown key.{near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
     path = None if resume in ("auto", "never") else Path(resume)
-    # A run with checkpoints of its own goes on from them, and its origin may be gone.
+    # A run with checkpoints resumes from them, and its origin may be gone.
     if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
@@ -136,7 +136,7 @@ def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], w
 
 
 def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
-    """Raises InputError with the keys in which the model differs from that of a checkpoint, whose fingerprints are `before`."""
+    """Raises InputError with the keys in which the model differs from a checkpoint's, whose fingerprints are `before`."""
     old = _get(before, "config.model")
     different = [f"{key} is {shown(old)} there and {shown(new)} here" for key, old, new in _differences("model", old, _fixed(run)["model"])]
     if isinstance(old, dict) and different:
@@ -145,7 +145,7 @@ def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
 
 
 def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint records about its run, as plain values."""
+    """The values that a checkpoint records about its run."""
     return {"config": _fixed(run), "data": dict(data)}
 
 
@@ -169,7 +169,6 @@ def _shown(key: str, value: Any) -> str:
     if key != "code":
         # As YAML has them.
         return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
-    # Nobody reads a checksum.
     return "no code of your own" if value is None else f"other code ({value[:8]})"
 
 
@@ -179,10 +178,8 @@ def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any],
     changed = [f"{key} was {was.get(key, 'not there')}, is {now.get(key, 'not there')}" for key in keys]
     if not changed or any(_is_below(key, "data") for key in allow):
         return []
-    return [
-        f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. "
-        "Give the run another name (run.name=...), or allow it (--allow-change data)"
-    ]
+    remedy = "Give the run another name (run.name=...), or allow it (--allow-change data)"
+    return [f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. {remedy}"]
 
 
 def _is_below(key: str, section: str) -> bool:

@@ -31,7 +31,7 @@ from ..records.records import Records
 from ..records.summary import describe_end, tokens_per_sample
 from ..setup import Setup
 from ..sink import say
-from ..step.step import State
+from ..step.state import State
 from .faults import Faults
 from .folder import Lock
 from .history import replace_config
@@ -126,7 +126,7 @@ class Loop:
             self._screen.say(change.text)
 
     def _compile(self) -> Future[Any]:
-        """The compiled step, by a thread of its own. Only XLA works there: the trace is finished when this returns."""
+        """Compiles the step in a thread. Only XLA works there: the trace is finished when this returns."""
         lowered = None if self._setup.compiled is not None else self._setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
@@ -186,14 +186,14 @@ class Loop:
         return Position(state=state, step=done, samples=samples, phase=done - exchanged)
 
     def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
-        """From the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
+        """A function from the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
         compiled, last = self._setup.compile_exchanges(), position.step - position.phase
 
         def exchange(state: State, step: int) -> tuple[State, int]:
             nonlocal last
             if compiled is None:
                 return state, step
-            state, are_equal = compiled.after(state, step, is_last=step == self.num_steps, since=last)
+            state, are_equal = compiled.after(state, step, is_last=step == self.num_steps)
             last = step if are_equal else last
             return state, last
 
@@ -250,7 +250,7 @@ class Loop:
                 self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            params, variables = self._setup.evaluated(state), self._setup.evaluated_variables(state)
+            params, variables = self._setup.eval_params(state), self._setup.eval_variables(state)
             sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
             for part in self._data.eval_parts:
                 for batch in self._feed.evaluation(self._config.train.eval_batches, part):

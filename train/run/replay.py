@@ -1,12 +1,12 @@
 """Recomputes a step of a run twice, and says whether a fault in it comes from the data, the code, or the machine.
 
 A loss that jumps or becomes NaN has three possible causes, which look the same in the log: samples that spoil the step, a model or a
-learning rate that diverges, or hardware that computes wrongly. A run is deterministic bit for bit, and that tells them apart. From the
-checkpoint before the step, with the run's own program and data, all steps up to this one are trained twice. If the two passes differ in a
-single bit, the machine (or a kernel that is not deterministic) is at fault. If they agree with each other but not with the log, the
+learning rate that diverges, or hardware that computes wrongly. A run is deterministic bit for bit, so that they can be distinguished. From
+the checkpoint before the step, with the run's own program and data, all steps up to the step are trained twice. If the two passes differ in
+a single bit, the machine (or a kernel that is not deterministic) is at fault. If they agree with each other but not with the log, the
 machine was at fault then, or something has changed since. If they agree with the log too, the fault is reproducible: then the loss of
-each sample, under the parameters before the step, shows whether only some of its samples are extreme (the data) or those of the next step
-as well (the code).
+each sample, under the parameters before the step, shows whether only some of its samples are extreme (the data) or the next step's
+samples as well (the code).
 
 The invariant: nothing is written to the run directory.
 """
@@ -35,8 +35,8 @@ from ..records.console import Screen
 from ..report.rows import read_metrics
 from ..setup import Setup
 from ..sink import say
-from ..step.objective import joined
-from ..step.step import State
+from ..step.objective import mean_of_parts
+from ..step.state import State
 from .identity import Resume
 from .start import Feed, Start, restore_state
 from .train import open_run
@@ -63,7 +63,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is at fault; the text says why, and what to do."""
+    """The cause of a fault. The text says why, and what to do."""
 
     fault: Literal["none", "machine", "code", "data", "changed"]
     text: str
@@ -72,7 +72,7 @@ class Verdict:
 def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     """Recomputes a step and prints the verdict. Raises InputError for a step that was not logged.
 
-    resume: what the run was resumed from when it trained the step.
+    resume: the checkpoint that the run was resumed from when it trained the step.
     """
     resume = resume or Resume()
     screen = Screen(enabled=jax.process_index() == 0)
@@ -109,9 +109,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
             before = jax.tree.map(jnp.copy, state) if number == step else None
             state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-            replayed[number] = ReplayedStep(
-                loss=loss, grad_norm=norm, digest=int(_digest((state.params, state.opt_state, state.variables, state.average)))
-            )
+            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=int(_digest((state.trained, state.kept.average))))
         passes.append(replayed)
     assert before is not None
     # Two batches: the step's own samples, and the next step's for comparison.
@@ -191,11 +189,11 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     def alone(params: Any, variables: Any, batch: dict[str, jax.Array], row: jax.Array) -> jax.Array:
         # In every row, because the rules lay out the rows of a whole batch.
         total, part = loss(params, variables, {name: jnp.broadcast_to(x[row], x.shape) for name, x in batch.items()})
-        return joined(total, part.weight, 1)
+        return mean_of_parts(total, part.weight, 1)
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
-    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
+    return [np.asarray(compiled(state.trained.params, state.trained.variables, batch)) for batch in batches]
 
 
 @jax.jit

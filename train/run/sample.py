@@ -16,7 +16,7 @@ import jgt
 
 from ..data.batches import Data
 from ..setup import Setup
-from ..step.step import State
+from ..step.state import State
 
 
 def sample_text(setup: Setup, state: State, data: Data) -> str:
@@ -25,7 +25,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     assert tokenizer is not None
     # The model's vocabulary may be smaller than the tokenizer's. An empty prompt becomes one token, so that there is a last logit.
     prompt = [token for token in tokenizer.encode(config.sample.prompt) if token < config.model.vocab] or [0]
-    # Of a long prompt the end counts, and one position remains to be written.
+    # A long prompt is cut to its end, because at least one position has to remain free.
     prompt = prompt[-max(config.model.seq - 1, 1) :]
     count = min(config.sample.tokens, config.model.seq - len(prompt))
     # The rules lay out rows over devices, so a single row may not be possible. All rows start equal, and only the first is shown.
@@ -51,10 +51,10 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
     run = jax.jit(generate, out_shardings=setup.placement.replicated())
-    params, variables = setup.model_params(setup.evaluated(state)), setup.evaluated_variables(state)
+    params, variables = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
     after = np.asarray(run(params, variables, tokens, jax.random.key(config.run.seed)))
     ids = after[0, : len(prompt) + count].tolist()
-    # With masked documents the model has not learnt how a text begins after the end of another.
+    # A model of masked documents has not learnt how a text begins after the end of another.
     if data.end in (written := ids[len(prompt) :]):
         ids = prompt + written[: written.index(data.end)]
     return tokenizer.decode(ids)

@@ -5,10 +5,8 @@ So the order is fixed: the run's own checkpoints come first; only a run that has
 state is made, into which `checkpoint.weights` may put another run's parameters. With this order a second start with `--resume PATH`
 continues the run instead of beginning once more from PATH. Another run's folder is only ever read.
 
-A position is a state together with the number of sequences of training data that it has consumed. `Feed` reads from that number on. Each
-process reads only the rows that its own devices hold, which follow from the sharding of the batch. The invariants: all processes start
-from the same step (`train.checkpoint.saved` sees to that), and the same rows reach the model on every mesh and with any number of
-processes, so a run that resumes neither repeats nor skips one.
+The invariants: all processes start from the same step (`train.checkpoint.saved` sees to that), and the same rows reach the model on every
+mesh and with any number of processes, so a run that resumes neither repeats nor skips one.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -34,9 +33,9 @@ from ..checkpoint.signature import read_key
 from ..data.batches import Data
 from ..setup import Setup
 from ..sink import say
-from ..step.step import State
+from ..step.state import State
 from .identity import Resume, check_model, check_origin
-from .replicas import check_phase, first_losses, lifted_shapes, saved_replicas, with_replicas, with_zeros
+from .replicas import check_phase, lifted_shapes, saved_replicas, with_replicas
 
 Phase = Callable[..., AbstractContextManager[None]]
 """phase(name, **details): a context manager that records how long a phase of the run takes."""
@@ -46,7 +45,7 @@ _Restored = TypeVar("_Restored")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far training has come: the state, the number of updates, the sequences of training data consumed, and steps since an exchange."""
+    """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange."""
 
     state: State
     step: int = 0
@@ -63,10 +62,9 @@ class Start:
 
     def position(self, checkpoints: Checkpoints, resume: Resume) -> Position:
         """The position to train from. Raises InputError for a checkpoint that does not fit the run, and DiskError."""
-        if found := self._restored(checkpoints.search(), self._restore_state):
-            position = _position(*found)
-            self._say(f"Resumed from step {position.step} in {self._setup.run.config.run.path}")
-            return position
+        if own := self._restored(checkpoints.search(), self._restore_state):
+            self._say(f"Resumed from step {own[0].manifest.step} in {self._setup.run.config.run.path}")
+            return _position(*own)
         if resume.path is not None:
             saved, state = self._restored_elsewhere("--resume", resume.path, partial(self._restore_other, resume))
             self._say(f"Continues from {saved.folder}, at step {saved.manifest.step}")
@@ -86,15 +84,19 @@ class Start:
         return self._setup.with_params(state, params)
 
     def _restored_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
-        found = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
-        if found is None:
+        restored = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
+        if restored is None:
             raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])
-        return found
+        return restored
 
     def _restored(self, search: Search, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored] | None:
         """The newest step of a search that can be restored, and what `restore` makes of it; None if there is no step."""
         try:
-            while saved := self._verified(search):
+            while True:
+                with self._phase("verify"):
+                    saved = search.next()
+                if saved is None:
+                    return None
                 try:
                     restored = restore(saved)
                 except UnusableError as error:
@@ -102,14 +104,9 @@ class Start:
                 else:
                     search.settle()
                     return saved, restored
-            return None
         finally:
             for report in search.reports:
                 say(report)
-
-    def _verified(self, search: Search) -> SavedStep | None:
-        with self._phase("verify"):
-            return search.next()
 
     def _restore_state(self, saved: SavedStep) -> State:
         with self._phase("restore", step=saved.manifest.step):
@@ -123,8 +120,8 @@ class Start:
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
             try:
-                one, shardings = self._setup.saved_of_one
-                return self._setup.stored_params(restore_params(saved, one.params, shardings.params, cast=self._config.cast))
+                shapes, shardings = (state.trained.params for state in self._setup.saved_of_one)
+                return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
@@ -132,42 +129,52 @@ class Start:
 
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:
-    """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit."""
-    config, phases = setup.run.config, setup.phases
-    before, now = saved_replicas(saved), 0 if phases is None else phases.replicas.count
+    """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit.
+
+    Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
+    switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero.
+    """
+    before, now = saved_replicas(saved), 0 if setup.phases is None else setup.phases.replicas.count
     check_phase(setup.run, saved, now)
     if before == now:
         shapes, shardings = setup.saved_shapes, setup.saved_shardings
     else:
-        one, of_one = setup.saved_of_one
-        shapes, shardings = lifted_shapes(one, of_one, before, momentum=setup.shapes.momentum != ()) if before else (one, of_one)
+        shapes, shardings = setup.saved_of_one
+        if before:
+            shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.exchanged.momentum is not None)
     absent = _absent(saved, shapes)
-    found = restore(saved, shapes._replace(**absent), shardings._replace(**absent), cast=config.checkpoint.cast)
-    state = setup.from_saved(found if before == now else with_replicas(setup, found, has_replicas=before > 0))
-    if "losses" in absent:
-        state = state._replace(losses=first_losses(setup))
-    if zeros := [name for name in ("residual", "momentum", "waiting") if name in absent]:
-        state = with_zeros(setup, state, zeros)
+    state = restore(saved, shapes.with_parts(**absent), shardings.with_parts(**absent), cast=setup.run.config.checkpoint.cast)
+    state = setup.from_saved(state if before == now else with_replicas(setup, state, has_replicas=before > 0))
+    state = state.with_parts(**_first_values(setup, [name for name in absent if name != "average"]))
     return setup.with_average(state) if "average" in absent else state
 
 
-def _absent(saved: SavedStep, shapes: State) -> dict[str, Any]:
-    """The parts of a state that a checkpoint may lack, or have in another shape, and does.
-
-    Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
-    switched on starts at the parameters. What rounding took away, and the momentum of the outer step, start at zero.
-    """
+def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
+    """The optional parts of a state that a checkpoint lacks, or has in another shape."""
     entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
-    absent = {} if shapes.losses != () and entries.get("losses") == shapes.losses.shape else {"losses": ()}
-    for name in ("average", "residual", "momentum", "waiting"):
-        wanted = {f"{name}/{path_text(path)}": x.shape for path, x in jax.tree.leaves_with_path(getattr(shapes, name))}
-        if wanted.items() - entries.items() or (name == "average" and not wanted):
-            absent[name] = ()
+    absent: dict[str, None] = {}
+    for name, part in {**vars(shapes.kept), **vars(shapes.exchanged)}.items():
+        wanted = {"/".join(filter(None, (name, path_text(path)))): x.shape for path, x in jax.tree.leaves_with_path(part)}
+        if wanted.items() - entries.items():
+            absent[name] = None
     return absent
 
 
+def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
+    """The values of optional parts of a state before the first step: NaN for losses, otherwise zero."""
+    shapes, shardings = ({name: tree.arrays()[name] for name in names} for tree in (setup.shapes, setup.shardings))
+
+    def first() -> dict[str, Any]:
+        return {
+            name: jax.tree.map(lambda x, value=jnp.nan if name == "losses" else 0: jnp.full(x.shape, value, x.dtype), part)
+            for name, part in shapes.items()
+        }
+
+    return jax.jit(first, out_shardings=shardings)()
+
+
 class Feed:
-    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says."""
+    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads its devices' rows."""
 
     def __init__(self, data: Data, setup: Setup):
         self._data, self._shardings, self._element = data, setup.batch_shardings, setup.element
@@ -176,13 +183,13 @@ class Feed:
         shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())
         is_whole = setup.objective.is_of_whole_batches
         self.eval_batch = self._batch if is_whole else data.eval_batch(self._batch, shards)
+        few = f"{setup.run.where('data')}: data.source: {data.eval_sequences} held-out samples are fewer than"
         if is_whole and 0 < data.eval_sequences < self._batch:
-            few = f"{data.eval_sequences} held-out samples are fewer than a batch of {self._batch}, which the loss compares with each other"
-            raise InputError([f"{setup.run.where('data')}: data.source: {few}. Hold out more, or none, or lower train.batch"])
+            why = f"a batch of {self._batch}, which the loss compares with each other"
+            raise InputError([f"{few} {why}. Hold out more, or none, or lower train.batch"])
         if not data.pads and 0 < data.eval_sequences < shards:
-            where, config = setup.run.where("data"), setup.run.config
-            few = f"{data.eval_sequences} held-out samples are fewer than the {shards} devices that split a batch"
-            raise InputError([f"{where}: data.source: {few}. Hold out more, or none ({getattr(config.data, 'source', '')})"])
+            source = getattr(setup.run.config.data, "source", "")
+            raise InputError([f"{few} the {shards} devices that split a batch. Hold out more, or none ({source})"])
 
     def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
         """Training batches without end, after the first `samples` sequences of the training data."""
@@ -216,7 +223,7 @@ class Feed:
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
     """The rows of a global [batch, ...] array that this process's devices need, in order."""
-    # From the sharding, and not from batch / processes: devices of several processes may hold the same rows.
+    # Not batch / processes, because devices of several processes may hold the same rows.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
 

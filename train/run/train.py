@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import jax
 
@@ -28,7 +27,6 @@ from ..data.config import OwnData
 from ..data.mapped import DataChangedError
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
-from ..models.remat import Remat
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..profile.profiler import Profiler
@@ -37,7 +35,6 @@ from ..records.console import Screen
 from ..records.loggers import open_loggers
 from ..records.records import Records
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
-from ..sections import Fault
 from ..setup import Setup, compiled_to_fit, prepare, with_remat
 from ..sink import describe_lost, say
 from ..xla import open_devices
@@ -78,7 +75,7 @@ def train(
         Watch(run.config.watchdog, folder, shared_store(), stopped_code, owns_process=owns_process) as watch,
         contextlib.ExitStack() as closing,
     ):
-        # With several processes this waits until each of them has told the others which devices it has.
+        # Waits until each process has told the others which devices it has.
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
@@ -95,8 +92,16 @@ def train(
         closing.callback(records.close)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         _record_start(records, begun or entered, entered)
-        _introduce(screen, setup, data)
-        faults = Faults(run.config.debug.faults, folder, process, partial(_note_fault, records))
+        screen.say(describe_start(folder))
+        screen.setup(setup)
+        for line in (describe_data(data.fingerprint), describe_size(setup), *describe_sync(setup)):
+            screen.say(line)
+        faults = Faults(
+            run.config.debug.faults,
+            folder,
+            process,
+            lambda fault: records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind),
+        )
         identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
         is_ours = (lambda: True) if lock is None else lock.is_held
         checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
@@ -149,25 +154,12 @@ def _explain(error: Exception, checkpoints: Checkpoints) -> None:
 
 
 def _exit_code(code: int, lost: Mapping[str, int]) -> int:
-    """The exit code of a run that would end with this one. Says which records were lost."""
+    """The exit code of a run that would end with `code`. Says which records were lost."""
     if not lost:
         return code
     say(describe_lost(lost))
     # A code that was asked for has its own reader.
     return Exit.LOST if code == Exit.DONE else code
-
-
-def _introduce(screen: Screen, setup: Setup, data: Data) -> None:
-    screen.say(describe_start(setup.run.config.run.path))
-    screen.setup(setup)
-    screen.say(describe_data(data.fingerprint))
-    screen.say(describe_size(setup))
-    for line in describe_sync(setup):
-        screen.say(line)
-
-
-def _note_fault(records: Records, fault: Fault) -> None:
-    records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind)
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
@@ -200,9 +192,6 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
-    setup = with_remat(setup, partial(_again, run, setup.element), compiled_to_fit)
+    element = setup.element
+    setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
     return setup.with_epochs(data.train_sequences), data
-
-
-def _again(run: Run, element: Mapping[str, jax.ShapeDtypeStruct], remat: Remat) -> Setup:
-    return prepare(run, element=element, remat=remat)

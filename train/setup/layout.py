@@ -1,28 +1,100 @@
-"""The mesh of a run, the rules on it, and over how many devices a batch is split."""
+"""The mesh of a run, and what its axes do: which of them split a batch, and along which of them gradients are added up last.
+
+Rules say which axes split a batch and which split parameters. Along an axis of the batch that splits no parameter, each device has what
+it needs for the gradients of its rows, so the devices are replicas that can add up alone (`train.step.gradients`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError
-from jgt.experts import can_count, exchange_at, served
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.layout import axes_inside
+from jgt.rules import Rules
 
 from ..config import Run
-from ..models.experts.balance import Observe
-from ..models.tables import Groups
-from .apart import apart_axes
+from ..models.config import OwnModel
+from ..step.loss import Groups
+from ..sync.config import SyncConfig
 
 
-def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
-    """The run's mesh over all devices, or over `devices`. With `num_devices` it is abstract. Raises InputError."""
+@dataclass(frozen=True, kw_only=True)
+class MeshLayout:
+    """A run's mesh and rules, and the roles of its axes.
+
+    device: a device of the mesh, or a description of one; None if nothing is known of them. batch, sequence: the axes that split these dims
+    of a batch. replicas: the axes of the batch along which devices add up the gradients of all parts of a batch before they send any.
+    """
+
+    mesh: Mesh | AbstractMesh
+    device: Any
+    rules: Rules
+    pipeline: PipelineConfig | None
+    sync: SyncConfig | None
+    batch: tuple[str, ...]
+    sequence: tuple[str, ...]
+    replicas: tuple[str, ...]
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether replicas train for themselves, and exchange parameters after some steps."""
+        return self.sync is not None and self.sync.every > 1
+
+    @property
+    def groups(self) -> Groups:
+        """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
+        if self.pipeline is not None:
+            return ()
+        apart = {*self.replicas, *(() if self.sync is None else (self.sync.axis,))}
+        sizes = tuple(size for axis in self.batch if axis not in apart and (size := self.mesh.shape.get(axis, 1)) > 1)
+        # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+        on_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return (math.prod(sizes),) if on_cpu and sizes else sizes
+
+    @property
+    def sequence_shards(self) -> int:
+        """The number of devices that split the sequence."""
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in self.sequence)
+
+    @property
+    def devices_of_stage(self) -> int:
+        """The number of devices that compute a stage of the pipeline together on the same rows; 1 without a pipeline."""
+        sizes = dict(self.mesh.shape)
+        inside = () if self.pipeline is None else axes_inside(sizes, self.pipeline.axis, self.batch)
+        return math.prod(sizes[axis] for axis in inside)
+
+
+def mesh_layout(run: Run, *, num_devices: int | None = None, like: Any = None, devices: Sequence[Any] | None = None) -> MeshLayout:
+    """The run's layout over all devices, or over `devices`. Raises InputError.
+
+    num_devices: makes the mesh abstract, with this many devices. like: a description of one of these.
+    """
+    mesh = _mesh(run, num_devices, devices)
+    if like is not None and isinstance(mesh, AbstractMesh):
+        # A trace inside of a shard_map names the kind of device.
+        mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
+    batch, sequence = run.batch_dims
+    return MeshLayout(
+        mesh=mesh,
+        device=mesh.devices.flat[0] if isinstance(mesh, Mesh) else like,
+        rules=run.rules,
+        pipeline=run.pipeline,
+        sync=run.config.sync,
+        batch=batch,
+        sequence=sequence,
+        replicas=_replica_axes(run, {axis for axis in batch if mesh.shape.get(axis, 1) > 1}),
+    )
+
+
+def _mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
     where, order = f"{run.where('mesh')}: mesh", _axis_names(run)
     if run.is_alone and jax.process_count() > 1:
         raise InputError([f"{where}: is one device, but the run has {jax.process_count()} processes. Remove the key, or raise a size"])
@@ -34,7 +106,7 @@ def make_mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) 
 
 
 def _axis_names(run: Run) -> list[str]:
-    """The mesh's axes with a pipeline's right behind those of the batch, wherever the file places it."""
+    """The mesh's axes, with a pipeline's axis right behind the batch's, wherever the file places it."""
     names = list(run.mesh)
     if run.pipeline is None or run.pipeline.axis not in names:
         return names
@@ -44,47 +116,19 @@ def _axis_names(run: Run) -> list[str]:
     return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]
 
 
-def num_shards(run: Run, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
-    """Over how many devices batch and sequence are split."""
-    batch, sequence = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
-    return batch, sequence
+def _replica_axes(run: Run, split: set[str]) -> tuple[str, ...]:
+    """The axes of `MeshLayout.replicas`. split: the axes of the batch with more than one device.
 
-
-def batch_groups(run: Run, mesh: Mesh | AbstractMesh) -> Groups:
-    """The devices that split the batch, by axis. In a pipeline a device meets its own rows alone."""
-    if run.pipeline is not None:
-        return ()
-    sync = run.config.sync
-    apart = {*apart_axes(run, mesh), *(() if sync is None else (sync.axis,))}
-    sizes = tuple(size for axis in run.batch_dims[0] if axis not in apart and (size := mesh.shape.get(axis, 1)) > 1)
-    # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
-    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return (math.prod(sizes),) if on_cpu and sizes else sizes
-
-
-def exchange_metrics(run: Run, mesh: Mesh | AbstractMesh) -> Observe | None:
-    """The metrics of the exchange of experts, from their counts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
-
-    None where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
+    These include the axis of `sync` if gradients cross it in every step. With phases they do not: the step is then one replica's. No rule
+    may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet, as they
+    do in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes except `sync.axis`.
     """
-    exchange = exchange_at(run.rules, _EXPERTS, _RANK, mesh.shape) if run.pipeline is None else None
-    if exchange is None:
-        return None
-
-    def observe(counts: jax.Array, num_tokens: int, num_choices: int) -> Mapping[str, jax.Array]:
-        if not can_count(exchange, *counts.shape[-2:]):
-            return {}
-        rounds, dropped = served(exchange, counts, num_tokens, num_choices)
-        return {"exchange_dropped": jnp.mean(dropped)} if exchange.drops else {"exchange_rounds": jnp.max(rounds)}
-
-    return observe
-
-
-_EXPERTS, _RANK = "layers/moe", 3
-"""The signal of the decoders' experts, and the dims of what they read."""
-
-
-def devices_sharing(run: Run, mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices that compute a stage of the pipeline together on the same rows; 1 without a pipeline."""
-    sizes = dict(mesh.shape)
-    return 1 if run.pipeline is None else math.prod(sizes[axis] for axis in axes_inside(sizes, run.pipeline.axis, run.batch_dims[0]))
+    model, train, sync = run.config.model, run.config.train, run.config.sync
+    if train.loss is not None or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
+        return ()
+    free = [axis for axis in run.batch_dims[0] if axis in split and axis not in run.rules.axes_of_parameters()]
+    if sync is not None and sync.every > 1:
+        free = [axis for axis in free if axis != sync.axis]
+    if train.accumulate == 1 or run.pipeline is not None:
+        free = [axis for axis in free if sync is not None and axis == sync.axis]
+    return tuple(free)

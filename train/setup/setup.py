@@ -1,4 +1,4 @@
-"""What exists of a run before its first step: the shapes of its state, where everything goes, and its compiled functions."""
+"""A run before its first step: the shapes of its state, where everything goes, and its compiled functions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError
 
 from ..config import Run
-from ..models.attention import CUDNN, AttentionChoice, has_foreign_mask
+from ..models.kernels import AttentionChoice
 from ..models.model import Model
-from ..models.remat import Remat
 from ..step.objective import Objective
-from ..step.optimizer import MakeOptimizer
-from ..step.parts import Parts
-from ..step.schedule import Settings, settings_of_step
-from ..step.step import State, make_eval_step, make_train_step
+from ..step.optimizer import MakeOptimizer, Settings, settings_of_step
+from ..step.state import State
+from ..step.step import make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
-from .apart import apart_of
+from .program import rows_of
+from .remat import Remat
 from .state import COMPILED_ONCE, StateLayout
 
 
@@ -34,11 +33,11 @@ from .state import COMPILED_ONCE, StateLayout
 class Setup(StateLayout):
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
-    make_state: from a seed, uint32[], to the state before the first step. One function, so that JAX traces it once. element: the arrays of
-    one row of a batch, by name. grouped: how the matmuls of experts run, as in the log; empty without experts. remat: `train.remat`, or
-    what `auto` took. compiled: the step, if it is compiled already.
+    make_state: makes the state before the first step from a seed, uint32[]. It is one function, so that JAX traces it once. element: the
+    arrays of one row of a batch, by name. attention, grouped, remat: see `ModelProgram`. compiled: the step, if it is compiled already.
     """
 
+    run: Run
     model: Model
     attention: AttentionChoice | None
     grouped: str
@@ -67,7 +66,7 @@ class Setup(StateLayout):
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
-        # The seed is an argument. As a constant it would give each seed a program of its own, and the compilation cache would miss.
+        # The seed is an argument. As a constant it would make another program of each seed, and the compilation cache would miss.
         return jax.jit(self.make_state, out_shardings=self.shardings, compiler_options=COMPILED_ONCE)(np.uint32(self.run.config.run.seed))
 
     def settings(self, step: int) -> np.ndarray:
@@ -87,33 +86,20 @@ class Setup(StateLayout):
 
     def train_step(self) -> Any:
         """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
-
-        def pin(gradients: Any) -> Any:
-            return jax.lax.with_sharding_constraint(gradients, self.stored.gradients)
-
-        config, optimizer = self.run.config.train, self.run.config.optimizer
         step = make_train_step(
             self.objective,
             self.make_optimizer,
-            parts=Parts(
-                count=1 if self.run.pipeline is not None else config.accumulate,
-                pin=pin,
-                apart=apart_of(self.run, self.mesh, self._used),
-            ),
-            clips=optimizer.clip is not None,
-            spikes=config.skip_spikes,
-            update=update_in_turn(self.placement) if optimizer.offload == "host" else update_all,
-            ema=config.ema,
+            gradients=self.gradients,
+            clips=self.run.config.optimizer.clip is not None,
+            features=self.features,
+            update=update_in_turn(self.placement) if self.offload else update_all,
         )
-        shardings = self.shardings
-        whole = self.placement.replicated()
-        # With phases each replica has metrics of its own, [R].
-        told = whole if self.phases is None else self.phases.replicas.lifted(whole)
+        shardings, whole = self.shardings, self.placement.replicated()
         return jax.jit(
             step if self.phases is None else self.phases.step(step),
             in_shardings=(shardings, self.batch_shardings, whole),
-            # The new state has the layout of the old one, the only one that the compiled step takes.
-            out_shardings=(shardings, told),
+            # The new state has the layout of the old one, the only one that the compiled step takes. With phases each replica has metrics.
+            out_shardings=(shardings, whole if self.phases is None else self.phases.replicas.lift(whole)),
             # The new state takes the memory of the old one.
             donate_argnums=0,
         )
@@ -125,19 +111,24 @@ class Setup(StateLayout):
 
     def compile_exchanges(self) -> Exchanges | None:
         """The compiled exchanges; None without phases."""
-        return None if self.exchanges is None else self.exchanges.compiled()
+        return None if self.exchanges is None else self.exchanges.compile()
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The step as XLA will compile it."""
         return self.train_step().lower(*self.step_shapes)
 
     def compile_train_step(self, lowered: jax.stages.Lowered | None = None) -> Any:
-        """The compiled step. Raises InputError if its attention would mask wrongly."""
+        """The compiled step. Raises InputError if a device would mask its rows by other rows."""
         if self.compiled is not None:
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
-        if self.attention is not None and self.attention.kernel is CUDNN and "segments" in self.element:
-            _check_masks(self.run, compiled.as_text() or "")
+        has_foreign_mask = None if self.attention is None else self.attention.kernel.has_foreign_mask
+        if has_foreign_mask is not None and "segments" in self.element and has_foreign_mask(compiled.as_text() or ""):
+            why = (
+                "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it with "
+                "data.documents: mask. Split both over the same axes, or use model.attention: xla"
+            )
+            raise InputError([f"{self.run.where('rules')}: inputs: {why}"])
         return compiled
 
     @property
@@ -146,30 +137,14 @@ class Setup(StateLayout):
         return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
 
     def compile_eval_step(self, batch: int) -> Any:
-        """The compiled evaluation of this many rows: (parameters, variables, batch) → by name, a sum and its weight."""
+        """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
         whole, shapes = self.placement.replicated(), self.shapes
-        params = shapes.params if self.phases is None else shapes.anchor
+        params = shapes.trained.params if self.phases is None else shapes.exchanged.anchor
         # Only parameters may have other shapes in checkpoints.
-        one, shardings = self.saved_of_one
+        one, shardings = (state.trained.variables for state in self.saved_of_one)
         jitted = jax.jit(
             make_eval_step(self.objective),
-            in_shardings=(self.stored.params, shardings.variables, self.batch_shardings),
+            in_shardings=(self.stored.params, shardings, self.batch_shardings),
             out_shardings=whole,
         )
-        return jitted.lower(params, one.variables, rows_of(self.element, batch)).compile()
-
-
-def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch of rows, [rows, ...] each."""
-    return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
-
-
-def _check_masks(run: Run, program: str) -> None:
-    """Raises InputError if a device would mask its rows by those of others."""
-    if has_foreign_mask(program):
-        raise InputError(
-            [
-                f"{run.where('rules')}: inputs: the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel "
-                "needs it with data.documents: mask. Split both over the same axes, or use model.attention: xla"
-            ]
-        )
+        return jitted.lower(params, one, rows_of(self.element, batch)).compile()

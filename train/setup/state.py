@@ -8,41 +8,106 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.document import InputError
+from jgt.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 
-from ..config import Run
-from ..step.optimizer import MakeOptimizer
-from ..step.parts import first_residual, waiting_type
-from ..step.schedule import Settings
-from ..step.step import State, first_average, no_losses
+from ..code.files import Code
+from ..config import Config
+from ..models.linear import compute_type
+from ..step.config import OwnOptimizer
+from ..step.features import StepFeatures
+from ..step.gradients import GradientSum
+from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, own_optimizer, roles_of
+from ..step.state import Exchanged, Kept, State, Trained, Tree
 from ..sync.phases import Phases, mean_of_replicas
-from .apart import gradient_replicas, residual_shardings
+from .layout import MeshLayout
+from .model import Where
+from .place import Placed
+from .program import ModelProgram
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewState:
+    """The maker of a run's state. make(seed, uint32[]) returns the state before the first step, whose shapes are `shapes`."""
+
+    make_optimizer: MakeOptimizer
+    features: StepFeatures
+    phases: Phases | None
+    make: Callable[[Any], State]
+    shapes: State
+
+
+def new_state(program: ModelProgram, placed: Placed, config: Config, layout: MeshLayout, code: Code, where: Where) -> NewState:
+    """The optimizer and the optional features of a run, and the state that they begin with. Raises InputError."""
+    optimizer = config.optimizer
+    if isinstance(optimizer, OwnOptimizer):
+        make_optimizer = own_optimizer(optimizer, code, where)
+    else:
+        make_optimizer = build_optimizer(
+            optimizer,
+            roles_of(program.model, placed.stored),
+            dtype=compute_type(config.model),
+            map_matrices=placed.stored.map_matrices,
+            sizes={p.path: p.shape[-2:] for p in placed.placement.parameters},
+        )
+    features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
+    phases = _phases(layout, program.variables, where)
+    storage = placed.storage
+
+    def make(seed: jax.Array) -> State:
+        params, variables = program.init(jax.random.key(seed))
+        params = params if storage is None else storage.entered(params)
+        # The state does not depend on the settings.
+        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
+        kept = features.first(params)
+        waiting = placed.gradients.first_waiting(params if storage is None else jax.eval_shape(storage.used, params))
+        state = State(jnp.zeros((), jnp.int32), Trained(params, opt_state, variables), kept, Exchanged(waiting=waiting))
+        return state if phases is None else phases.begin(state)
+
+    shapes = jax.eval_shape(make, jax.ShapeDtypeStruct((), jnp.uint32))
+    return NewState(make_optimizer=make_optimizer, features=features, phases=phases, make=make, shapes=shapes)
+
+
+def _phases(layout: MeshLayout, variables: Any, where: Where) -> Phases | None:
+    """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with `every: 1`."""
+    if layout.sync is None:
+        return None
+    if layout.has_phases:
+        return Phases(replicas=Replicas(mesh=layout.mesh, axes=(layout.sync.axis,), batch=layout.batch), config=layout.sync)
+    if jax.tree.leaves(variables):
+        text = "the model keeps more than parameters from step to step (statistics, loads of experts, random keys)"
+        remedy = "sync.every: 1 exchanges gradients only. Use a larger every, or remove sync:"
+        raise InputError([f"{where('model.kind')}: model.kind: {text}. {remedy}"])
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateLayout:
     """A run's state: its shapes, where each part goes, and conversions between its forms.
 
-    placement: of the model's parameters. storage: how the state has them, where that is another form. phases: with `sync.every` above 1.
-    shapes: of the state.
+    placement: the places of the model's parameters. storage: how the state has them, where that is another form. phases: with `sync.every`
+    above 1. offload: whether moments are in the host's memory between steps. shapes: the state's.
     """
 
-    run: Run
     mesh: Mesh | AbstractMesh
     placement: Placement
     storage: Storage | None
+    gradients: GradientSum
+    features: StepFeatures
     phases: Phases | None
+    offload: bool
     shapes: State
 
     @property
@@ -51,14 +116,10 @@ class StateLayout:
         return self.placement if self.storage is None else self.storage.placement
 
     @property
-    def _used(self) -> Placement:
-        """The placement of the parameters as the loss takes them."""
-        return self.placement if self.storage is None else self.storage.in_use.placement
-
-    @property
     def shardings(self) -> State:
         """Where each part of the state goes."""
-        return self._shardings(self.stored, self._used, self.shapes)
+        used = self.placement if self.storage is None else self.storage.in_use.placement
+        return self._shardings(self.stored, used, self.shapes)
 
     @property
     def saved_shapes(self) -> State:
@@ -88,34 +149,34 @@ class StateLayout:
     def _shardings(self, place: Placement, used: Placement, shapes: State) -> State:
         if self.phases is None:
             return self._shardings_of_one(place, used, shapes)
-        return self.phases.lifted(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
+        return self.phases.lift(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
 
     def _shardings_of_one(self, place: Placement, used: Placement, one: State) -> State:
-        """place: of the parameters. used: of the gradients that are kept for the next step."""
+        """place: the parameters' placement. used: the placement of gradients that wait for the next step."""
         whole = place.replicated()
-        memory = "pinned_host" if self.run.config.optimizer.offload == "host" else None
-        moments = place.optimizer(one.opt_state, memory)
-        # The window of losses is a few numbers, which every device keeps.
-        losses = jax.tree.map(lambda _: whole, one.losses)
-        # The average as the moments: an update reads both, and with ZeRO each device keeps its part alone.
-        average = () if one.average == () else place.gradients
-        variables = place.inputs(one.variables, "variables")
-        residual, waiting = (() if of == () else residual_shardings(self.run, self.mesh, used) for of in (one.residual, one.waiting))
-        return State(whole, place.params, moments, losses, variables, average, residual=residual, waiting=waiting)
+        moments = place.optimizer(one.trained.opt_state, "pinned_host" if self.offload else None)
+        trained = Trained(place.params, moments, place.inputs(one.trained.variables, "variables"))
+        # The window of losses is a few numbers, which every device keeps. The average is laid out as the moments: an update reads both, and
+        # with ZeRO each device keeps its part alone.
+        losses = jax.tree.map(lambda _: whole, one.kept.losses)
+        kept = Kept(losses=losses, average=None if one.kept.average is None else place.gradients)
+        sync = self.gradients.sync
+        waiting = None if sync is None or one.exchanged.waiting is None else jax.tree.map(sync.lift, used.params)
+        return State(cast(Any, whole), trained, kept, Exchanged(waiting=waiting))
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
         return self._left(state) if self._reshapes else state
 
     def from_saved(self, state: State) -> State:
-        """The inverse of `to_save`. The state may lack its losses, average, momentum, residual or waiting gradients."""
+        """The inverse of `to_save`. The state may lack optional parts."""
         if not self._reshapes:
             return state
-        absent = without_arrays(state)
-        return jax.jit(self._enter, out_shardings=self.shardings._replace(**absent), compiler_options=COMPILED_ONCE)(state)
+        shardings = self.shardings.with_parts(**without_arrays(state))
+        return jax.jit(self._enter, out_shardings=shardings, compiler_options=COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
-        """The model's parameters, of those that the state has."""
+        """The model's parameters, from the state's."""
         if self.storage is None:
             return params
         return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=COMPILED_ONCE)(params)
@@ -134,98 +195,68 @@ class StateLayout:
 
     def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Any]]) -> State:
         storage = cast(Storage, self.storage)
-        one = functools.partial(_converted, convert=conversion(storage))
-        after = one(state) if self.phases is None else self.phases.converted(state, one)
-        # Gradients are those of the parameters in use.
-        residual, waiting = (
-            () if of == () else gradient_replicas(self.run, self.mesh).map(conversion(storage.in_use))(of)
-            for of in (state.residual, state.waiting)
-        )
-        return after._replace(residual=residual, waiting=waiting)
+        one, sync, waiting = functools.partial(_converted, convert=conversion(storage)), self.gradients.sync, state.exchanged.waiting
+        if self.phases is not None:
+            return self.phases.convert(state, one)
+        if sync is not None and waiting is not None:
+            # Gradients have the form of the parameters in use.
+            waiting = sync.map(conversion(storage.in_use))(waiting)
+        return replace(one(state), exchanged=Exchanged(waiting=waiting))
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
         return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
-    def evaluated(self, state: State) -> Any:
-        """The parameters to evaluate, as the state has them: its own, with phases those of the last exchange, or their average."""
-        own = state.params if state.anchor == () else state.anchor
-        if state.average == ():
-            return own
+    def eval_params(self, state: State) -> Tree:
+        """The parameters to evaluate, as the state has them: its own, with phases the last exchange's, or their average."""
+        average, anchor = state.kept.average, state.exchanged.anchor
+        if average is None:
+            return state.trained.params if anchor is None else anchor
         # The mean of the replicas' averages is the average of their means.
-        return self.averaged_params(state.average if self.phases is None else self._average_of_one(state.average))
+        return self.averaged_params(average if self.phases is None else _mean(average, self.stored.gradients))
 
-    def evaluated_variables(self, state: State) -> Any:
-        """What the model keeps beside its parameters, to evaluate with: the state's own, with phases the mean of the replicas'."""
-        return state.variables if self.phases is None else self._variables_of_one(state.variables)
+    def eval_variables(self, state: State) -> Tree:
+        """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
+        variables = state.trained.variables
+        return variables if self.phases is None else _mean(variables, self.saved_of_one[1].trained.variables)
 
-    @functools.cached_property
-    def _variables_of_one(self) -> Callable[[Any], Any]:
-        one = self.saved_of_one[1].variables
-        return jax.jit(functools.partial(jax.tree.map, mean_of_replicas), out_shardings=one, compiler_options=COMPILED_ONCE)
-
-    @functools.cached_property
-    def _average_of_one(self) -> Callable[[Any], Any]:
-        one = self.stored.gradients
-        return jax.jit(functools.partial(jax.tree.map, mean_of_replicas), out_shardings=one, compiler_options=COMPILED_ONCE)
-
-    def with_params(self, state: State, params: Any) -> State:
+    def with_params(self, state: State, params: Tree) -> State:
         """A state before the first step, with other parameters, as the state has them."""
         phases = self.phases
         if phases is None:
-            return self.with_average(state._replace(params=params))
-
-        def spread(params: Any) -> Any:
-            return phases.spread(State(0, params, ())).params
-
-        return self.with_average(state._replace(params=jax.jit(spread, out_shardings=self.shardings.params)(params), anchor=params))
+            return self.with_average(state.with_parts(params=params))
+        spread = jax.jit(phases.spread, out_shardings=self.shardings.trained.params)
+        return self.with_average(state.with_parts(params=spread(params), anchor=params))
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
-        first = functools.partial(first_average, ema=self.run.config.train.ema)
-        return state._replace(average=jax.jit(first, out_shardings=self.shardings.average)(state.params))
+        first = jax.jit(self.features.first_average, out_shardings=self.shardings.kept.average)
+        return state.with_parts(average=first(state.trained.params))
 
     @functools.cached_property
     def averaged_params(self) -> Callable[[Any], Any]:
-        """From an average, in f32 and laid out like moments, to parameters."""
+        """A function from an average, in f32 and laid out like moments, to parameters."""
 
         def to_parameters(average: Any) -> Any:
-            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
+            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.trained.params)
 
         return jax.jit(to_parameters, out_shardings=self.stored.params)
 
 
-def without_arrays(state: State) -> dict[str, Any]:
-    """The parts that a state may lack, and does, for the shardings of such a state."""
-    return {name: () for name in ("losses", "average", "momentum", "residual", "waiting") if not jax.tree.leaves(getattr(state, name))}
+def without_arrays(state: State) -> dict[str, None]:
+    """The optional parts that a state lacks, for the shardings of such a state."""
+    return dict.fromkeys({**vars(state.kept), **vars(state.exchanged)}.keys() - state.arrays().keys())
+
+
+def _mean(tree: Tree, shardings: Any) -> Tree:
+    """The mean of all replicas' arrays."""
+    mean = functools.partial(jax.tree.map, mean_of_replicas)
+    return jax.jit(mean, out_shardings=shardings, compiler_options=COMPILED_ONCE)(tree)
 
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
-    moments, average = convert(state.opt_state, as_state=True), convert(state.average, as_state=True)
-    return state._replace(params=convert(state.params), opt_state=moments, average=average)
-
-
-def state_maker(
-    init: Callable[[jax.Array], Any], make_optimizer: MakeOptimizer, run: Run, storage: Storage | None, phases: Phases | None, replicas: int
-) -> Callable[[Any], State]:
-    """The function from a seed to the state. replicas: the size of the axis of `sync`."""
-    config, sync = run.config.train, run.config.sync
-
-    def used(params: Any) -> Any:
-        return params if storage is None else storage.used(params)
-
-    def make_state(seed: jax.Array) -> State:
-        made, variables = init(jax.random.key(seed))
-        params = made if storage is None else storage.entered(made)
-        # The state does not depend on the settings.
-        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
-        losses, average = no_losses(config.skip_spikes), first_average(params, config.ema)
-        state = State(jnp.zeros((), jnp.int32), params, opt_state, losses, variables, average)
-        if sync is not None and sync.feedback:
-            state = state._replace(residual=first_residual(used(params), replicas))
-        if sync is not None and sync.late:
-            state = state._replace(waiting=first_residual(used(params), replicas, waiting_type(sync.wire)))
-        return state if phases is None else phases.begun(state)
-
-    return make_state
+    trained = replace(state.trained, params=convert(state.trained.params), opt_state=convert(state.trained.opt_state, as_state=True))
+    average = state.kept.average
+    kept = replace(state.kept, average=None if average is None else convert(average, as_state=True))
+    return replace(state, trained=trained, kept=kept)

@@ -23,11 +23,11 @@ class _RateKeys:
     schedule: after the warm-up. cosine falls to final_lr * lr by the end of the run; wsd is constant, then falls to it linearly
     (arXiv 2404.06395); constant stays at lr.
     warmup: steps in which the learning rate rises linearly.
-    decay: for wsd, the share of all steps in which the learning rate falls.
+    decay: the share of all steps in which wsd's learning rate falls.
     final_lr: the learning rate at the end of the run, as a share of lr.
     weight_decay: decoupled weight decay. Norms and biases have none.
     clip: the largest global norm of the gradient. null: no clipping.
-    gradients: the type in which devices add up gradients of matrices and tables. null: that of matmuls, in a pipeline f32.
+    gradients: the type in which devices add up gradients of matrices and tables. null: the matmuls' type, in a pipeline f32.
     """
 
     lr: Positive = 3e-4

@@ -22,10 +22,13 @@ import jax.numpy as jnp
 from jgt import signal
 from jgt.document import InputError
 from jgt.program import scopes
+from jgt.replacements.gradients import sum_of_groups
 
 from ..models.decoder import scores
-from ..models.tables import Groups, by_group, groups_of, sum_of_groups
 from .objective import Arrays
+
+Groups = tuple[int, ...]
+"""Over how many devices each of its axes splits the batch, without axes of one device."""
 
 Loss = Callable[[Any, Arrays], jax.Array]
 Features = Callable[..., tuple[jax.Array, jax.Array]]
@@ -39,9 +42,9 @@ def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
-    begin, features gets them too, by that name. chunks: a divisor of s. groups: the
-    devices that split the batch. Each adds up the table's gradient from its own rows; the sums cross devices once, after the last chunk.
-    wide_gradients: in f32, whatever the table's type.
+    begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. Each adds up the table's
+    gradient from its own rows; the sums cross devices once, after the last chunk. wide_gradients: whether they do so in f32, whatever the
+    table's type.
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
@@ -110,7 +113,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
-    groups = groups_of(groups, len(x))
+    # An evaluation may have a single row.
+    groups = groups if len(x) % math.prod(groups) == 0 else ()
 
     def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
@@ -128,7 +132,7 @@ def _forward(
     def add(by_table: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         nats, by_x, by_logits = differentiated(chunk)
         with scopes.backward():
-            errors, features = by_group(by_logits, groups), by_group(chunk[0], groups)
+            errors, features = _by_group(by_logits, groups), _by_group(chunk[0], groups)
             # [g, v, d]: one sum for each group.
             more = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
         return by_table + more, (nats, by_x)
@@ -162,8 +166,13 @@ def _by_table(x: jax.Array, by_logits: jax.Array, groups: Groups, dtype: jnp.dty
     # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
     if len(groups) < 2:
         return jnp.einsum("bsd,bsv->dv", x, by_logits, preferred_element_type=dtype).T
-    factors = by_group(x, groups), by_group(by_logits, groups)
+    factors = _by_group(x, groups), _by_group(by_logits, groups)
     return sum_of_groups(jnp.einsum("gbsd,gbsv->gdv", *factors, preferred_element_type=dtype), groups).T
+
+
+def _by_group(x: jax.Array, groups: Groups) -> jax.Array:
+    """[b, ...] → [g, b / g, ...]."""
+    return x.reshape(math.prod(groups), -1, *x.shape[1:])
 
 
 def _split(whole: Chunk, chunks: int) -> Chunk:

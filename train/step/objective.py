@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from jgt.document import InputError
-from jgt.sharding.shard import Sharded
+from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
+from jgt.staging.joined import joined_results_of
 
 from ..code.names import own_line
 from ..models.model import Model, Settle, Terms
@@ -40,8 +41,8 @@ RESERVED = ("loss", "grad_norm", "applied", "step", "lr", "time", "samples", "to
 class Part(NamedTuple):
     """The results of a part of a batch beside its loss.
 
-    weight: of a loss that is a sum; None for a mean. metrics: by name, a value and its weight, in the same way. variables: the model's,
-    afterwards.
+    weight: the weight of a loss that is a sum; None for a mean. metrics: a value and its weight for each name, in the same way. variables:
+    the model's, afterwards.
     """
 
     weight: Any
@@ -55,11 +56,11 @@ ShardedLoss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a run minimises, and what it evaluates: the same loss, of a model that is not being trained.
+    """The loss that a run minimises, and the one that it evaluates, of a model that is not being trained.
 
-    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used: from the parameters of a state to those
-    that both take. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones. is_of_whole_batches:
-    an evaluation's results on a smaller batch are others, because rows meet.
+    is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used(params): the parameters that both take,
+    from a state's. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones.
+    is_of_whole_batches: an evaluation on a smaller batch has other results, because rows meet.
     """
 
     loss: ShardedLoss
@@ -150,10 +151,10 @@ def _reported(where: str) -> Iterator[None]:
 
 def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
-    value, part = loss.joined(*shapes)
+    value, part = joined_results_of(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
-    for what, (found, weight) in pairs.items():
-        for one in (found, *([] if weight is None else [weight])):
+    for what, (value, weight) in pairs.items():
+        for one in (value, *([] if weight is None else [weight])):
             if one.problem:
                 return f"{what} of a batch cannot be made of those of its parts: {one.problem}"
             if weight is None and one.degree:
@@ -161,12 +162,12 @@ def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
     return ""
 
 
-def joined(value: Any, weight: Any, parts: int) -> Any:
+def mean_of_parts(value: Any, weight: Any, parts: int) -> Any:
     """The mean over a whole batch, from values and weights that were added up over its equal parts."""
     return value / parts if weight is None else value / jnp.where(weight == 0, 1, weight)
 
 
-def weighed(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
+def with_weight(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
     """A value as a sum with a weight, by which batches of an evaluation can be added."""
     return (value * rows, jnp.float32(rows)) if weight is None else (value, weight)
 

@@ -2,27 +2,40 @@
 
 Which parameters decay and which are Muon's follows from their roles (`train/models/decoder.py`), never from their names. A moment may be
 kept in bf16 between updates; the update itself is computed in f32. Learning rate and weight decay are arguments of the compiled step
-(`train/step/schedule.py`), so an optimizer is a function of them, which the step calls while it is traced.
+and not constants in it, so an optimizer is a function of them, which the step calls while it is traced. A sweep over learning rates, or
+a run that is continued for more steps, thus runs the program that is compiled already. The host computes them, one short vector for each
+step; it knows the number of each step, so the learning rate does not depend on an optimizer's own count.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jgt.document import InputError
 from jgt.sharding.paths import path_text
+from jgt.sharding.placement import Placement
 
 from ..code.files import Code
 from ..code.names import call_with, load_object
-from ..models.model import Role
+from ..models.model import Model, Role
 from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
-from .schedule import Settings
+
+
+class Settings(NamedTuple):
+    """The numbers of one step; on the devices, scalars f32[]. clip is 0 if gradients are not clipped."""
+
+    lr: Any
+    weight_decay: Any
+    clip: Any
+
 
 MakeOptimizer = Callable[[Settings], optax.GradientTransformation]
 """From the settings of a step, whose numbers may be traced, to the optimizer. Its state does not depend on them."""
@@ -77,6 +90,11 @@ def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str])
     return make
 
 
+def roles_of(model: Model, placement: Placement) -> Any:
+    """The role of each parameter, as a tree like theirs."""
+    return jax.tree.unflatten(placement.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in placement.parameters])
+
+
 def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable[[Any], Any]:
     """A function from a tree of parameters to a tree of labels: of each parameter its role's.
 
@@ -106,3 +124,26 @@ def _cast(state: Any, params: Any, dtype: Any) -> Any:
     # By shape, since a state does not say which of its arrays are moments. Counts are integers, so a scalar parameter is safe, too.
     shapes = {x.shape for x in jax.tree.leaves(params)}
     return jax.tree.map(lambda x: x.astype(dtype) if x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+
+def settings_of_step(config: OptimizerConfig | OwnOptimizer, num_steps: int, step: int) -> np.ndarray:
+    """The `Settings` of a step, counted from 1, as f32[3]."""
+    return np.array([learning_rate(config, num_steps, step), config.weight_decay, config.clip or 0.0], np.float32)
+
+
+def learning_rate(config: OptimizerConfig | OwnOptimizer, num_steps: int, step: int) -> float:
+    """The learning rate of a step, counted from 1: warm-up, then cosine, wsd (arXiv 2404.06395) or constant."""
+    done, warmup = step - 1, config.warmup
+    if done < warmup:
+        # The first update already moves: warm-up starts at lr / (warmup + 1), not at 0.
+        first = config.lr / (warmup + 1)
+        return first + (config.lr - first) * done / warmup
+    total, done = max(num_steps - warmup, 1), done - warmup
+    final = config.lr * config.final_lr
+    if config.schedule == "cosine":
+        return final + (config.lr - final) * 0.5 * (1 + math.cos(math.pi * min(done / total, 1.0)))
+    if config.schedule == "wsd":
+        # It falls in at least one update, and in none of the warm-up.
+        falling = min(max(round(config.decay * num_steps), 1), total)
+        return config.lr + (final - config.lr) * min(max((done - (total - falling)) / falling, 0.0), 1.0)
+    return config.lr

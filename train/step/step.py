@@ -9,7 +9,7 @@ of the loss) is computed and dropped: the step is one program whatever happens, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +17,14 @@ import optax
 
 from jgt import signal
 
-from ..sections import SpikesConfig
-from .objective import Arrays, Objective, joined, weighed
-from .optimizer import MakeOptimizer
-from .parts import Carried, Parts
-from .schedule import Settings
+from .features import StepFeatures
+from .gradients import GradientSum
+from .objective import Arrays, Objective, mean_of_parts, with_weight
+from .optimizer import MakeOptimizer, Settings
+from .state import Exchanged, Kept, State, Trained
 from .update import Update, update_all
 
-
-class State(NamedTuple):
-    """What a checkpoint stores: the number of steps so far, parameters, optimizer state. Also a tree of their shapes or shardings.
-
-    losses: with `train.skip_spikes`, f32[window], the losses of the last steps, NaN for steps still to come; otherwise (). variables:
-    everything else that the model keeps from step to step, such as running statistics and random keys. average: with `train.ema`, the
-    moving average of the parameters in f32; otherwise (). anchor, momentum: with `sync.every`, the parameters of the last exchange and
-    the momentum of the outer step. residual: with `sync.feedback`, what rounding took away from the gradients of each replica, [R, ...].
-    waiting: with `sync.late`, the gradients of each replica that the next step applies, [R, ...].
-    """
-
-    step: Any
-    params: Any
-    opt_state: Any
-    losses: Any = ()
-    variables: Any = ()
-    average: Any = ()
-    anchor: Any = ()
-    momentum: Any = ()
-    residual: Any = ()
-    waiting: Any = ()
-
-
+_NO_FEATURES = StepFeatures()
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -54,16 +32,15 @@ def make_train_step(
     objective: Objective,
     make_optimizer: MakeOptimizer,
     *,
-    parts: Parts,
+    gradients: GradientSum,
     clips: bool = False,
-    spikes: SpikesConfig | None = None,
+    features: StepFeatures = _NO_FEATURES,
     update: Update = update_all,
-    ema: float | None = None,
 ) -> StepFn:
     """step(state, batch of arrays [b, ...], settings f32[3]) → new state and {loss, grad_norm, applied, and the loss's own metrics}.
 
-    parts: those that the batch runs in; loss and gradient are the whole batch's. clips: whether the gradient that the optimizer gets has at
-    most the norm of the settings; grad_norm is the norm before. ema: the decay of the average of the parameters.
+    gradients: adds up the gradient of the whole batch. clips: whether the gradient that the optimizer gets has at most the norm of the
+    settings; grad_norm is the norm before.
 
     applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
     then stay the same, while state.step counts the step.
@@ -73,69 +50,40 @@ def make_train_step(
         # Without the barrier XLA would slice the vector once for each parameter's update.
         settings = Settings(*jax.lax.optimization_barrier(tuple(numbers)))
         if objective.is_token_loss:
-            # At least 1, because a batch of padding alone would divide 0 by 0.
+            # Not below 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        before = Carried(state.residual, state.waiting)
-        (total, part), gradients, carried = parts.differentiate(objective, state.params, state.variables, batch, before)
+        old, waiting = state.trained, state.exchanged.waiting
+        (total, part), gradient, waiting = gradients.differentiate(objective, old.params, old.variables, batch, waiting)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
-                value = joined(total, part.weight, parts.count)
-                gradients = jax.tree.map(lambda g: joined(g, part.weight, parts.count).astype(g.dtype), gradients)
-            norm = optax.tree.norm(gradients)
-            # A single element that is not finite makes the norm so.
-            finite = jnp.isfinite(norm) if parts.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
-            applied, losses = finite, state.losses
-            if spikes is not None:
-                # A spike enters the window below. If the loss stays high, it is soon no longer a spike.
-                applied &= ~_is_spike(value, losses, spikes.deviations)
-                # A ring buffer. A loss that is not finite does not enter it: NaN means a step still to come.
-                losses = jnp.where(finite, losses.at[state.step % spikes.window].set(value), losses)
+                value = mean_of_parts(total, part.weight, gradients.parts)
+                gradient = jax.tree.map(lambda g: mean_of_parts(g, part.weight, gradients.parts).astype(g.dtype), gradient)
+            norm = optax.tree.norm(gradient)
+            # A single element that is not finite makes the norm so. A late gradient is not this loss's.
+            finite = jnp.isfinite(norm) if gradients.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
+            applied, losses = features.judge(state.kept, state.step, value, finite)
             if clips:
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
-                gradients = jax.tree.map(lambda g: g * factor, gradients)
-            # Before the first step nothing waits: zeros, by which moments would fade and weights decay.
-            moves = applied & (norm > 0) if parts.is_late else applied
-            params, opt_state = update(make_optimizer(settings), gradients, state.params, state.opt_state, moves)
-            settled, told = objective.settle(part.variables)
-            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
-            average = () if ema is None else _averaged(state.average, params, state.step, applied, ema)
-            residual = jax.tree.map(lambda new, old: jnp.where(applied, new, old), carried.residual, state.residual)
-            metrics = told | {name: joined(*pair, parts.count) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, losses, variables, average, residual=residual, waiting=carried.waiting)
+                gradient = jax.tree.map(lambda g: g * factor, gradient)
+            # In the first step the late gradient is zero; applying it would fade moments and decay weights.
+            moves = applied & (norm > 0) if gradients.is_late else applied
+            params, opt_state = update(make_optimizer(settings), gradient, old.params, old.opt_state, moves)
+            settled, more = objective.settle(part.variables)
+            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, old.variables)
+            average = features.averaged(state.kept, params, state.step, applied)
+            metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
+        after = State(
+            state.step + 1, Trained(params, opt_state, variables), Kept(losses=losses, average=average), Exchanged(waiting=waiting)
+        )
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
 
 
-def first_average(params: Any, ema: float | None) -> Any:
-    """`State.average` before the first step."""
-    return () if ema is None else jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-
-def _averaged(average: Any, params: Any, step: jax.Array, applied: jax.Array, decay: float) -> Any:
-    # As TensorFlow's ExponentialMovingAverage with num_updates: a short run's average would otherwise be its first parameters.
-    weight = jnp.where(applied, 1 - jnp.minimum(decay, (1 + step) / (10 + step)), 0.0)
-    return jax.tree.map(lambda a, p: a + weight * (p.astype(jnp.float32) - a), average, params)
-
-
-def no_losses(spikes: SpikesConfig | None) -> Any:
-    """`State.losses` before the first step."""
-    return () if spikes is None else jnp.full(spikes.window, jnp.nan, jnp.float32)
-
-
-def _is_spike(loss: jax.Array, before: jax.Array, deviations: float) -> jax.Array:
-    """Whether a loss lies more than `deviations` standard deviations above the mean of the losses `before`.
-
-    Never before half a window of losses is known. As OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py).
-    """
-    known = jnp.sum(~jnp.isnan(before)) >= max(2, before.size // 2)
-    return known & (loss > jnp.nanmean(before) + deviations * jnp.nanstd(before, ddof=1))
-
-
 def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[str, tuple[jax.Array, jax.Array]]]:
-    """step(params, variables, batch) → by name, a sum and its weight: the loss and its metrics.
+    """step(params, variables, batch) → a sum and its weight by name: the loss and its metrics.
 
     The mean over several batches is the quotient of the sums of both.
     """
@@ -145,6 +93,6 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
         if objective.is_token_loss:
             return {"loss": (total, jnp.sum(batch["weights"]))}
         rows = len(next(iter(batch.values())))
-        return {name: weighed(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
+        return {name: with_weight(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
 
     return eval_step

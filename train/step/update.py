@@ -41,7 +41,7 @@ def update_in_turn(placement: Placement) -> Update:
         owners = [_owner(placement, path_text(path), x) for path, x in state]
         old = [x for _, x in state]
         new, new_params, at_home = list(old), [x for _, x in named], []
-        # From small to large: the largest moments arrive last, when the memory of all other gradients is free.
+        # Small parameters first: the largest moments arrive last, when the memory of all other gradients is free.
         for i in sorted(range(len(named)), key=lambda i: named[i][1].size):
             path, parameter = named[i]
             owned = [j for j, owner in enumerate(owners) if owner == path_text(path)]

@@ -40,7 +40,7 @@ class Fragment:
         leaves = jax.tree.leaves(tree)
         return [_cut(leaves[n], cut, lead) for n, cut in self.cuts.items()]
 
-    def pasted(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
+    def paste(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
         """The tree with other parts of this fragment."""
         leaves, structure = jax.tree.flatten(tree)
         for (n, cut), part in zip(self.cuts.items(), parts, strict=True):
@@ -53,7 +53,7 @@ class Fragment:
         return [leaves[n] for n in self.cuts]
 
     def numbers(self, shapes: Any, shardings: Any) -> int:
-        """How many numbers of it one device has."""
+        """The size of the fragment on one device."""
         leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
         return sum(
             _local(leaves[n], places[n]) * (cut.size if cut else 1) // (leaves[n].shape[cut.dim] if cut else 1)
@@ -62,7 +62,7 @@ class Fragment:
 
 
 def fragments_of(shapes: Any, shardings: Any, count: int) -> tuple[Fragment, ...]:
-    """The parameters in so many fragments of about equal size on a device. shapes, shardings: of the parameters."""
+    """Divides parameters of these shapes into `count` fragments of about equal size on a device."""
     leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
     cuts: list[dict[int, Cut | None]] = [{} for _ in range(count)]
     filled = [0] * count

@@ -5,7 +5,7 @@ moments and statistics, from its own rows, and sends nothing to other pods. Then
 exchange, and continue from one point: the mean of their parameters (local SGD), or what Nesterov's momentum makes of the mean change
 (DiLoCo). Statistics continue from their mean.
 
-Both are programs of their own. So the program of a step has no collective over the axis, for everybody to see in `jgt plan`, and the host
+The step and the exchange are two programs. So the program of a step has no collective over the axis, as `jgt plan` shows, and the host
 decides when the other one runs. A state has a dim of replicas, [R, ...], for parameters, moments, statistics, an average of the
 parameters and the window of losses. The parameters of the last exchange, the anchor, are whole: evaluations, samples and other runs use
 them, since the replicas differ in the middle of a phase.
@@ -13,21 +13,23 @@ them, since the replicas differ in the middle of a phase.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgt.replicas import Replicas, exchange
 
-from ..step.step import State, StepFn
+from ..step.state import Exchanged, State, Trained, Tree
+from ..step.step import StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
-OF_REPLICAS = ("params", "opt_state", "losses", "variables", "average")
-"""The parts of a state that each replica has for itself."""
+_AXES = State(*cast(Any, (None, 0, 0, None)))
+"""For jax.vmap: the parts of a state that have a dim of replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,90 +39,98 @@ class Phases:
     replicas: Replicas
     config: SyncConfig
 
-    def begun(self, state: State) -> State:
+    def begin(self, state: State) -> State:
         """A state with phases at an exchange, from one without: all replicas are equal. The momentum is zero if the state has none."""
-        momentum = () if self.config.outer is None else state.momentum or jax.tree.map(jnp.zeros_like, state.params)
-        return self.spread(state)._replace(anchor=state.params, momentum=momentum)
+        params, momentum = state.trained.params, state.exchanged.momentum
+        if self.config.outer is None:
+            momentum = None
+        elif momentum is None:
+            momentum = jax.tree.map(jnp.zeros_like, params)
+        return replace(of_replicas(self._for_all, state), exchanged=Exchanged(anchor=params, momentum=momentum))
 
-    def spread(self, state: State) -> State:
-        """A state whose parts of replicas, [...] each, are the same for all: [R, ...]."""
-        return _mapped(self._for_all, state)
+    def spread(self, tree: Tree) -> Tree:
+        """The arrays of all replicas, [R, ...], from one replica's arrays: all have the same."""
+        return jax.tree.map(self._for_all, tree)
 
     def of_one(self, shapes: State) -> State:
         """The shapes of one replica's state, without phases."""
-        one = _mapped(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-        return one._replace(anchor=(), momentum=())
+        one = of_replicas(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        return replace(one, exchanged=Exchanged())
 
-    def lifted(self, shardings: State) -> State:
-        """The shardings of a state, from those of one replica's."""
-        momentum = () if self.config.outer is None else shardings.params
-        return _mapped(self.replicas.lifted, shardings)._replace(anchor=shardings.params, momentum=momentum)
+    def lift(self, shardings: State) -> State:
+        """The shardings of a state, from the shardings of one replica's."""
+        params = shardings.trained.params
+        exchanged = Exchanged(anchor=params, momentum=None if self.config.outer is None else params)
+        return replace(of_replicas(self.replicas.lift, shardings), exchanged=exchanged)
 
-    def converted(self, state: State, convert: Callable[[State], State]) -> State:
+    def convert(self, state: State, convert: Callable[[State], State]) -> State:
         """The state with each replica's part converted, and its anchor and momentum as parameters are."""
-        after = self.replicas.map(convert, (_AXES,), _AXES)(state._replace(anchor=(), momentum=()))
-        anchor, momentum = (x if x == () else convert(_only_params(x)).params for x in (state.anchor, state.momentum))
-        return after._replace(anchor=anchor, momentum=momentum)
+
+        def params(params: Tree | None) -> Tree | None:
+            return None if params is None else convert(State(state.step, Trained(params, ()))).trained.params
+
+        after = self.replicas.map(convert, (_AXES,), _AXES)(replace(state, exchanged=Exchanged()))
+        exchanged = Exchanged(anchor=params(state.exchanged.anchor), momentum=params(state.exchanged.momentum))
+        return replace(after, exchanged=exchanged)
 
     def step(self, step: StepFn) -> StepFn:
         """The step of every replica, on its own rows. Metrics are [R]."""
 
         def run(state: State, batch: dict[str, jax.Array], settings: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-            one = state._replace(anchor=(), momentum=())
+            one = replace(state, exchanged=Exchanged())
             after, metrics = self.replicas.map(step, (_AXES, 0, None), (_AXES, 0))(one, self.replicas.rows(batch), settings)
-            return after._replace(anchor=state.anchor, momentum=state.momentum), metrics
+            return replace(after, exchanged=state.exchanged), metrics
 
         return run
 
-    def exchanged(self, state: State, shardings: Any, fragment: Fragment, *, takes: bool = True) -> State:
-        """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: of the anchor.
-
-        Without `takes` only the anchor is new, and the replicas take it over later (`taken`).
-        """
-        outer = self.config.outer
-        old, params = fragment.cut(state.anchor), fragment.cut(state.params, lead=1)
-        change = [(a[None] - p).astype(jnp.float32) for a, p in zip(old, params, strict=True)]
-        sums, _ = exchange(change, self.replicas, fragment.of_shardings(shardings), self.config.wire)
+    def exchange(self, state: State, shardings: Any, fragment: Fragment) -> State:
+        """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: the anchor's."""
+        outer, params, momentum = self.config.outer, state.trained.params, state.exchanged.momentum
+        old, own = fragment.cut(state.exchanged.anchor), fragment.cut(params, lead=1)
+        change = [(a[None] - p).astype(jnp.float32) for a, p in zip(old, own, strict=True)]
+        sums = exchange(change, self.replicas, fragment.of_shardings(shardings), self.config.wire)
         mean = [x / self.replicas.count for x in sums]
         if outer is not None:
-            momentum = [outer.momentum * m + g for m, g in zip(fragment.cut(state.momentum), mean, strict=True)]
-            state = state._replace(momentum=fragment.pasted(state.momentum, momentum))
+            moved = [outer.momentum * m + g for m, g in zip(fragment.cut(momentum), mean, strict=True)]
+            momentum = fragment.paste(momentum, moved)
             # Nesterov: with the momentum as the next step would have it.
-            mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(momentum, mean, strict=True)]
+            mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(moved, mean, strict=True)]
         new = [(a - g).astype(a.dtype) for a, g in zip(old, mean, strict=True)]
-        state = state._replace(anchor=fragment.pasted(state.anchor, new), variables=jax.tree.map(self._mean_for_all, state.variables))
-        return self._with_params(state, fragment, [self._for_all(a) for a in new]) if takes else state
-
-    def taken(self, state: State, fragment: Fragment) -> State:
-        """The state after all replicas have taken over the anchor of a fragment that was exchanged some steps before."""
-        kept = self.config.kept
-        pairs = zip(fragment.cut(state.params, lead=1), fragment.cut(state.anchor), strict=True)
-        blended = [(kept * p.astype(jnp.float32) + (1 - kept) * a[None].astype(jnp.float32)).astype(p.dtype) for p, a in pairs]
-        return self._with_params(state, fragment, blended)
+        anchor = fragment.paste(state.exchanged.anchor, new)
+        variables = jax.tree.map(self._mean_for_all, state.trained.variables)
+        params = fragment.paste(params, [self._for_all(a) for a in new], lead=1)
+        return state.with_parts(params=params, variables=variables, anchor=anchor, momentum=momentum)
 
     def _mean_for_all(self, x: jax.Array) -> jax.Array:
-        """Statistics of all replicas. Counts and random keys remain."""
+        """The mean of all replicas' statistics. Counts and random keys remain."""
         return self._for_all(mean_of_replicas(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def _for_all(self, x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (self.replicas.count, *x.shape))
 
-    def _with_params(self, state: State, fragment: Fragment, parts: list[jax.Array]) -> State:
-        return state._replace(params=fragment.pasted(state.params, parts, lead=1))
+
+def of_replicas(fn: Callable[[Any], Any], state: State) -> State:
+    """The state with `fn` applied to the arrays that each replica has for itself."""
+    return replace(state, trained=jax.tree.map(fn, state.trained), kept=jax.tree.map(fn, state.kept))
 
 
 def mean_of_replicas(x: jax.Array) -> jax.Array:
-    """One value, [...], of those of all replicas, [R, ...]: their mean, or the first of counts and random keys."""
+    """One value, [...], from the values of all replicas, [R, ...]: their mean, or the first of counts and random keys."""
     return jnp.mean(x, axis=0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
-def _mapped(fn: Callable[[Any], Any], state: State) -> State:
-    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in OF_REPLICAS})
+def fetch_metrics(metrics: Mapping[str, jax.Array], *, has_replicas: bool) -> dict[str, Any]:
+    """The metrics of a step on the host, by name: means over the replicas of this process; `applied` if all of them applied the update.
+
+    A mean over all replicas would be a collective over the slow axis, and would make all wait for the slowest in every step.
+    """
+    if not has_replicas:
+        return jax.device_get(dict(metrics))
+    values = {name: _local(x) for name, x in metrics.items()}
+    return {name: np.all(x) if x.dtype == bool else np.mean(x, axis=0) for name, x in values.items()}
 
 
-_AXES = State(*(0 if name in OF_REPLICAS else None for name in State._fields))
-"""For jax.vmap: which parts of a state have a dim of replicas."""
-
-
-def _only_params(params: Any) -> State:
-    return State((), params, ())
+def _local(x: jax.Array) -> np.ndarray:
+    """The entries of [R, ...] that this process's devices hold."""
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])

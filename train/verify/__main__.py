@@ -32,16 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A caller that has started JAX has devices already.
         with suppress(RuntimeError):
             use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
-        found = compare_layouts(small, run)
+        comparison = compare_layouts(small, run)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps({"ok": found.is_right, "mesh": small.mesh, **asdict(found)}, indent=1))
+        print(json.dumps({"ok": comparison.is_right, "mesh": small.mesh, **asdict(comparison)}, indent=1))
     else:
         sizes = " x ".join(f"{axis}={size}" for axis, size in small.mesh.items() if size > 1) or "one device"
-        print(f"Compared on {sizes} with one device, in {found.seconds:.0f} s\n{found}")
-    return 0 if found.is_right else 1
+        print(f"Compared on {sizes} with one device, in {comparison.seconds:.0f} s\n{comparison}")
+    return 0 if comparison.is_right else 1
 
 
 def parser() -> RunParser:

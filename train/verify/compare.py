@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jgt.document.shipped import shipped_folder
-from jgt.sharding.shard import Sharded
-from jgt.verification import TOLERANCE, Verification, verify_sharded
+from jgt.sharding.sharded import Sharded
+from jgt.verification import Verification, verify_sharded
 
 from ..compiled.programs import default_folder
 from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own
 from ..setup import Setup, prepare
-from ..setup.program import roles_of
 from ..step.config import OwnOptimizer
-from ..step.optimizer import MakeOptimizer, build_optimizer
-from ..step.schedule import Settings, settings_of_step
-
-_EIGHT_BITS = 0.1
-"""The tolerance where weights or gradients travel in eight bits, which rounds them."""
+from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, roles_of, settings_of_step
 
 
 def compare_layouts(small: Run, run: Run) -> Verification:
@@ -38,21 +32,19 @@ def compare_layouts(small: Run, run: Run) -> Verification:
     params, variables = setup.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    rounds = any(rule.gather for rule in small.rules.signals)
-    found = verify_sharded(
+    comparison = verify_sharded(
         loss,
         params,
         variables,
         batch,
         optimizer=setup.make_optimizer(settings),
         plain_optimizer=_without_mesh(setup)(settings),
-        tolerance=_EIGHT_BITS if rounds else TOLERANCE,
     )
-    if found.is_right:
+    if comparison.is_right:
         note = _note_of(run)
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
-    return found
+    return comparison
 
 
 def _without_mesh(setup: Setup) -> MakeOptimizer:
@@ -60,13 +52,8 @@ def _without_mesh(setup: Setup) -> MakeOptimizer:
     config = setup.run.config.optimizer
     if isinstance(config, OwnOptimizer):
         return setup.make_optimizer
-
-    def map_matrices(fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-        return jax.tree.map(fn, tree)
-
     sizes = {place.path: place.shape[-2:] for place in setup.placement.parameters}
-    roles = roles_of(setup.model, setup.placement)
-    return build_optimizer(config, roles, dtype=jnp.float32, map_matrices=map_matrices, sizes=sizes)
+    return build_optimizer(config, roles_of(setup.model, setup.placement), sizes=sizes)
 
 
 def is_verified(run: Run) -> bool:

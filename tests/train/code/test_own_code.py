@@ -151,3 +151,49 @@ def test_an_error_in_a_model_of_ones_own_has_its_line(tmp_path):
         prepare(run, num_devices=1)
     (line,) = caught.value.problems
     assert line.startswith(f"{tmp_path / 'run.yaml'}:1: model.kind failed: {tmp_path / 'bad_model.py'}:9: AttributeError: ")
+
+
+DECODERS = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jgt.signal import context
+
+class Stacked(nnx.Module):
+    def __init__(self, *, vocab, dtype, rngs):
+        self.embed = nnx.Embed(vocab, 8, rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, dtype=dtype, rngs=rngs))(rngs.split(3))
+        self.head = nnx.Linear(8, vocab, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens):
+        with context("layers"):
+            x = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                self.embed(tokens).astype(self.head.dtype), self.layers)
+        return self.head(x)
+
+class Flat(nnx.Module):
+    def __init__(self, *, vocab, rngs):
+        self.embed, self.head = nnx.Embed(vocab, 8, rngs=rngs), nnx.Linear(8, vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens))
+"""
+
+
+def test_recompute_and_wide_gradients_are_for_models_of_ones_own_too(tmp_path):
+    (tmp_path / "my_decoders.py").write_text(DECODERS)
+
+    def program(kind, *overrides):
+        file = tmp_path / "run.yaml"
+        file.write_text(f"model: {{kind: 'my_decoders:{kind}', dtype: bf16, seq: 4, vocab: 16}}\ntrain: {{batch: 8}}\n")
+        setup = prepare(load(file, overrides, code=read_code([tmp_path])))
+        return str(setup.train_step().trace(*setup.step_shapes).jaxpr)
+
+    plain = program("Stacked")
+    assert "prevent_cse" not in plain
+    assert "prevent_cse" in program("Stacked", "train.remat=block")
+    # Each layer's kernel, the table and the head.
+    wide = program("Stacked", "optimizer.gradients=f32")
+    assert wide.count("preferred_element_type=float32") >= plain.count("preferred_element_type=float32") + 2
+    with pytest.raises(InputError, match=r"train\.remat: the model's layers are not a scan over stacked parameters"):
+        program("Flat", "train.remat=block")

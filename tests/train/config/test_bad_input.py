@@ -310,5 +310,3 @@ def test_gradients_in_another_type_than_they_have(write, refused):
     path = write("run.yaml", "optimizer: {gradients: bf16}")
     text = "bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32"
     assert refused(path) == [f"{path}:1: optimizer.gradients: {text}"]
-    path = write("own.yaml", "model: {kind: 'own:Model'}\noptimizer: {gradients: f32}")
-    assert any("optimizer.gradients: f32 without a pipeline is for the trainer's own models" in problem for problem in refused(path))

@@ -14,7 +14,7 @@ from train.profile.steps import StepRange
 from train.run.replay import replay
 from train.run.train import train
 from train.setup import prepare
-from train.step.schedule import learning_rate
+from train.step.optimizer import learning_rate
 
 SMALL = ("model.layers=1", "model.embed=16", "model.ffn=16", "train.batch=8")
 

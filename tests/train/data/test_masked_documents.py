@@ -13,7 +13,7 @@ import pytest
 
 import jgt
 from jgt.document import InputError
-from jgt.pipeline.config import Pipeline
+from jgt.staging.pipeline import Pipeline
 from train.code.files import read_code
 from train.config import load
 from train.data.boundaries import masked
@@ -138,7 +138,7 @@ def first_steps(run, number=3):
     for count, batch in enumerate(islice(feed.train(0), number), 1):
         state, metrics = step(state, batch, setup.settings(count))
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    total, weight = setup.compile_eval_step(16)(state.params, state.variables, next(feed.evaluation(None)))["loss"]
+    total, weight = setup.compile_eval_step(16)(state.trained.params, state.trained.variables, next(feed.evaluation(None)))["loss"]
     return np.array([*found, total / weight])
 
 

@@ -18,10 +18,11 @@ from jgt.planner.described import described, devices_of
 from jgt.program import kernels
 from train.config import load
 from train.models import eight_bits as fp8
-from train.models.attention import CUDNN, KERNELS, XLA, AttentionChoice, attend_with, choose_attention, has_foreign_mask
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.models.kernels import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention, has_foreign_mask
 from train.setup import prepare
+from train.setup.remat import Keep
 
 GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -111,9 +112,10 @@ def test_a_mask_of_other_rows_is_noticed(tiny_file, rules_dir):
 
 def test_attention_that_is_recomputed_keeps_no_scores():
     q = jnp.ones((2, 8, 2, 4))
-    kept = {recompute: [x.shape for x, _ in saved_residuals(attend_with(XLA, recompute=recompute), q, q, q)] for recompute in (False, True)}
-    assert any(shape[-2:] == (8, 8) for shape in kept[False])
-    assert not any(shape[-2:] == (8, 8) for shape in kept[True])
+    recomputed = jax.checkpoint(XLA.attend, policy=Keep(remat="attention"))
+    kept = {attend: [x.shape for x, _ in saved_residuals(attend, q, q, q)] for attend in (XLA.attend, recomputed)}
+    assert any(shape[-2:] == (8, 8) for shape in kept[XLA.attend])
+    assert not any(shape[-2:] == (8, 8) for shape in kept[recomputed])
 
 
 # -- eight bits --------------------------------------------------------------------------------------------------
@@ -129,34 +131,30 @@ def eight_bits(x, dtype):
 
 def test_a_matmul_in_eight_bits_is_that_of_rounded_sides():
     expected = eight_bits(X, jnp.float8_e4m3fn) @ eight_bits(KERNEL, jnp.float8_e4m3fn)
-    np.testing.assert_allclose(fp8.dot(False, X, KERNEL), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(fp8.dots(X, [KERNEL])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_its_gradients_are_those_of_rounded_sides():
     cotangent = jax.random.normal(jax.random.key(2), (3, 5, 32))
-    by_x, by_kernel = jax.vjp(lambda x, k: fp8.dot(False, x, k), X, KERNEL)[1](cotangent)
+    by_x, by_kernel = jax.vjp(lambda x, k: fp8.dots(x, [k])[0], X, KERNEL)[1](cotangent)
     rounded = eight_bits(cotangent, jnp.float8_e5m2)
     np.testing.assert_allclose(by_x, rounded @ eight_bits(KERNEL, jnp.float8_e4m3fn).T, rtol=1e-4, atol=1e-4)
     expected = np.einsum("bsk,bsn->kn", eight_bits(X, jnp.float8_e4m3fn), rounded)
     np.testing.assert_allclose(by_kernel, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_matmul_for_several_layers_is_that_of_their_columns_side_by_side():
+def test_several_kernels_that_read_one_array_add_up_its_cotangent():
     kernels = [jax.random.normal(jax.random.key(n), (64, n)) for n in (8, 4, 4)]
     cotangents = [jax.random.normal(jax.random.key(n), (3, 5, k.shape[1])) for n, k in enumerate(kernels)]
-    side = jnp.concatenate(kernels, axis=1)
-    wanted, pull = jax.vjp(lambda x, k: fp8.dot(False, x, k), X, side)
-    found, pull_found = jax.vjp(lambda x, *k: fp8.dots(False, x, k, groups=4, name="operand"), X, *kernels)
-    by_x, by_side = pull(jnp.concatenate(cotangents, axis=-1))
-    by_x_found, *by_kernels = pull_found(cotangents)
-    pairs = [(jnp.concatenate(found, axis=-1), wanted), (by_x_found, by_x), (jnp.concatenate(by_kernels, axis=1), by_side)]
-    for a, b in pairs:
+    wanted, pull = jax.vjp(lambda x, *k: tuple(fp8.dots(x, [one])[0] for one in k), X, *kernels)
+    found, pull_found = jax.vjp(lambda x, *k: fp8.dots(x, k, "operand"), X, *kernels)
+    for a, b in zip([*found, *pull_found(tuple(cotangents))], [*wanted, *pull(tuple(cotangents))], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("x", [jnp.zeros((1, 2, 16)), jnp.full((1, 2, 16), 1e30), jnp.full((1, 2, 16), 1e-30)])
 def test_extreme_tensors_stay_finite(x):
-    assert jnp.all(jnp.isfinite(fp8.dot(False, x, jnp.ones((16, 4)))))
+    assert jnp.all(jnp.isfinite(fp8.dots(x, [jnp.ones((16, 4))])[0]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])

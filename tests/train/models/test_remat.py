@@ -14,13 +14,13 @@ from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from train.config import load
-from train.models.attention import XLA, attend_with
 from train.models.config import ModelConfig
 from train.models.decoder import Block, build
 from train.models.gpt import GPT
+from train.models.kernels import XLA
 from train.models.llama import Llama
-from train.models.remat import Keep, recomputed
 from train.setup import prepare
+from train.setup.remat import Keep, with_remat_of
 
 KINDS = {"llama": Llama, "gpt": GPT}
 PROJECTED = {"llama": ("q", "k", "v", "heads", "out", "gate", "up"), "gpt": ("q", "k", "v", "heads", "out", "up")}
@@ -35,9 +35,10 @@ def config_of(kind, **options):
 
 def differentiated(kind, remat, **options):
     """The gradients of a function of the model's logits, as a compiled function, and the parameters."""
-    model = build(config_of(kind, **options), remat)
+    model = build(config_of(kind, **options))
     (params, _), tokens = model.init(jax.random.key(0)), jnp.arange(2 * SEQ).reshape(2, SEQ)
-    return jax.jit(jax.grad(lambda params: jnp.sum(jnp.sin(model.apply(params, {}, tokens))))).lower(params).compile(), params
+    loss = with_remat_of(lambda params: jnp.sum(jnp.sin(model.apply(params, {}, tokens))), remat, XLA, "run.yaml:1")
+    return jax.jit(jax.grad(loss)).lower(params).compile(), params
 
 
 def num_dots(kind, remat, **options):
@@ -69,8 +70,9 @@ def test_gradients_are_the_same_whatever_is_recomputed(kind):
 
 def kept_by(kind, remat):
     """Type and shape of each value of the batch's size that a layer in bf16 keeps, its input included."""
-    graph, params = nnx.split(Block(config_of(kind, dtype="bf16"), KINDS[kind], attend_with(XLA, recompute=True), rngs=nnx.Rngs(0)))
-    layer = recomputed(lambda x, params: nnx.merge(graph, params)(x), Keep(remat=remat))
+    graph, params = nnx.split(Block(config_of(kind, dtype="bf16"), KINDS[kind], XLA, rngs=nnx.Rngs(0)))
+    layer = lambda x, params: nnx.merge(graph, params)(x)  # noqa: E731
+    layer = layer if remat == "none" else jax.checkpoint(layer, policy=Keep(remat=remat), prevent_cse=False)
     kept = saved_residuals(layer, jnp.zeros((3, SEQ, EMBED), jnp.bfloat16), params)
     return sorted((str(x.dtype), *x.shape) for x, _ in kept if x.shape[:2] == (3, SEQ) and x.shape[2:] != (1,))
 
@@ -79,11 +81,11 @@ def kept_by(kind, remat):
 def test_no_f32_copy_of_the_stream_is_kept_and_no_derivative_of_the_mlp(kind):
     heads, stream, wide = ("bfloat16", 3, SEQ, 2, EMBED // 2), ("bfloat16", 3, SEQ, EMBED), ("bfloat16", 3, SEQ, FFN)
     num_read = {"llama": 2, "gpt": 1}[kind]
-    kept = kept_by(kind, "none")
+    kept = kept_by(kind, "attention")
     assert not [value for value in kept if value[0] != "bfloat16" and len(value) > 3]
     assert kept.count(wide) == num_read + 1
-    # q, k, v; the layer's input, that of its MLP, their norms and attention's result.
-    assert (kept.count(heads), kept.count(stream)) == (3, 5)
+    # q, k, v and attention's result; the layer's input, that of its MLP and their norms.
+    assert (kept.count(heads), kept.count(stream)) == (4, 4)
     assert kept_by(kind, "block") == [stream]
 
 

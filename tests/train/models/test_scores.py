@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
-from train.models.scores import attend
+from train.models.kernels import XLA
 
 PLAIN = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
 B, S, N, H = 2, 24, 4, 8
@@ -34,7 +34,7 @@ def masks(kind):
 def test_values_and_gradients_are_those_of_jax(documents, heads):
     q, k, v, weights = inputs(jnp.float32, heads)
     found, wanted = (
-        jax.value_and_grad(summed(function, weights, masks(documents)), argnums=(0, 1, 2))(q, k, v) for function in (attend, PLAIN)
+        jax.value_and_grad(summed(function, weights, masks(documents)), argnums=(0, 1, 2))(q, k, v) for function in (XLA.attend, PLAIN)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), found, wanted)
 
@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_jax(documents, heads):
 def test_gradients_in_bf16_are_as_exact_as_those_of_jax():
     q, k, v, weights = inputs(jnp.bfloat16)
     exact = jax.grad(summed(PLAIN, weights, None), argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in (q, k, v)))
-    for gradient, reference in zip(jax.grad(summed(attend, weights, None), argnums=(0, 1, 2))(q, k, v), exact, strict=True):
+    for gradient, reference in zip(jax.grad(summed(XLA.attend, weights, None), argnums=(0, 1, 2))(q, k, v), exact, strict=True):
         assert np.abs(gradient.astype(jnp.float32) - reference).max() <= 0.01 * np.abs(reference).max()
 
 
@@ -50,5 +50,5 @@ def test_gradients_in_bf16_are_as_exact_as_those_of_jax():
 @pytest.mark.parametrize("documents", ["join", "mask"])
 def test_one_array_of_scores_is_kept(documents, dtype):
     q, k, v, weights = inputs(dtype)
-    kept = [x for x, _ in saved_residuals(summed(attend, weights, masks(documents)), q, k, v) if x.shape.count(S) >= 2]
+    kept = [x for x, _ in saved_residuals(summed(XLA.attend, weights, masks(documents)), q, k, v) if x.shape.count(S) >= 2]
     assert [(x.size, x.dtype) for x in kept] == [(B * N * S * S, dtype)]

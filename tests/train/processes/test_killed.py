@@ -55,7 +55,7 @@ HYBRID = {
     "default": "replicate",
 }
 PHASES = "sync={axis: replica, every: 3, wire: int8, outer: {lr: 0.9, momentum: 0.5}}"
-FEEDBACK = "sync={axis: replica, wire: int8, feedback: true}"
+LATE = "sync={axis: replica, late: 1}"
 MOMENTS = {"encode": 0.05, "compile": 0.4, "cache": 0.1, "saved": 0.2, "retention": 0.005, "exchange": 0.03, "anywhere": 0.0}
 """When a kill comes: after the beginning of this, and up to so many seconds later."""
 KEEP = 2
@@ -100,8 +100,8 @@ LAYOUTS = {
     ),
     "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
-    "feedback": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(FEEDBACK,), here=REPLICAS),
-    "feedback2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(FEEDBACK,), here=REPLICAS),
+    "late": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(LATE,), here=REPLICAS),
+    "late2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(LATE,), here=REPLICAS),
     "phases-experts": Layout(
         count=1,
         mesh="mesh={data: 2, expert: 1}",

@@ -8,7 +8,7 @@ from plugin import needs_plugin
 from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
 from train.config import load
-from train.setup.layout import batch_groups, make_mesh
+from train.setup.layout import mesh_layout
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 FSDP = ("mesh={data: 2, fsdp: 4, tensor: 1}",)
@@ -21,16 +21,16 @@ PIPELINE = ("rules=rules/pipeline.yaml", "mesh={data: 2, fsdp: 2, stage: 2, tens
 )
 def test_groups_are_those_of_the_mesh_and_on_cpus_one(overrides, on_cpu, elsewhere):
     run = load(QUICKSTART, overrides)
-    assert batch_groups(run, make_mesh(run, None, None)) == on_cpu
-    assert batch_groups(run, make_mesh(run, 8, None)) == elsewhere
+    assert mesh_layout(run).groups == on_cpu
+    assert mesh_layout(run, num_devices=8).groups == elsewhere
 
 
 @needs_plugin
 def test_groups_on_described_gpus_are_those_of_the_mesh():
     run = load(QUICKSTART, FSDP)
-    assert batch_groups(run, make_mesh(run, None, devices_of(parse_target("h100:1x8")))) == (2, 4)
+    assert mesh_layout(run, devices=devices_of(parse_target("h100:1x8"))).groups == (2, 4)
 
 
 def test_a_mesh_of_one_device_has_no_groups():
     run = load(QUICKSTART, ("mesh={data: 1, fsdp: 1, tensor: 1}", "devices.virtual_cpu=1"))
-    assert batch_groups(run, make_mesh(run, 1, None)) == ()
+    assert mesh_layout(run, num_devices=1).groups == ()

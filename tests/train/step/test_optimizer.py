@@ -15,8 +15,7 @@ from train.models.model import Table, Vector, of_nnx
 from train.setup import prepare
 from train.step.config import OptimizerConfig
 from train.step.muon import orthogonalize
-from train.step.optimizer import build_optimizer
-from train.step.schedule import Settings, learning_rate
+from train.step.optimizer import Settings, build_optimizer, learning_rate
 
 TOKENS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 

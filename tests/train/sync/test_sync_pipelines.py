@@ -68,7 +68,7 @@ def test_replicas_with_equal_rows_are_the_plain_run(made, mesh, schedule, more):
     state, losses = first_steps(made(*options, PHASES), 4, repeat=True)
     expected, whole = first_steps(made(*options), 4, repeat=True)
     np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.params, expected.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.trained.params, expected.trained.params)
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_an_exchange_makes_all_replicas_equal(made, mesh, schedule):
     setup = made(inside(**mesh), pipeline(schedule), "sync={axis: replica, every: 3, outer: {}}")
     assert over(setup.compile_exchanges().whole, setup) == {"replica"}
     before, _ = first_steps(setup, 2)
-    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(before.params)))
+    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(before.trained.params)))
     after, _ = first_steps(setup, 3)
-    for x, anchor in zip(jax.tree.leaves(after.params), jax.tree.leaves(after.anchor), strict=True):
+    for x, anchor in zip(jax.tree.leaves(after.trained.params), jax.tree.leaves(after.exchanged.anchor), strict=True):
         np.testing.assert_array_equal(x, np.stack([anchor, anchor]))
 
 
@@ -111,14 +111,14 @@ def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, made, mesh, 
         ({"stage": 4}, "1f1b", "{axis: replica}", 2e-6),
         ({"stage": 2, "fsdp": 2}, "interleaved", "{axis: replica}", 2e-6),
         ({"stage": 2, "tensor": 2}, "zb", "{axis: replica, wire: bf16}", 2e-3),
-        ({"stage": 2, "fsdp": 2}, "interleaved", "{axis: replica, wire: int8, feedback: true}", 5e-3),
+        ({"stage": 2, "fsdp": 2}, "interleaved", "{axis: replica, wire: int8}", 5e-3),
     ],
 )
 def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, mesh, schedule, sync, tolerance):
     options = (inside(**mesh), pipeline(schedule))
     state, losses = first_steps(made(*options, f"sync={sync}"), 20)
     np.testing.assert_allclose(losses, first_steps(made(*options), 20)[1], rtol=0, atol=tolerance)
-    assert_equal_on_all_devices(state.params)
+    assert_equal_on_all_devices(state.trained.params)
 
 
 @pytest.mark.slow
@@ -126,10 +126,10 @@ def test_a_late_gradient_is_applied_in_the_next_step(made):
     constant = ("optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0")
     options = (inside(stage=2, fsdp=2), pipeline("interleaved"), *constant)
     late, plain = made(*options, "sync={axis: replica, late: 1}"), made(*options)
-    jax.tree.map(np.testing.assert_array_equal, first_steps(late, 1)[0].params, late.init().params)
+    jax.tree.map(np.testing.assert_array_equal, first_steps(late, 1)[0].trained.params, late.init().trained.params)
     expected, found = first_steps(plain, 1)[0], first_steps(late, 2)[0]
     # AdamW divides by the gradient's own size, so that its rounding matters where it is small.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5), found.params, expected.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5), found.trained.params, expected.trained.params)
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def test_a_late_gradient_is_applied_in_the_next_step(made):
     "sync",
     [
         "{axis: replica, every: 3, outer: {lr: 0.9, momentum: 0.5}}",
-        "{axis: replica, every: 5, fragments: 2, overlap: 1}",
-        "{axis: replica, wire: int8, feedback: true}",
+        "{axis: replica, every: 5, fragments: 2}",
+        "{axis: replica, wire: int8}",
         "{axis: replica, late: 1}",
     ],
 )
@@ -171,13 +171,15 @@ def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, ru
     ]
     found = []
     checked = load(tiny_file, [f"run.dir={tmp_path}/run", *options])
-    train(checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.anchor))))
+    train(
+        checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.exchanged.anchor)))
+    )
     saved, _ = find_checkpoint(tmp_path / "run")
     fsdp = f"rules={ROOT / 'configs' / 'rules' / 'hybrid.yaml'}"
     for other in ((fsdp, "mesh={replica: 4, fsdp: 2}", PHASES), (fsdp, "mesh={replica: 2, fsdp: 4}", "sync=null")):
         setup = prepare(load(tiny_file, [*SMALL, *other]))
         state = restore_state(setup, saved)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.evaluated(state)), found[0])
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.eval_params(state)), found[0])
 
 
 @needs_plugin

@@ -62,9 +62,9 @@ def test_a_run_that_is_stopped_at_any_step_has_the_bits_of_one_that_is_not(whole
 
 def test_a_run_ends_with_an_exchange_and_its_model_is_what_all_replicas_have(whole):
     folder, setup, position = whole
-    anchor = position.state.anchor
+    anchor = position.state.exchanged.anchor
     assert position.phase == 0
-    jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, np.stack([a, a])), *jax.device_get((position.state.params, anchor)))
+    jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, np.stack([a, a])), *jax.device_get((position.state.trained.params, anchor)))
     same(jgt.load(folder).params, setup.model_params(anchor))
 
 
@@ -74,9 +74,9 @@ def test_another_run_starts_from_the_last_exchange(whole, tiny_file):
     for sync in (OUTER, "sync=null"):
         setup = prepare(load(tiny_file, [RULES, MESH, sync]))
         one, shardings = setup.saved_of_one
-        params = setup.stored_params(restore(find_checkpoint(folder)[0], one.params, shardings.params))
+        params = setup.stored_params(restore(find_checkpoint(folder)[0], one.trained.params, shardings.trained.params))
         state = setup.with_params(setup.init(), params)
-        same(setup.evaluated(state), position.state.anchor)
+        same(setup.eval_params(state), position.state.exchanged.anchor)
 
 
 @pytest.mark.parametrize(("mesh", "sync", "replicas"), [("{replica: 4, fsdp: 2}", OUTER, 4), ("{replica: 2, fsdp: 4}", "sync=null", 0)])
@@ -84,12 +84,12 @@ def test_another_number_of_replicas_continues_from_an_exchange(whole, tiny_file,
     folder, _, position = whole
     setup = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync]))
     state = restore_state(setup, find_checkpoint(folder)[0])
-    same(setup.evaluated(state), position.state.anchor)
-    means = [np.asarray(x).mean(0) for x in jax.tree.leaves(position.state.opt_state)]
-    for x, mean in zip(jax.tree.leaves(state.opt_state), means, strict=True):
+    same(setup.eval_params(state), position.state.exchanged.anchor)
+    means = [np.asarray(x).mean(0) for x in jax.tree.leaves(position.state.trained.opt_state)]
+    for x, mean in zip(jax.tree.leaves(state.trained.opt_state), means, strict=True):
         np.testing.assert_allclose(x[0] if replicas else x, mean, rtol=1e-5, atol=1e-8)
     if replicas:
-        same(state.momentum, position.state.momentum)
+        same(state.exchanged.momentum, position.state.exchanged.momentum)
     assert jax.tree.map(lambda x: x.sharding, state) == setup.shardings
 
 
@@ -128,29 +128,30 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
     _, position = trained(tiny_file, tmp_path / "plain", "train.steps=2", "data.eval_tokens=0")
     setup = prepare(load(tiny_file, [RULES, MESH, OUTER]))
     state = restore_state(setup, find_checkpoint(tmp_path / "plain")[0])
-    same(state.anchor, position.state.params)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.opt_state, position.state.opt_state)))
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.momentum))
+    same(state.exchanged.anchor, position.state.trained.params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.trained.opt_state, position.state.trained.opt_state))
+    )
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.exchanged.momentum))
 
 
 @pytest.mark.slow
 def test_an_average_of_the_parameters_goes_to_another_number_of_replicas(tiny_file, tmp_path):
     more = ("train.ema=0.9", "data.eval_tokens=0")
     setup, position = trained(tiny_file, tmp_path / "run", OUTER, *more, "train.steps=3")
-    expected = jax.device_get(setup.model_params(setup.evaluated(position.state)))
+    expected = jax.device_get(setup.model_params(setup.eval_params(position.state)))
     same(jgt.load(tmp_path / "run").params, expected)
     for mesh, sync in (("{replica: 4, fsdp: 2}", OUTER), (MESH.partition("=")[2], "sync=null")):
         other = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync, *more]))
         state = restore_state(other, find_checkpoint(tmp_path / "run")[0])
-        same(other.model_params(other.evaluated(state)), expected)
+        same(other.model_params(other.eval_params(state)), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["{axis: replica, wire: int8, feedback: true}", "{axis: replica, late: 1}"])
-def test_what_was_lost_in_rounding_and_what_waits_is_in_the_checkpoint(tiny_file, tmp_path, sync):
-    more = (f"sync={sync}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
+def test_late_gradients_are_in_the_checkpoint(tiny_file, tmp_path):
+    more = ("sync={axis: replica, late: 1}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
     _, expected = trained(tiny_file, tmp_path / "run", *more)
-    assert any(np.asarray(x).any() for x in jax.tree.leaves((expected.state.residual, expected.state.waiting)))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(expected.state.exchanged.waiting))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, position = trained(tiny_file, tmp_path / "run", *more)
     same(position.state, expected.state)
@@ -158,11 +159,11 @@ def test_what_was_lost_in_rounding_and_what_waits_is_in_the_checkpoint(tiny_file
 
 @pytest.mark.slow
 def test_a_run_with_fragments_has_the_bits_of_one_that_is_not_stopped(tiny_file, tmp_path):
-    more = ("sync={axis: replica, every: 4, fragments: 2, overlap: 1, outer: {}}", "checkpoint.every=1", "checkpoint.keep=100")
+    more = ("sync={axis: replica, every: 4, fragments: 2, outer: {}}", "checkpoint.every=1", "checkpoint.keep=100")
     options = (*more, "train.steps=7", "data.eval_tokens=0")
     _, expected = trained(tiny_file, tmp_path / "whole", *options)
     assert expected.phase == 0
-    # After an exchange that the replicas have yet to take over, after they have, and in between.
+    # After an exchange and in between.
     for step in (2, 3, 4, 5):
         shutil.copytree(tmp_path / "whole", cut := tmp_path / f"cut{step}")
         for later in range(step + 1, 8):

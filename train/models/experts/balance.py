@@ -6,14 +6,14 @@ to its score for the choice alone. After each step it rises if the expert had le
 router. It is a product of two means, over a sequence or over the batch.
 
 Each layer hands on sums over the tokens of a row (`Routed`) and nothing else, so that what devices add up is small and is added up once for
-all layers. The counts are of the whole batch, whatever it is split over; with `train.accumulate` those of its parts add up.
+all layers. The counts are of the whole batch, whatever it is split over; with `train.accumulate` the counts of its parts add up.
 
 L layers, b rows of the batch, s tokens of a row, E experts, k choices of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +25,12 @@ from jgt import signal
 from .config import ExpertsConfig
 from .routing import is_chosen, scores_of
 
-Observe = Callable[[jax.Array, int, int], Mapping[str, jax.Array]]
-"""(counts int32[L, b, E] of a batch, tokens of a row, choices of a token) → scalars by name, which become metrics of the step."""
-
 EXPERT_LOAD = "expert_load"
 """The metric that is an array."""
 
 
 class Bias(nnx.Variable[jax.Array]):
-    """What is added to the scores of experts for the choice, f32[E]."""
+    """A bias that is added to the scores of experts for the choice, f32[E]."""
 
 
 class Load(nnx.Variable[jax.Array]):
@@ -63,11 +60,10 @@ def routed(logits: jax.Array, choice: jax.Array, config: ExpertsConfig) -> Route
     return Routed(jnp.sum(is_chosen(choice, config.count), axis=(1, 2), dtype=jnp.int32), shares, squares)
 
 
-def terms(sums: Routed, seq: int, config: ExpertsConfig, observe: Observe | None = None) -> dict[str, tuple[jax.Array, float]]:
+def terms(sums: Routed, seq: int, config: ExpertsConfig) -> dict[str, tuple[jax.Array, float]]:
     """The router's terms of the loss by name: each a mean over layers and tokens, and the factor by which the loss has it.
 
-    sums: of all layers. seq: the tokens of a row. observe: adds metrics, which the loss does not have. `balance_loss` is 1 where all loads
-    are equal.
+    sums: the sums of all layers. seq: the tokens of a row. `balance_loss` is 1 where all loads are equal.
     """
     found: dict[str, tuple[jax.Array, float]] = {}
     num_layers = sums.counts.shape[0]
@@ -81,8 +77,6 @@ def terms(sums: Routed, seq: int, config: ExpertsConfig, observe: Observe | None
             found["balance_loss"] = jnp.mean(jnp.sum(loads * shares, axis=-1)), config.rate * num_layers
     if sums.squares is not None:
         found["z_loss"] = jnp.mean(sums.squares) / seq, config.z_loss * num_layers
-    if observe is not None:
-        found |= {name: (value.astype(jnp.float32), 0.0) for name, value in observe(sums.counts, seq, config.choose).items()}
     return found
 
 

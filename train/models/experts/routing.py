@@ -1,9 +1,9 @@
-"""From the router's logits to the experts of each token and the scales of their results.
+"""The choice of the experts of each token, and the scales of their results, from the router's logits.
 
     softmax   as Mixtral and Qwen3-MoE (arXiv 2401.04088, 2505.09388): probabilities, of which the chosen ones are divided by their sum
     sigmoid   as DeepSeek-V3 (arXiv 2412.19437): affinities between 0 and 1, of which the chosen ones are divided by their sum
 
-A token with one expert keeps its score undivided, as in Switch (arXiv 2101.03961): divided by itself it would be 1 whatever the router
+A token with one expert keeps its score undivided, as in Switch (arXiv 2101.03961): a quotient would be 1 whatever the router
 says. A bias moves the choice alone and never the scales, so it changes which experts a token gets and leaves their gradients exact.
 
 Everything here works on each token on its own, in sums and maxima over experts. A sort or a gather would do the same, but XLA's partitioner

@@ -1,0 +1,237 @@
+"""Devices add up the gradients of parameters: with fewer bytes for tables, or in f32 for all matrices.
+
+Each device has a gradient of a whole parameter from its own rows of the batch, and devices add theirs up. JAX derives these sums, and XLA
+places them. In two cases better ones exist, and this file writes them into a traced program before it is differentiated. Values stay.
+
+- A table [v, d] whose rows are looked up. Where it is split over some of the axes that split the batch, a device needs its part of the
+  sum alone. XLA sends that little if it sums over just the axes that split the result. Over more axes at once (a batch over data and
+  fsdp, a table over fsdp) it gives every device the whole sum, of which each then takes its part: twice the bytes. So the devices'
+  gradients stay apart as a dim of the array, [g, v, d], and are added up one axis after the other.
+- With `wide_gradients`, a matmul or a lookup in bf16 leaves the parameter's gradient in f32, so that devices add up in f32. It is rounded
+  once, to the parameter's type in the program, behind the sum.
+
+b rows of the batch, v rows of a table, d its width, g groups: the devices that split the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims
+from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.replacements.replacement import Replaced, Site
+from jgt.rules import Rules, expand
+
+_KEEPS_DIMS = ("convert_element_type", "copy", "name", "sharding_constraint")
+_Operands = tuple[jax.Array, jax.Array]
+
+
+def sum_of_groups(x: jax.Array, groups: Sequence[int]) -> jax.Array:
+    """[g, ...] → [...], in the type of x, in which it also travels.
+
+    groups: the number of devices along each axis that splits the batch, outermost first.
+
+    The last axis comes first: rules name the axes that split parameters last, and after such an axis less is left to send over the others.
+    """
+    rank = x.ndim - 1
+    x = x.reshape(*groups or (1,), *x.shape[1:])
+    for last in reversed(range(x.ndim - rank)):
+        # Not by jnp.sum, which would widen bf16 to f32.
+        x = jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (last,))
+        # Or XLA would make one sum of all.
+        x = jax.lax.optimization_barrier(x) if last else x
+    return x
+
+
+class SummedGradients:
+    """A replacement by which devices add up the gradients of parameters. is_wide: whether they add up in f32."""
+
+    def __init__(self, rules: Rules, *, is_wide: bool = False):
+        # The rows of the batch are the first dim of its arrays. Axes in order: rules name those that split parameters last.
+        self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs if rule.spec for axis in expand(rule.spec[:1], 1)[0]))
+        self._is_wide = is_wide
+
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
+        arguments = jx.body(program).invars[: len(site.parameters)]
+        is_whole = site.parameters and [jx.shape_of(var) for var in arguments] == [p.shape for p in site.parameters]
+        walk = _Walk(self._batch(site), is_wide=self._is_wide)
+        if not is_whole or not (self._is_wide or len(walk.batch) > 1):
+            return Replaced(program=program)
+        return Replaced(program=walk.program(program, {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}))
+
+    def _batch(self, site: Site) -> dict[str, int]:
+        """The sizes of the mesh axes over which the partitioner splits the batch, outermost first."""
+        # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+        if isinstance(site.mesh, Mesh) and site.mesh.devices.flat[0].platform == "cpu":
+            return {}
+        (free,) = site.free((self._axes,), ())
+        return {axis: size for axis in free if (size := site.sizes[axis]) > 1}
+
+
+class _Walk:
+    """The walk through a program. batch: the sizes of the mesh axes that split the batch."""
+
+    def __init__(self, batch: Mapping[str, int], *, is_wide: bool):
+        self.batch, self._is_wide = batch, is_wide
+
+    def program(self, program: Program, known: dict[Var, Dims]) -> Program:
+        """The program with its derivatives changed. known: the axes of the parameters among its arguments; casts of them are added."""
+        eqns: list[Equation] = []
+        for equation in jx.body(program).eqns:
+            read = next((n for n, a in enumerate(equation.invars) if jx.is_var(a) and a in known), None)
+            name = equation.primitive.name
+            if read is None:
+                eqns.append(equation)
+            elif name in _KEEPS_DIMS:
+                known[equation.outvars[0]] = known[cast(Var, equation.invars[read])]
+                eqns.append(equation)
+            elif name == "gather" and read == 0:
+                eqns += self._lookup(equation, known[cast(Var, equation.invars[0])])
+            elif name == "dot_general":
+                eqns += self._matmul(equation, read)
+            elif self._is_wide and jx.has_custom_derivative(equation):
+                eqns.append(jx.map_backward(equation, _widened([jx.is_var(a) and a in known for a in equation.invars])))
+            else:
+                eqns.append(self._entered(equation, known))
+        return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+
+    def _entered(self, equation: Equation, known: dict[Var, Dims]) -> Equation:
+        """The equation with the programs inside changed."""
+        if not (jx.is_call(equation) or jx.is_remat(equation) or jx.is_scan(equation)):
+            return equation
+
+        def change(inner: Program) -> Program:
+            pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+            # A scan that goes over a stack of layers removes its first dim.
+            inside = {var: known[a][-len(jx.shape_of(var)) :] for a, var in pairs if a is not None and jx.is_var(a) and a in known}
+            new = self.program(inner, inside)
+            for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+                if outer is not None and jx.is_var(atom) and atom in inside and not jx.is_scan(equation):
+                    known[outer] = inside[atom]
+            return new
+
+        params = jx.map_subprograms(equation, change)
+        return equation if params is None else equation.replace(params=params)
+
+    def _lookup(self, equation: Equation, table: Dims) -> list[Equation]:
+        """The lookup of rows [b, ..., d] in a table, whose gradient is added up group by group."""
+        split = {axis for axes in table for axis in axes}.intersection(self.batch)
+        rows, is_first = jx.shape_of(equation.invars[1])[0], 0 not in equation.params["dimension_numbers"].offset_dims
+        # One sum is as good where all axes of the batch split the table, or none does.
+        is_apart = 0 < len(split) < len(self.batch) and is_first and rows % math.prod(self.batch.values()) == 0
+        groups = tuple(self.batch.values()) if is_apart else ()
+        dtype = jnp.float32 if self._is_wide and _is_narrow(equation.invars[0]) else jx.dtype_of(equation.invars[0])
+        if not groups and dtype == jx.dtype_of(equation.invars[0]):
+            return [equation]
+
+        def backward(operands: _Operands, cotangent: jax.Array) -> tuple[jax.Array, None]:
+            table, numbers = operands
+
+            def added(numbers: jax.Array, cotangent: jax.Array) -> jax.Array:
+                def look_up(table: jax.Array) -> jax.Array:
+                    return jx.result_of(equation, table, numbers)
+
+                return _transposed(look_up, jax.ShapeDtypeStruct(table.shape, dtype), cotangent.astype(dtype))
+
+            if not groups:
+                return added(numbers, cotangent).astype(table.dtype), None
+            # [b, ...] → [g, b / g, ...]
+            by_group = (x.reshape(math.prod(groups), -1, *x.shape[1:]) for x in (numbers, cotangent))
+            sums = jax.vmap(added)(*by_group)  # [g, v, d]
+            return sum_of_groups(sums, groups).astype(table.dtype), None
+
+        return _with_derivative(equation, backward)
+
+    def _matmul(self, equation: Equation, read: int) -> list[Equation]:
+        """The matmul whose operand of this number is a parameter, whose gradient leaves the matmul in f32."""
+        if not (self._is_wide and _is_narrow(equation.invars[read]) and _is_narrow(equation.outvars[0])):
+            return [equation]
+        sides, result = _letters(equation)
+        other = sides[1 - read]
+
+        def backward(operands: _Operands, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+            weights, rows = operands[read], operands[1 - read]
+
+            def product(rows: jax.Array) -> jax.Array:
+                pair = (weights, rows) if read == 0 else (rows, weights)
+                return jx.result_of(equation, *pair)
+
+            by_rows = _transposed(product, rows, cotangent)
+            by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=jnp.float32)
+            by_weights = by_weights.astype(weights.dtype)
+            return (by_weights, by_rows) if read == 0 else (by_rows, by_weights)
+
+        return _with_derivative(equation, backward)
+
+
+def _transposed(fn: Callable[[jax.Array], jax.Array], like: jax.Array | jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
+    """The cotangent of the operand of a linear function. like: the operand, or its shape and type."""
+    return cast("tuple[jax.Array]", jax.linear_transpose(fn, like)(cotangent))[0]
+
+
+def _is_narrow(atom: jx.Atom) -> bool:
+    return jx.is_real(atom) and jx.dtype_of(atom).itemsize < 4
+
+
+def _letters(equation: Equation) -> tuple[tuple[str, str], str]:
+    """The dims of the operands and of the result of a dot_general as einsum letters."""
+    numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]] = equation.params["dimension_numbers"]
+    (left, right), (left_batch, right_batch) = numbers
+    free = iter(string.ascii_letters)
+    a = [next(free) for _ in jx.shape_of(equation.invars[0])]
+    of_left = dict(zip((*right, *right_batch), (*left, *left_batch), strict=True))
+    b = [a[of_left[n]] if n in of_left else next(free) for n in range(len(jx.shape_of(equation.invars[1])))]
+    shared = [a[n] for n in left_batch]
+    alone = [x for x in a if x not in b] + [x for x in b if x not in a]
+    return ("".join(a), "".join(b)), "".join(shared + alone)
+
+
+def _widened(is_parameter: Sequence[bool]) -> Callable[[Program, list[int | None]], Program]:
+    """A change of a backward rule: the matmuls that make the gradients of these operands leave them in f32, and are rounded behind that."""
+
+    def change(program: Program, which: list[int | None]) -> Program:
+        inner = jx.body(program)
+        wide = [inner.outvars[n] for n, read in zip(which, is_parameter, strict=True) if read and n is not None]
+        eqns: list[Equation] = []
+        for equation in inner.eqns:
+            is_sum = equation.primitive.name == "dot_general" and equation.outvars[0] in wide and _is_narrow(equation.outvars[0])
+            eqns += _summed_in_f32(equation) if is_sum else [equation]
+        return jx.with_body(program, eqns=eqns, outvars=inner.outvars)
+
+    return change
+
+
+def _summed_in_f32(equation: Equation) -> list[Equation]:
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        sums = jx.result_of(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
+        return sums.astype(jx.dtype_of(equation.outvars[0]))
+
+    program = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
+    return jx.inlined(program, equation, equation.invars, equation.outvars)
+
+
+def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Array], tuple[Any, ...]]) -> list[Equation]:
+    """The equation of two operands with this backward rule."""
+
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jx.result_of(equation, a, b)
+
+    def forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, _Operands]:
+        # Not by `changed`, whose call would hide a matmul from a policy of jax.checkpoint.
+        return run(a, b), (a, b)
+
+    changed = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
+    changed.defvjp(forward, backward)
+    with contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager:
+        program = jax.make_jaxpr(changed)(*[jx.struct_of(a) for a in equation.invars])
+    return jx.inlined(program, equation, equation.invars, equation.outvars)

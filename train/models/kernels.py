@@ -1,0 +1,173 @@
+"""The kernels that can compute attention.
+
+The same attention can run as a program of XLA's own operations or as one fused kernel of a library. A kernel is faster and keeps no score
+matrix, but it has conditions: a kind of device, a dtype, sizes of heads. So each kernel is one object here, with its function and with the
+reason why it is not available to a model on a device, if there is one. `model.attention: auto` takes the first kernel without such a
+reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its names in JAX and XLA, its FLOPs) is an
+object of the same name in `jgt/program/kernels.py`; nothing else asks which kernel a run has.
+
+XLA's program keeps one array of scores for its backward pass. The scores [b, n, s, s] are the largest array of a layer.
+`jax.nn.dot_product_attention` keeps four of that shape: the mask, the scores with the mask, their exponentials, and the probabilities in
+the type of the values. The last one suffices. With p = softmax(x) and the cotangent g of p, the cotangent of x is p · (g − Σ g · p), which
+is zero where p is: so neither the scores nor the mask are read again. In bf16 the derivative of the softmax reads the probabilities as the
+values' matmul has them, rounded to bf16. Its sums are in f32.
+
+b batch, s seq, n query heads, k key/value heads, g query heads of a key/value head, h head size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .config import ModelConfig
+
+Attend = Callable[..., jax.Array]
+"""attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
+
+A key/value head serves n / k query heads. mask: which pairs of a query and a key may meet, apart from their order; None: all of them.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """A way to compute attention.
+
+    name: its name in `model.attention`. label: its name in the log. keeps_scores: whether its backward pass reads the scores
+    [b, n, s, s] that its forward pass leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty
+    if that is several primitives. obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
+    has_foreign_mask(text): whether it gets the mask of other rows than its queries' in a compiled program; None if it cannot.
+    """
+
+    name: str
+    label: str
+    attend: Attend
+    keeps_scores: bool
+    forward: str = ""
+    obstacle: Callable[[ModelConfig, Any, int], str]
+    has_foreign_mask: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """The kernel of a run, and why the preferred one is not available; empty if this is the preferred one."""
+
+    kernel: AttentionKernel
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The choice as a line of the log says it."""
+        return f"{self.kernel.label} ({self.why})" if self.why else self.kernel.label
+
+
+def choose_attention(config: ModelConfig, device: Any, *, sharing: int = 1) -> AttentionChoice:
+    """The first kernel of those that `model.attention` allows, all of them with auto, that the model can have; XLA's otherwise.
+
+    device: one of the run's, which may be a description of an absent GPU; None if nothing is known of them. sharing: the number of
+    devices that compute a stage of a pipeline together on the same rows.
+    """
+    why = ""
+    for kernel in KERNELS:
+        if config.attention in ("auto", kernel.name):
+            obstacle = kernel.obstacle(config, device, sharing)
+            if not obstacle:
+                return AttentionChoice(kernel=kernel, why=why)
+            why = why or obstacle
+    return AttentionChoice(kernel=XLA, why=why)
+
+
+def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
+    if device is None or device.platform != "gpu" or "NVIDIA" not in device.device_kind:
+        return "there is no NVIDIA GPU"
+    if config.dtype != "bf16":
+        return "it needs model.dtype: bf16"
+    if config.num_kv_heads % sharing:
+        return f"its {config.num_kv_heads} kv_heads do not divide over the {sharing} devices of a pipeline's stage"
+    # [1, s, n, h] and [1, s, k, h]
+    q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
+
+    def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(CUDNN.attend(q, k, v).astype(jnp.float32))
+
+    try:
+        # The gradient is traced too, because the backward kernel has other conditions.
+        jax.eval_shape(partial(jax.grad(summed), q), k, k)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
+        return str(error).splitlines()[0].rstrip(".")
+    return ""
+
+
+def has_foreign_mask(program: str) -> bool:
+    """Whether cuDNN's kernel gets the mask of other rows than its queries', in the text of a compiled program.
+
+    JAX splits the kernel's operands over devices as it finds them, and compares the rows of q, k and v, but not of the mask
+    (`_check_qkv_bias_mask_spec` in jax/_src/cudnn/fused_attention_stablehlo.py).
+    """
+    calls = (line for line in program.splitlines() if '"__cudnn$fmhaScaleBias' in line)
+    operands = (re.search(r"operand_layout_constraints=\{([^=]*)\}", line) for line in calls)
+    # Operands with four dims are q, k, v, the mask, and backward the output and its cotangent.
+    rows = (set(re.findall(r"\[(\d+)(?:,\d+){3}\]", found[1])) for found in operands if found)
+    return any(len(counts) > 1 for counts in rows)
+
+
+# -- XLA's program -----------------------------------------------------------------------------------------------------
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """q [b, s, n, h], k and v [b, s, k, h], mask bool [b, 1, s, s] or None → [b, s, n, h]. Scores and softmax are in f32."""
+    (b, s, _, h), heads = q.shape, k.shape[2]
+    # [b, s, n, h] → [b, s, k, g, h]: the query heads of a key/value head are neighbours.
+    grouped = q.reshape(b, s, heads, -1, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * h**-0.5
+    is_seen = jnp.tril(jnp.ones((s, s), bool))[None, None, None]
+    # [b, 1, s, s] → [b, 1, 1, s, s]
+    is_seen = is_seen if mask is None else is_seen & mask[:, :, None]
+    return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, v.dtype), v).reshape(q.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _probabilities(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The softmax over the last dim of those scores [b, k, g, s, s] that a query sees, in `dtype`."""
+    seen = jnp.where(is_seen, scores, jnp.finfo(scores.dtype).min)
+    return jnp.asarray(jax.nn.softmax(seen, axis=-1), dtype)
+
+
+def _forward(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    p = jnp.asarray(_probabilities(scores, is_seen, dtype))
+    return p, p
+
+
+def _backward(dtype: jnp.dtype, p: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    p, g = p.astype(jnp.float32), g.astype(jnp.float32)
+    return p * (g - jnp.sum(g * p, axis=-1, keepdims=True)), None
+
+
+_probabilities.defvjp(_forward, _backward)
+
+
+CUDNN = AttentionKernel(
+    name="cudnn",
+    label="cuDNN's kernel",
+    attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
+    keeps_scores=False,
+    forward="dot_product_attention_fwd",
+    obstacle=_cudnn_obstacle,
+    has_foreign_mask=has_foreign_mask,
+)
+XLA = AttentionKernel(
+    name="xla",
+    label="XLA's program",
+    attend=_attend,
+    keeps_scores=True,
+    obstacle=lambda config, device, sharing: "",
+)
+KERNELS = (CUDNN, XLA)
+"""In the order in which `auto` prefers them."""
