@@ -68,6 +68,12 @@ def origin_of(op_name: str) -> Origin | None:
     return Origin("pipeline", phase_of(op_name)) if PIPELINE in op_name else None
 
 
+def signal_of(op_name: str) -> str:
+    """The signal that a name states; NONE if it states none."""
+    origin = origin_of(op_name)
+    return NONE if origin is None else origin.signal
+
+
 def phase_of(op_name: str) -> Phase:
     """recompute inside a rematerialized region, backward where differentiation transposed, otherwise forward."""
     # Rematerialization happens inside the transposed part of a program: its mark has to be looked for first.

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target, chip_of, is_described
+from jgt.hardware import Target, chip_of, is_described
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
 from jgt.partitioner import Avoided, avoided_faults

@@ -106,3 +106,11 @@ def described() -> Generator[None]:
             stack.callback(setattr, module, check.function, getattr(module, check.function))
             setattr(module, check.function, lambda answer=check.answer: answer)
         yield
+
+
+@contextlib.contextmanager
+def described_device(target: Target) -> Generator[Any]:
+    """One of a target's devices, for which programs can be traced in this block. Raises InputError like `devices_of`."""
+    device = devices_of(target)[0]
+    with described():
+        yield device

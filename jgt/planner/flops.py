@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jgt.experts import exchange_of
-from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
+from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
@@ -69,8 +69,7 @@ def grouped_flops(program: Program) -> dict[str, float]:
     """The FLOPs of `jax.lax.ragged_dot` by signal, each row with the matrix of its group only."""
     found: dict[str, Fraction] = collections.defaultdict(Fraction)
     for name, count in _dots(program, "", Fraction(1), lambda e: _matmul_flops(e) if e.primitive.name == RAGGED_DOT else 0):
-        origin = origin_of(name)
-        found[origin.signal if origin else NONE] += count * taken_share(name)
+        found[signal_of(name)] += count * taken_share(name)
     return {signal: float(count) for signal, count in found.items()}
 
 

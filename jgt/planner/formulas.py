@@ -1,9 +1,9 @@
-"""What a layout has to send, by textbook formulas, to compare with what the compiled program does send.
+"""The bytes that a layout has to send, by textbook formulas, to compare with those that the compiled program does send.
 
 A compiled program shows how many bytes it sends, but not how many it should. The layout alone answers that. Take a weight of B bytes,
 sharded over an axis `fsdp` of n devices that also splits the batch: each device stores b = B / n, has to gather the weight before it
-multiplies its own rows with it, and has to add its gradient to those of the other devices. `usage` counts how often each parameter is
-used, which matmuls leave partial sums, and what the program sends in its own words; the formulas here turn these counts into bytes.
+multiplies its own rows with it, and has to add its gradient to the gradients of the other devices. `usage` counts how often each
+parameter is used, which matmuls leave partial sums, and what the program sends itself; the formulas here turn these counts into bytes.
 
 One device sends, by the ring algorithms of `jgt.hlo.collectives`: (n-1) b in an all-gather of shards of b bytes, (n-1)/n B in a
 reduce-scatter of an array of B bytes, and twice that in an all-reduce, which is a reduce-scatter followed by an all-gather. Hence:
@@ -11,7 +11,6 @@ reduce-scatter of an array of B bytes, and twice that in an all-reduce, which is
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
     once for the forward pass and once for the backward pass (or the recompute before it): (n-1) b each. Its gradient has B = n b
     bytes before it is reduce-scattered: (n-1)/n B = (n-1) b.
-    With `gather: int8` a number has 1 byte on its way, and a block of them 4 bytes for its scale; the gradient is as before.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
     (k-1)/k b, and is gathered after the update, when each device has b/k of it: (k-1) b/k. A parameter that is stored like its state
     and gathered at the start of the step sends the same, in the type that it is read in.
@@ -32,129 +31,65 @@ the formulas say. A finding is due only beyond a margin. All counts are of a tra
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-
-from jgt.hardware.chip import is_described
-from jgt.hlo.origin import EXCHANGED, NONE
+from jgt.hlo.origin import NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
-from jgt.planner.usage import ParameterUse, Usage, find_usage
-from jgt.program import jaxpr as jx
-from jgt.program.dims import sharding_dims
-from jgt.program.jaxpr import Program, Var
-from jgt.program.partial import PartialSum
-from jgt.program.sends import CPU, GPU, Backend
-
-_Axes = tuple[str, ...]
+from jgt.planner.sends import Axes, Backend, all_reduced
+from jgt.planner.usage import ParameterUse, PartialSum, Usage
+from jgt.program.dims import num_parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The bytes that one device must send in a step over some mesh axes for one signal, and the formula that says so."""
+    """The bytes that one device must send in a step over some mesh axes for one signal, and the formula that predicts them."""
 
     signal: str
-    axes: _Axes
+    axes: Axes
     bytes: int
     formula: str
 
 
-def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
-    """How a compiled function uses its parameters."""
-    return find_usage(compiled, params, _batch_axes(compiled, params), _backend(compiled))
-
-
 def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
-    """What a compiled function's layout must send, by signal, axes and formula."""
-    mesh = dict(compiled.mesh.shape)
-    batch, backend = _batch_axes(compiled, params), _backend(compiled)
+    """The bytes that a compiled function's layout must send, by signal, axes and formula."""
+    mesh, backend = dict(compiled.mesh.shape), usage.backend
     # Over the others replicas add up gradients by their own means.
-    reduced = tuple(axis for axis in batch if not any(axis in axes for axes in usage.summed))
-    rows: collections.Counter[tuple[str, _Axes, str]] = collections.Counter()
+    reduced = tuple(axis for axis in usage.batch if not any(axis in axes for axes in usage.summed))
+    rows: collections.Counter[tuple[str, Axes, str]] = collections.Counter({key: round(count) for key, count in usage.sent.items()})
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
         signal = p.signals[0] if p.signals else NONE
-        for axes, count, formula in [*_gathers(p, use, mesh, batch), *_gradients(p, use, mesh, reduced, backend)]:
+        for axes, count, formula in [*_gathers(p, use, mesh, usage.batch), *_gradients(p, use, mesh, reduced, backend)]:
             rows[signal, axes, formula] += round(count)
         axes, count = _update(p, mesh)
         rows[OPTIMIZER, axes, "parameters gathered after their update"] += count
     for partial in usage.partial_sums:
         rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(_partial_bytes(partial, mesh, backend))
-    for (signal, axes), count in usage.again.items():
-        n = _size(mesh, axes)
-        rows[signal, axes, "gathered again for the backward pass"] += round(count * Fraction(n - 1, n))
-    for (signal, axes), count in usage.explicit.items():
-        rows[signal, axes, "shard_map"] += round(count)
-    for axes, count in usage.summed.items():
-        rows[EXCHANGED, axes, "sums over replicas"] += round(count)
     # A formula over a single device gives 0.
     return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
 
 
-def _backend(compiled: Compiled) -> Backend:
-    return GPU if is_described(compiled.target) else CPU
-
-
-def _batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> _Axes:
-    """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program.
-
-    Without those along which each device has parameters of its own (`jgt.replicas`), which adds up nothing.
-    """
-    mesh = dict(compiled.mesh.shape)
-    # Scalars, such as a step counter, have no first dim.
-    arguments = zip(jx.body(compiled.program).invars, compiled.arguments, strict=True)
-    inputs = {var: a for var, a in arguments if a.position != 0 and a.shape}
-    found = {axis for a in inputs.values() if a.sharding is not None for axis in sharding_dims(a.sharding, len(a.shape))[0]}
-    found.update(_constrained_axes(compiled.program, set(inputs)))
-    return tuple(axis for axis in mesh if axis in found and mesh[axis] > 1 and not _has_replicas(params, axis, mesh[axis]))
-
-
-def _has_replicas(params: Sequence[Parameter], axis: str, size: int) -> bool:
-    """Whether the first dim of all parameters is a dim of replicas along an axis: as long as the axis, and split over it."""
-    return bool(params) and all(p.shape[:1] == (size,) and p.dims[0] == (axis,) for p in params)
-
-
-def _constrained_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
-    """The axes of the first dim in the constraints on these variables themselves."""
-    for equation in jx.body(program).eqns:
-        if equation.primitive.name == "sharding_constraint" and equation.invars[0] in inputs:
-            yield from sharding_dims(equation.params["sharding"], len(jx.shape_of(equation.invars[0])))[0]
-        # Into nested calls of jax.jit, but not into loops: their slices are not the inputs themselves.
-        for inner in jx.subprograms(equation) if jx.is_call(equation) else ():
-            pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
-            yield from _constrained_axes(inner, {var for outer, var in pairs if outer is not None and jx.is_var(outer) and outer in inputs})
-
-
-def _size(mesh: Mapping[str, int], axes: _Axes) -> int:
-    """The number of devices along some axes."""
-    return math.prod(mesh[axis] for axis in axes)
-
-
-def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: _Axes) -> Iterator[tuple[_Axes, Fraction, str]]:
+def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Axes) -> Iterator[tuple[Axes, Fraction, str]]:
     """ZeRO-3: the parameter is gathered wherever it is used."""
-    axes = tuple(a for a in batch if a in _axes(p.dims) - use.held)
     # A parameter that the program gathers itself is counted there, as shard_map's.
-    if not use.is_gathered:
-        # shard_map brings a parameter into its region once, however often it is used inside.
-        times = Fraction(1) if use.is_manual else use.forward + use.again
-        brought = tuple(a for a in axes if a in use.brought)
-        rest = tuple(a for a in axes if a not in use.brought)
-        n, k = _size(mesh, brought), _size(mesh, rest)
-        yield brought, Fraction(n - 1) * p.local_bytes * use.width, "parameters gathered at the start"
-        if use.gathered is None:
-            yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
-        else:
-            numbers = p.local_bytes // np.dtype(p.dtype).itemsize
-            yield rest, times * (k - 1) * n * numbers * use.gathered, "parameters gathered in int8"
+    if use.is_gathered:
+        return
+    axes = tuple(a for a in batch if a in _axes(p.dims) - use.held)
+    # shard_map brings a parameter into its region once, however often it is used inside.
+    times = Fraction(1) if use.is_manual else use.forward + use.again
+    brought = tuple(a for a in axes if a in use.brought)
+    rest = tuple(a for a in axes if a not in use.brought)
+    n, k = num_parts(brought, mesh), num_parts(rest, mesh)
+    yield brought, Fraction(n - 1) * p.local_bytes * use.width, "parameters gathered at the start"
+    yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
 
 
 def _gradients(
-    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: _Axes, backend: Backend
-) -> Iterator[tuple[_Axes, Fraction, str]]:
+    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Axes, backend: Backend
+) -> Iterator[tuple[Axes, Fraction, str]]:
     """ZeRO-3, ZeRO-1 and data parallelism: each axis that splits the batch adds up the gradient in one of three ways."""
     if use.is_manual:
         # Inside shard_map the program adds up gradients itself.
@@ -164,30 +99,30 @@ def _gradients(
     zero3 = tuple(a for a in batch if a in stored)
     zero1 = tuple(a for a in batch if a in scattered - stored)
     whole = tuple(a for a in batch if a not in scattered | stored)
-    n, k, m = (_size(mesh, axes) for axes in (zero3, zero1, whole))
+    n, k, m = (num_parts(axes, mesh) for axes in (zero3, zero1, whole))
     sent = use.forward * p.local_bytes * use.width
-    # A backend without reduce-scatter runs an all-reduce, which sends twice as much, and keeps a part of the result.
-    passes = 1 if backend.scatters else 2
+    # A CPU's all-reduce sends twice as much as a reduce-scatter.
+    passes = 1 if backend.is_gpu else 2
     yield zero3, sent * (n - 1) * passes, "gradients reduce-scattered"
     yield zero1, sent * Fraction(k - 1, k) * passes, "gradients reduce-scattered"
-    yield whole, sent * Fraction(2 * (m - 1), m), "gradients all-reduced"
+    yield whole, sent * all_reduced(m), "gradients all-reduced"
 
 
-def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[_Axes, int]:
+def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[Axes, int]:
     """ZeRO-1: each device updates its part of a parameter, by its part of the optimizer state, and the parts are gathered."""
     more = tuple(a for a in mesh if mesh[a] > 1 and a in _axes(p.state_dims) - _axes(p.dims))
-    k = _size(mesh, more)
+    k = num_parts(more, mesh)
     return more, (k - 1) * p.local_bytes // k
 
 
 def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backend) -> Fraction:
     """Tensor parallelism: an all-reduce is a reduce-scatter and an all-gather. A sum that stays split is gathered later, by its reader."""
-    n, passes = _size(mesh, partial.axes), 2
+    n, passes = num_parts(partial.axes, mesh), 2
     if partial.is_split:
-        # A backend without reduce-scatter runs the whole all-reduce. The recompute's gathers are counted one by one.
-        passes = (1 if backend.scatters else 2) + (not partial.is_again)
+        # On a CPU the whole all-reduce runs. The recompute's gathers are counted one by one.
+        passes = (1 if backend.is_gpu else 2) + (not partial.is_again)
     return partial.num_bytes * Fraction(passes * (n - 1), n)
 
 
-def _axes(dims: Sequence[_Axes]) -> frozenset[str]:
+def _axes(dims: Sequence[Axes]) -> frozenset[str]:
     return frozenset(axis for axes in dims for axis in axes)

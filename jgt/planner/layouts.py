@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from jgt.hlo.origin import NONE
-from jgt.planner.compiled import Argument
+from jgt.planner.compiled import Argument, Compiled
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims, show_dims
-from jgt.program.jaxpr import Equation, Place, Program
+from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.program.uses import Use, parameter_uses
 
 OPTIMIZER = "optimizer"
@@ -57,9 +57,11 @@ class Parameter:
         return "/".join(self.path.split("/")[-2:])
 
 
-def parameters_of(program: Program, state: Sequence[Argument], num_devices: int) -> tuple[Parameter, ...]:
-    """The parameters among the arrays of a program's first argument."""
-    uses = parameter_uses(program, len(state))
+def parameters_of(compiled: Compiled, num_devices: int) -> tuple[Parameter, ...]:
+    """The parameters among the arrays of a function's first argument."""
+    # By convention the first argument contains the parameters and their optimizer state.
+    state = [a for a in compiled.arguments if a.position == 0]
+    uses = parameter_uses(compiled.program, len(state))
     # The update reads parameters and moments alike. Only a signal of the model shows which is which.
     by_model = [tuple(s for s in use.signals if s.rpartition("/")[2] != OPTIMIZER) for use in uses]
     has_signals = any(by_model)
@@ -90,6 +92,36 @@ def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequenc
         gradient_bytes=moment.local_bytes // moment.dtype.itemsize * a.dtype.itemsize,
         source=next((line for signal, line in zip(use.signals, use.sources, strict=True) if line and signal != OPTIMIZER), ""),
     )
+
+
+def batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> tuple[str, ...]:
+    """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program.
+
+    Axes along which each device has its own parameters (`jgt.replicas`) do not count, because nothing is added up over them.
+    """
+    mesh = dict(compiled.mesh.shape)
+    # Scalars, such as a step counter, have no first dim.
+    arguments = zip(jx.body(compiled.program).invars, compiled.arguments, strict=True)
+    inputs = {var: a for var, a in arguments if a.position != 0 and a.shape}
+    axes = {axis for a in inputs.values() if a.sharding is not None for axis in sharding_dims(a.sharding, len(a.shape))[0]}
+    axes.update(_constrained_axes(compiled.program, set(inputs)))
+
+    def has_replicas(axis: str) -> bool:
+        # The first dim of all parameters is as long as the axis, and split over it.
+        return bool(params) and all(p.shape[:1] == (mesh[axis],) and p.dims[0] == (axis,) for p in params)
+
+    return tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1 and not has_replicas(axis))
+
+
+def _constrained_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
+    """The axes of the first dim in the constraints on these variables themselves."""
+    for equation in jx.body(program).eqns:
+        if equation.primitive.name == "sharding_constraint" and equation.invars[0] in inputs:
+            yield from sharding_dims(equation.params["sharding"], len(jx.shape_of(equation.invars[0])))[0]
+        # Into nested calls of jax.jit, but not into loops: their slices are not the inputs themselves.
+        for inner in jx.subprograms(equation) if jx.is_call(equation) else ():
+            pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+            yield from _constrained_axes(inner, {var for outer, var in pairs if outer is not None and jx.is_var(outer) and outer in inputs})
 
 
 def _dims(a: Argument) -> Dims:

@@ -11,15 +11,15 @@ Invariant: activations and gradients are parts of the temporaries, but XLA reuse
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt.hardware.chip import is_described
+from jgt.hardware import is_described
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.origin import NONE, find_origin, origin_of
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.planner.compiled import Argument, Compiled
-from jgt.planner.layouts import OPTIMIZER
+from jgt.planner.layouts import OPTIMIZER, Parameter
 
 _FORWARDS = frozenset(["bitcast", "copy", "tuple", "get-tuple-element", "opt-barrier", "transpose", "reshape", "convert"])
 """Ops whose result is their operand in another form: the backward pass keeps one of the two."""
@@ -54,9 +54,14 @@ class Memory:
         """Whether the peak leaves 5 % of the target's memory free; None without a target."""
         return None if self.hbm_bytes is None else self.peak_bytes <= USABLE * self.hbm_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """The bytes of the target's usable memory that the step leaves, below 0 if it does not fit; 0 without a target."""
+        return 0 if self.hbm_bytes is None else int(USABLE * self.hbm_bytes) - self.peak_bytes
 
-def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequence[Argument]], gradient_bytes: int) -> Memory:
-    """The memory of a compiled program, whose text is `module`. groups: the arguments by kind."""
+
+def read_memory(compiled: Compiled, module: Module, params: Sequence[Parameter], *, has_gradients: bool) -> Memory:
+    """The memory of a compiled program, whose text is `module`."""
     stats, target = compiled.memory, compiled.target
     on_host = sum(a.local_bytes for a in compiled.arguments if a.is_on_host)
     # For a GPU that is only described, XLA counts arguments in the host's memory among the device's, in its peak too.
@@ -71,10 +76,19 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + stats.host_temp_size_in_bytes,
         hbm_bytes=None if target is None else int(target.chip.hbm_gb * 1e9),
-        gradient_bytes=gradient_bytes,
-        groups={name: sum(a.local_bytes for a in group if not a.is_on_host) for name, group in groups.items()},
+        gradient_bytes=sum(p.gradient_bytes for p in params) if has_gradients else 0,
+        groups=_groups(compiled.arguments, {p.path for p in params}),
         activations=dict(sorted(_activations(module).items(), key=lambda item: -item[1])),
     )
+
+
+def _groups(arguments: Sequence[Argument], parameters: Collection[str]) -> dict[str, int]:
+    """The bytes of the arguments in the device's memory by kind; kinds without any arguments are left out."""
+    groups: dict[str, list[int]] = {"parameters": [], "optimizer state": [], "inputs": []}
+    for a in arguments:
+        kind = "inputs" if a.position != 0 else "parameters" if a.path in parameters else "optimizer state"
+        groups[kind].append(0 if a.is_on_host else a.local_bytes)
+    return {name: sum(sizes) for name, sizes in groups.items() if sizes}
 
 
 def _activations(module: Module) -> collections.Counter[str]:

@@ -57,10 +57,14 @@ def signal_rows(
     traced: Sequence[Flops],
     num_devices: int,
     rules: Rules | None,
+    where: str | None,
     *,
     timed: bool,
 ) -> Iterator[SignalRow]:
-    """A row for each signal that has any cost, the slowest first. timed: whether the walk has times."""
+    """A row for each signal that has any cost, the slowest first.
+
+    where: the file:line of the pipeline's section; None without a pipeline. timed: whether the walk has times.
+    """
     owned: dict[str, list[Parameter]] = collections.defaultdict(list)
     # A tied parameter counts at the first of its signals only, so that the rows add up.
     for p in params:
@@ -84,7 +88,8 @@ def signal_rows(
         cost = costs[name]
         yield SignalRow(
             signal=name,
-            rule="" if rules is None else rules.where_of(name),
+            # A pipeline's own work names the section that asks for it.
+            rule=where if where is not None and name == PIPELINE_SIGNAL else "" if rules is None else rules.where_of(name),
             specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in owned[name])),
             parameter_bytes=sum(p.local_bytes for p in owned[name]),
             activation_bytes=activations[name],

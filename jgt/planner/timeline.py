@@ -27,7 +27,7 @@ from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
 from jgt.hlo.origin import NONE, Origin, origin_at, origin_of
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
-from jgt.planner.step.spans import Lane, Span, Track
+from jgt.planner.panels import Lane, Span, Track
 from jgt.program.scopes import useful_share
 
 PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"

@@ -1,212 +1,214 @@
-"""How a traced program uses its parameters: the counts that the formulas turn into bytes.
+"""How a traced program uses its parameters, and which bytes it has to send for values in between.
 
 The formulas ask three questions of a program. How often is each parameter used, forward and backward? Which matmuls contract a sharded
 dim, so that devices hold partial sums? What does the program send itself, inside shard_map? One walk over the traced program answers
-all three. It follows each parameter through whatever takes it alone (slices of stacked layers, casts, transposes, constraints) to
-the matmuls and look-ups that consume it, and multiplies by the trips of the loops around them.
-
-The parts of the answer are in `jgt.program`: `views` (arrays made of one parameter), `partial` (sums of which devices hold parts) and
-`sends` (bytes that the program sends itself).
+all three. It follows each parameter through whatever takes it alone (`views`) to the matmuls and look-ups that consume it, and follows
+partial sums until something needs the whole: XLA adds two of them over the same axes first, a cast or a reshape leaves them partial, and
+a constraint that splits the result makes the sum a reduce-scatter.
 
 Invariant: counts are of one step. Each is multiplied by the trips of the loops around it, and by the share of the ticks in which a pipeline
-takes the branch around it.
+takes the branch around it. Partial sums are followed within one program only, because XLA reduces them before they leave a loop.
 """
 
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.experts import exchange_of, weights_of
-from jgt.experts.advice import ExchangeUse, sum_of
-from jgt.hlo.origin import NONE, origin_of, phase_of
+from jgt.experts import weights_of
+from jgt.hardware import is_described
+from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
-from jgt.planner.layouts import Parameter
+from jgt.planner.layouts import Parameter, batch_axes
+from jgt.planner.sends import CPU, GPU, Axes, Backend, all_reduced, is_gather, is_replacement, sent
+from jgt.planner.views import View, Views, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, sharding_dims
+from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.partial import PartialSum, PartialSums
 from jgt.program.scopes import replicas_of, taken_share
-from jgt.program.sends import Backend, all_reduced, is_gather, is_region, is_sum, sent
-from jgt.program.views import View, Views, contractions, into, out_of, through
-from jgt.regions.gathers import is_gathered, share_of
+
+_SUMS = ("reduce", "reduce_sum", "psum")
+"""Primitives that add up an array over its own dims, which the partitioner may have split over devices."""
+_ADDS = ("add", "add_any")
+_KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy")
+"""A partial sum stays one through these; anything else needs the whole sum."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ParameterUse:
     """How a program uses one parameter in a step.
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
-    bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there. brought: the mesh axes
-    over which the program gathers it once, before anything reads it. gathered: the bytes of a number where it is gathered in eight bits.
-    held: those whose devices keep different parts of it, such as experts.
+    bf16). is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
+    brought: the mesh axes over which the program gathers it once, before anything reads it. held: the axes along which devices keep
+    different parts of it, such as experts.
     """
 
-    counts: Mapping[str, Fraction] = field(default_factory=dict[str, Fraction])
+    counts: dict[str, Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
     width: Fraction = Fraction(1)
     is_manual: bool = False
     is_gathered: bool = False
-    brought: frozenset[str] = frozenset()
-    gathered: Fraction | None = None
-    held: frozenset[str] = frozenset()
+    brought: set[str] = field(default_factory=set[str])
+    held: set[str] = field(default_factory=set[str])
 
     @property
     def forward(self) -> Fraction:
         """How often the forward pass uses it."""
-        return self.counts.get("forward", Fraction())
+        return self.counts["forward"]
 
     @property
     def again(self) -> Fraction:
         """How often it is used afterwards. A recompute gathers it for the backward pass too, so the larger of the two counts."""
-        return max(self.counts.get("recompute", Fraction()), self.counts.get("backward", Fraction()))
+        return max(self.counts["recompute"], self.counts["backward"])
+
+
+@dataclass
+class PartialSum:
+    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step.
+
+    is_again: whether it is computed in the recompute. is_split: whether a constraint splits the sum over its own axes, as sequence
+    parallelism does.
+    """
+
+    signal: str
+    axes: Axes
+    num_bytes: Fraction
+    is_again: bool = False
+    is_split: bool = False
+
+
+Sums = dict[Var, tuple[PartialSum, bool]]
+"""The partial sum in a variable, and whether nothing else was added to it."""
+
+
+def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, adds_first: bool) -> None:
+    """Follows a partial sum through an equation that leaves it partial, and marks one that a constraint splits.
+
+    partial_sums: all of the program. adds_first: whether XLA adds partial sums to each other before it reduces them.
+    """
+    kind, operands = equation.primitive.name, [sums[a] for a in equation.invars if jx.is_var(a) and a in sums]
+    if not operands or kind not in (*_ADDS, *_KEEPS_PARTIAL):
+        return
+    (first, is_alone), out = operands[0], equation.outvars[0]
+    if kind in _ADDS:
+        is_alone = len(operands) == 2 and all(alone and partial.axes == first.axes for partial, alone in operands)
+        second = operands[-1][0]
+        # Equal sums count the same, so it does not matter which of them is taken off the list.
+        if is_alone and adds_first and second is not first and second in partial_sums:
+            partial_sums.remove(second)
+    elif kind == "sharding_constraint":
+        dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        first.is_split |= any(axis in first.axes for axes in dims for axis in axes)
+        if not is_alone:
+            return
+    sums[out] = first, is_alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
+    """The result of the walk.
 
-    again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes. summed: by mesh axes, the bytes that
-    replicas along them send to each other. exchanges: of experts.
+    batch: the mesh axes that split the batch. parameters: the use of each parameter. sent: the bytes that a device sends for values in
+    between, by signal, mesh axes and formula.
     """
 
+    backend: Backend
+    batch: Axes
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
-    explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
-    again: Mapping[tuple[str, tuple[str, ...]], Fraction]
-    summed: Mapping[tuple[str, ...], Fraction]
-    exchanges: tuple[ExchangeUse, ...] = ()
+    sent: Mapping[tuple[str, Axes, str], Fraction]
+
+    @property
+    def summed(self) -> set[Axes]:
+        """The mesh axes over which replicas add up what they have."""
+        return {axes for signal, axes, _ in self.sent if signal == EXCHANGED}
 
 
-def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str, ...], backend: Backend) -> Usage:
-    """How a compiled function's traced program uses its parameters. batch: the mesh axes that split the batch."""
+def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
+    """How a compiled function's traced program uses its parameters."""
     positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
     invars = jx.body(compiled.program).invars
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
+    backend, batch = GPU if is_described(compiled.target) else CPU, batch_axes(compiled, params)
     walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
     walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
-    return Usage(
-        parameters=tuple(walk.uses),
-        partial_sums=tuple(walk.partial_sums),
-        explicit=dict(walk.explicit),
-        again=dict(walk.again),
-        summed=dict(walk.summed),
-        exchanges=tuple(sum_of(walk.exchanges)),
-    )
+    return Usage(backend=backend, batch=batch, parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), sent=dict(walk.sent))
 
 
 class _Scope(NamedTuple):
-    """What surrounds an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
+    """The surroundings of an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
 
-    in_region: this is the meaning of a region, whose plan sends what its sums need.
+    is_replaced: whether this is inside a replaced piece of program, whose plan contains what its sums send.
     """
 
     name: str
     times: Fraction
-    batch: tuple[str, ...]
-    in_region: bool = False
+    batch: Axes
+    is_replaced: bool = False
+
+    @property
+    def runs(self) -> Fraction:
+        """How often the equation runs in a step."""
+        return self.times * taken_share(self.name)
+
+    @property
+    def signal(self) -> str:
+        """The signal that the equation belongs to."""
+        return signal_of(self.name)
 
 
 class _Walk:
     """The walk under way. Programs inside others are read in turn, with the views of their own variables."""
 
-    def __init__(self, mesh: Mapping[str, int], batch: tuple[str, ...], backend: Backend, uses: list[ParameterUse]):
+    def __init__(self, mesh: Mapping[str, int], batch: Axes, backend: Backend, uses: list[ParameterUse]):
         self._mesh, self._batch, self._backend, self.uses = mesh, batch, backend, uses
         self.partial_sums: list[PartialSum] = []
-        self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
-        self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
-        self.summed: dict[tuple[str, ...], Fraction] = collections.defaultdict(Fraction)
-        self.exchanges: list[ExchangeUse] = []
+        self.sent: dict[tuple[str, Axes, str], Fraction] = collections.defaultdict(Fraction)
         self._counted: set[tuple[Var, str]] = set()
-        self._pinned: set[Var] = set()
 
     def read(self, program: Program, around: _Scope, views: Views) -> None:
         """Reads a program, and extends `views` by the arrays that are made of parameters."""
-        sums = PartialSums(self.partial_sums, self._backend.adds_first)
+        sums: Sums = {}
         laid: dict[Var, Dims] = {}
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
-            if is_gathered(equation):
-                self._round(equation, views)
-                continue
             self._send(equation, scope, views)
             weights = weights_of(equation)
             for var, dims in weights:
                 self._hold(var, dims, scope, views)
             for inner in jx.subprograms(equation):
-                # How often the function of experts reads its weights says nothing: they are brought to their devices once a call.
+                # The function of experts may read its weights any number of times: they are brought to their devices once a call.
                 self._enter(equation, inner, scope, {} if weights else views)
-            if not sums.carry(equation):
-                self._contract(equation, scope, views, sums)
-            sums.split(equation)
-            self._regather(equation, scope, laid)
+            self._contract(equation, scope, views, sums)
+            carry(equation, sums, self.partial_sums, adds_first=self._backend.is_gpu)
             self._follow(equation, scope, views)
+            self._regather(equation, scope, laid)
 
     def _send(self, equation: Equation, scope: _Scope, views: Views) -> None:
-        """A collective that the program names itself: its bytes, and the parameters that it gathers."""
-        found, between = sent(equation, self._mesh, self._backend), replicas_of(scope.name)
+        """Counts the bytes of a collective that the program names itself, and marks the parameters that it gathers."""
+        collective, between = sent(equation, self._mesh, self._backend), replicas_of(scope.name)
         if between is not None:
             axes, numbers = between
-            if found is None and numbers is not None and is_sum(equation):
-                found = axes, numbers * self._backend.item_bytes(equation.invars[0]) * all_reduced(axes, self._mesh)
-            if found is not None:
-                self.summed[found[0]] += scope.times * taken_share(scope.name) * found[1]
-            return
-        if found is None:
-            return
-        axes, num_bytes = found
-        if is_gather(equation):
-            for atom in equation.invars:
-                if jx.is_var(atom) and atom in views:
-                    self.uses[views[atom].index] = replace(self.uses[views[atom].index], is_gathered=True)
-        origin = origin_of(scope.name)
-        # The name stack also says how often a pipeline takes the branches around the collective.
-        signal, times = origin.signal if origin else NONE, scope.times * taken_share(scope.name)
-        self.explicit[signal, axes] += times * num_bytes
-        self._compare(equation, signal, times, num_bytes)
-
-    def _compare(self, equation: Equation, signal: str, times: Fraction, num_bytes: Fraction) -> None:
-        """What an exchange of experts sends, and what the other way to do it would send."""
-        if (found := exchange_of(equation)) is None:
-            return
-        plan, equation = found
-        other = plan.otherwise()
-        instead = None if other is None else other.sent(equation, self._mesh, self._backend.bytes_of)
-        if other is None or instead is None or plan.exchange.axis is None:
-            return
-        self.exchanges.append(
-            ExchangeUse(
-                signal=signal,
-                source=jx.line_of(equation),
-                axis=plan.exchange.axis,
-                num_devices=plan.exchange.num_devices,
-                num_choices=plan.num_choices(equation),
-                room=plan.exchange.room,
-                method=plan.exchange.method,
-                other=other.exchange.method,
-                bytes=times * num_bytes,
-                other_bytes=times * instead[1],
-            )
-        )
-
-    def _round(self, equation: Equation, views: Views) -> None:
-        """A weight that is rounded to eight bits and gathered: the same weight afterwards."""
-        # A checkpoint may have made constants of the call operands.
-        source = next((a for a in equation.invars if jx.is_var(a) and a in views), None)
-        if source is not None:
-            view = views[equation.outvars[0]] = views[source]
-            self.uses[view.index] = replace(self.uses[view.index], gathered=share_of(equation))
+            if collective is None and numbers is not None and equation.primitive.name in _SUMS:
+                collective = axes, numbers * self._backend.item_bytes(equation.invars[0]) * all_reduced(num_parts(axes, self._mesh))
+            if collective is not None:
+                self.sent[EXCHANGED, collective[0], "sums over replicas"] += scope.runs * collective[1]
+        elif collective is not None:
+            if is_gather(equation):
+                for atom in equation.invars:
+                    if jx.is_var(atom) and atom in views:
+                        self.uses[views[atom].index].is_gathered = True
+            self.sent[scope.signal, collective[0], "shard_map"] += scope.runs * collective[1]
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
         """A parameter that a call of experts reads, each device its own part."""
         if var in views:
-            view, phase = views[var], phase_of(scope.name)
-            use, share = self.uses[view.index], view.times * view.share * taken_share(scope.name)
-            held = use.held.union(axis for axes in dims for axis in axes)
-            self.uses[view.index] = replace(use, held=held, counts={**use.counts, phase: use.counts.get(phase, 0) + share})
+            view, use = views[var], self.uses[views[var].index]
+            use.held.update(axis for axes in dims for axis in axes)
+            use.counts[phase_of(scope.name)] += view.times * view.share * taken_share(scope.name)
 
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
         """Reads a program inside an equation, and follows the parameters into it and out of it."""
@@ -217,51 +219,35 @@ class _Walk:
         for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
             if outer is not None and jx.is_var(outer) and outer in views:
                 view = inside[var] = into(views[outer], outer, var, times)
-                if any(axis in self._batch for axis in manual):
-                    self.uses[view.index] = replace(self.uses[view.index], is_manual=True)
-        in_region = scope.in_region or is_region(equation)
-        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), in_region), inside)
+                self.uses[view.index].is_manual |= any(axis in self._batch for axis in manual)
+        is_replaced = scope.is_replaced or is_replacement(equation)
+        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:
                 continue
             view = out_of(inside[atom], atom, outer, scope.times)
             if view is not None:
-                # Of the branches of a cond, the first one that returns a parameter counts.
+                # If several branches of a cond return a parameter, the first one counts.
                 views.setdefault(outer, view)
 
-    def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
-        """Values that a constraint splits and the next one makes whole again, in the recompute. laid: the dims of constrained values."""
-        kind, out = equation.primitive.name, equation.outvars[0] if equation.outvars else None
-        source = equation.invars[0] if equation.invars else None
-        if out is None or kind not in ("sharding_constraint", "name", "convert_element_type"):
-            return
-        before = laid.get(source) if source is not None and jx.is_var(source) else None
-        if kind != "sharding_constraint":
-            laid.update({} if before is None else {out: before})
-            return
-        after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
-        kept, origin = {a for axes in after for a in axes} | {*self._batch}, origin_of(scope.name)
-        axes = tuple(a for a in self._mesh if self._mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
-        if axes and origin is not None and origin.phase == "recompute":
-            local = Fraction(self._backend.bytes_of(out), math.prod(self._mesh[a] for a in scope.batch))
-            self.again[origin.signal, axes] += scope.times * taken_share(scope.name) * local
-
-    def _contract(self, equation: Equation, scope: _Scope, views: Views, sums: PartialSums) -> None:
+    def _contract(self, equation: Equation, scope: _Scope, views: Views, sums: Sums) -> None:
         """A matmul or a look-up: it uses parameters, and leaves a partial sum if it contracts a dim that is sharded."""
-        origin = origin_of(scope.name)
-        signal, phase = (origin.signal, origin.phase) if origin else (NONE, "forward")
+        phase = phase_of(scope.name)
         for var, contracted in contractions(equation, views):
-            view, use = views[var], self.uses[views[var].index]
+            view = views[var]
             # Several matmuls of a view in one phase share one gathered copy of it.
             if (var, phase) not in self._counted:
                 self._counted.add((var, phase))
-                count = use.counts.get(phase, 0) + view.times * view.share * taken_share(scope.name)
-                self.uses[view.index] = replace(use, counts={**use.counts, phase: count})
+                self.uses[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
             axes = tuple(a for a in self._mesh if a in contracted and a not in self._batch and self._mesh[a] > 1)
-            if axes and not scope.in_region:
-                out = equation.outvars[0]
-                local = Fraction(self._backend.bytes_of(out), math.prod(self._mesh[a] for a in scope.batch))
-                sums.start(out, PartialSum(signal, axes, scope.times * taken_share(scope.name) * local, phase == "recompute"))
+            if axes and not scope.is_replaced:
+                partial = PartialSum(scope.signal, axes, scope.runs * self._local_bytes(equation.outvars[0], scope), phase == "recompute")
+                self.partial_sums.append(partial)
+                sums[equation.outvars[0]] = partial, True
+
+    def _local_bytes(self, var: Var, scope: _Scope) -> Fraction:
+        """The bytes of a value on one device, whose rows the batch splits."""
+        return Fraction(self._backend.bytes_of(var), num_parts(scope.batch, self._mesh))
 
     def _follow(self, equation: Equation, scope: _Scope, views: Views) -> None:
         """Follows a parameter through an equation that changes only its shape, type, layout or name."""
@@ -270,13 +256,31 @@ class _Walk:
             return
         source, view = found
         kind, out, use = equation.primitive.name, equation.outvars[0], self.uses[view.index]
-        if kind == "convert_element_type" and self._backend.sends_narrow:
+        if kind == "convert_element_type" and self._backend.is_gpu:
             # XLA casts the shards and gathers the result.
-            width = Fraction(jx.dtype_of(out).itemsize, jx.dtype_of(source).itemsize)
-            self.uses[view.index] = replace(use, width=min(width, use.width))
-        if kind == "sharding_constraint":
-            if source in self._pinned:
-                # Pinned to where it is, then to where it is read: it travels in between.
-                self.uses[view.index] = replace(use, brought=use.brought | views[source].axes - view.axes)
-            self._pinned.add(out)
+            use.width = min(Fraction(jx.dtype_of(out).itemsize, jx.dtype_of(source).itemsize), use.width)
+        if kind == "sharding_constraint" and views[source].is_pinned:
+            # Pinned to where it is stored, then to where it is read: it travels in between.
+            use.brought |= views[source].axes() - view.axes()
         views[out] = view
+
+    def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
+        """Counts the values that a constraint splits and the next one makes whole again, in the recompute.
+
+        laid: the dims of constrained values.
+        """
+        kind = equation.primitive.name
+        if kind not in ("sharding_constraint", "name", "convert_element_type"):
+            return
+        (source, *_), (out, *_) = equation.invars, equation.outvars
+        before = laid.get(source) if jx.is_var(source) else None
+        if kind != "sharding_constraint":
+            laid.update({} if before is None else {out: before})
+            return
+        after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        kept = {*self._batch, *(a for axes in after for a in axes)}
+        axes = tuple(a for a in self._mesh if self._mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
+        if axes and scope.signal != NONE and phase_of(scope.name) == "recompute":
+            n = num_parts(axes, self._mesh)
+            again = scope.runs * self._local_bytes(out, scope) * Fraction(n - 1, n)
+            self.sent[scope.signal, axes, "gathered again for the backward pass"] += again

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jgt.document import InputError
-from jgt.planner.budget import overruns
 
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
@@ -24,7 +23,8 @@ from .asked import Asked, read_asked
 from .options import add_arguments
 
 if TYPE_CHECKING:
-    from jgt.planner.plan import Plan
+    from jgt import Plan
+    from jgt.planner import Lock
 
     from .sync import Exchange, SyncPolicy
 
@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return search(arguments)
     try:
         asked = read_asked(arguments)
-        from jgt.planner.view.lock import read_lock
+        from jgt.planner import Lock
 
         from .make import make_exchange, make_plan, use_devices
 
-        locked = None if arguments.check is None else read_lock(Path(arguments.check))
+        locked = None if arguments.check is None else Lock.read(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
@@ -65,22 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(arguments, plans[0], exchange, asked.runs[0], locked)
 
 
-def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
+def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: Lock | None) -> int:
     """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
-    from jgt.planner.view.lock import changes, write_lock
+    from jgt.planner import Lock, write_page
 
     _show(arguments, plan, exchange)
     if arguments.html is not None:
-        from jgt.planner.view.page import write_page
-
         write_page(plan, Path(arguments.html))
         print(f"Wrote {arguments.html}", file=sys.stderr)
     if arguments.lock is not None:
-        write_lock(plan, Path(arguments.lock))
+        Lock.of(plan).write(Path(arguments.lock))
         print(f"Wrote {arguments.lock}", file=sys.stderr)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
-    problems = overruns(plan, run.budget)
-    if locked is not None and (lines := changes(plan, locked)):
+    problems = run.budget.overruns(plan)
+    if locked is not None and (lines := locked.changes(plan)):
         problems.append(
             f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"
         )
@@ -94,7 +92,7 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
     if arguments.json:
         print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
         return
-    from jgt.planner.view.table import print_plan
+    from jgt.planner import print_plan
 
     print_plan(plan)
     if exchange is not None:
@@ -139,13 +137,13 @@ def _compare_policies(arguments: argparse.Namespace, asked: Asked) -> int:
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.planner.view.compare import differences, print_differences
+    from jgt.planner import Comparison
 
+    comparison = Comparison(*plans)
     if arguments.json:
-        print(json.dumps(differences(plans[0], plans[1]), indent=1))
+        print(json.dumps(comparison.to_json(), indent=1))
     else:
-        a, b = plans
-        print_differences(a, b, *arguments.diff)
+        comparison.print(*arguments.diff)
     return 0
 
 

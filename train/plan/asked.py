@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError, collect, is_file, locate, read
-from jgt.hardware.chip import Target, parse_target, read_prices
+from jgt.hardware import Target, parse_target, read_prices
 from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code

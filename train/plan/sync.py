@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jgt import Plan
 from jgt.console import axes_text, make_console, make_table, size_text
-from jgt.planner.plan import Plan
 
 from ..config import Run
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
+from jgt.hardware import parse_target
 
 from ..code.files import read_code
 from ..config import load

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jgt.console import axes_text, count_text, size_text, time_text
 from jgt.hlo.collectives import Collective
 from jgt.planner.findings import REPEATED
+from jgt.planner.layouts import OPTIMIZER
 from jgt.planner.plan import Plan
 from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow
 
@@ -52,15 +53,15 @@ def _advice(row: SignalRow) -> str:
         times = row.flops / row.flops_share
         return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
     # An update does a few operations for each byte that it reads, on any hardware.
-    if row.signal == "optimizer":
+    if row.signal == OPTIMIZER:
         return f"{size_text(row.hbm_bytes)} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
     if row.signal == PIPELINE_SIGNAL:
         return f"{size_text(row.hbm_bytes)} to and from memory for what stages keep and send. Use fewer, larger microbatches (pipeline:)"
     tflop = f"{count_text(row.flops / 1e12)} TFLOP"
     if row.roofline_ms.get("memory", 0.0) > row.roofline_ms.get("matmul", 0.0):
         moved = f"{size_text(row.hbm_bytes)} to and from memory for {tflop}: memory-bound"
-        return f"{moved}. Keep fewer activations (save:, train.remat), or use a fused kernel there"
-    return f"{tflop}: compute-bound. Only less recompute (train.remat, save:) or more devices would help"
+        return f"{moved}. Keep fewer activations (save:), or use a fused kernel there"
+    return f"{tflop}: compute-bound. Only less recompute (save:) or more devices would help"
 
 
 _TO_CHANGE = {
