@@ -1,7 +1,7 @@
-"""What XLA will do with a function, before anything runs: collectives, memory, FLOPs and time, by signal. `jgt.plan` begins here.
+"""Predicts what XLA will do with a function, by signal: collectives, memory, FLOPs and time. `jgt.plan` begins here.
 
 Read `plan.py` first: it compiles a function (`compiled.py`, for hardware in `described.py`) and calls each reader of the result once.
-`layouts.py`, `flops.py`, `usage.py` and `formulas.py` read the traced program; `timeline.py`, with `panels.py`, and `memory.py` read XLA's.
+`layouts.py`, `flops.py`, `usage.py` and `formulas.py` read the traced program; `memory.py` and `timeline.py` read XLA's.
 `signals.py` and `findings.py` join both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan.
 
 These names are what the trainer uses. They load on first use, because a budget is checked before JAX is imported.

@@ -45,7 +45,7 @@ from jgt.program.dims import num_parts
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The bytes that one device must send in a step over some mesh axes for one signal, and the formula that predicts them."""
+    """The bytes on the wire that a formula predicts for one signal over some mesh axes, from one device in a step."""
 
     signal: str
     axes: Axes

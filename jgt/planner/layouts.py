@@ -1,11 +1,10 @@
-"""How the traced program lays out its arrays: its parameters, and the constraints on values in between.
+"""The layout of a traced program: its parameters, the axes that split its batch, and the constraints on values in between.
 
-A plan wants a table of parameters, with their specs and their bytes on one device. But a function that jgt plans for is any function:
-its first argument is one tree in which parameters, moments and step counters lie side by side. Their use tells them apart. An array
-that the model reads under a signal is a parameter; one that only the optimizer reads is its state. A parameter's moments have its
-shape and the end of its path, so that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of
-the gradient. Constraints, in turn, are read from the equations of the program, because XLA pads or replicates without a word what a
-constraint cannot split evenly.
+A plan wants a table of parameters, with their specs and their bytes on one device. But jgt plans any function: its first argument is one
+tree in which parameters, moments and step counters lie side by side. Their use distinguishes them. An array that the model reads under
+a signal is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, so
+that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient. Constraints are read
+from the equations of the program, because XLA pads or replicates without a warning what a constraint cannot split evenly.
 
 Invariant: a function without signals has parameters too. Then every array of its first argument that holds floats is one.
 """
@@ -35,8 +34,8 @@ class Parameter:
     """One parameter.
 
     dims: the mesh axes of each dim, and spec: the same as the YAML writes it. copies: the number of devices that store each part of
-    it. state_dims: the mesh axes of its optimizer state, and of its gradient; gradient_bytes: of the gradient on one device. source:
-    file:line of a use.
+    it. state_dims: the mesh axes of its optimizer state and of its gradient; gradient_bytes: the bytes of its gradient on one device.
+    source: file:line of a use.
     """
 
     path: str
@@ -73,7 +72,7 @@ def parameters_of(compiled: Compiled, num_devices: int) -> tuple[Parameter, ...]
 
 
 def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequence[Argument], num_devices: int) -> Parameter:
-    # Of several candidates (mu and nu, a master copy) the one with the most names in common is as good as any: all have one sharding.
+    # If there are several (mu and nu, a master copy), all have one sharding, and the one with the most names in common is taken.
     candidates = [m for m in moments if m.shape == a.shape and _common_end(m.path, a.path)]
     moment = max(candidates, key=lambda m: _common_end(m.path, a.path), default=a)
     dims = _dims(a)
@@ -136,7 +135,7 @@ def _common_end(a: str, b: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A sharding constraint of the traced program. misfits: (dim, axes) where the axes do not divide the size of the dim."""
+    """A sharding constraint of the traced program. misfits: pairs (dim, axes) whose axes do not divide the size of the dim."""
 
     signal: str
     source: str

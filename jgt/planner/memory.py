@@ -1,7 +1,7 @@
 """The memory of one device: arguments, what the backward pass keeps of the forward pass, and XLA's totals.
 
-XLA reports totals: arguments, outputs, temporaries and a peak. They decide whether a step fits, but not what to change. So two parts
-are told apart that rules can change. The arguments are grouped into parameters, optimizer state and inputs. The activations are read
+XLA reports totals: arguments, outputs, temporaries and a peak. They decide whether a step fits, but not what to change. Rules can change
+two parts, which are read here. The arguments are grouped into parameters, optimizer state and inputs. The activations are read
 from the schedule of the main computation: an array that a forward instruction makes and a backward instruction reads is alive in
 between. It belongs to the signal that made it, or, if a loop made it, to the signal inside the loop's body.
 
@@ -64,7 +64,7 @@ def read_memory(compiled: Compiled, module: Module, params: Sequence[Parameter],
     """The memory of a compiled program, whose text is `module`."""
     stats, target = compiled.memory, compiled.target
     on_host = sum(a.local_bytes for a in compiled.arguments if a.is_on_host)
-    # For a GPU that is only described, XLA counts arguments in the host's memory among the device's, in its peak too.
+    # XLA counts arguments in the host's memory among the device's, in its peak too, if a GPU is only described.
     miscounted = on_host if not stats.host_argument_size_in_bytes else 0
     args = stats.argument_size_in_bytes - miscounted
     # A donated argument's memory is its output's, and XLA counts it in both.
@@ -93,14 +93,14 @@ def _groups(arguments: Sequence[Argument], parameters: Collection[str]) -> dict[
 
 def _activations(module: Module) -> collections.Counter[str]:
     """Bytes by signal of the arrays that the forward pass makes and the backward pass reads, each counted once."""
-    found: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
     # Layers are loops, so what is kept between forward and backward pass is a result of one loop and an operand of another.
     computation = module.computations[module.entry]
     for maker, index in dict.fromkeys(_forward_to_backward(computation)):
         spot = _written_at(module, maker, index)
         origin, _ = find_origin(module, module.at(spot).op_name, [spot], [])
-        found[origin.signal if origin else NONE] += maker.arrays[index].num_bytes
-    return found
+        sizes[origin.signal if origin else NONE] += maker.arrays[index].num_bytes
+    return sizes
 
 
 def _forward_to_backward(computation: Computation) -> Iterator[tuple[Instruction, int]]:

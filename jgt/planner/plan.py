@@ -34,8 +34,9 @@ from jgt.planner.memory import Memory, read_memory
 from jgt.planner.panels import Panel, panels
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
-from jgt.planner.timeline import PARTS, Timeline
+from jgt.planner.timeline import Timeline
 from jgt.planner.usage import usage_of
+from jgt.planner.walk import PARTS
 from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
@@ -50,7 +51,7 @@ _DIGITS = 6
 class Advice:
     """A key of a run that its caller advises to change.
 
-    where: its file:line, or that of the section that would have it. saves_ms: time of the step; saves_bytes: bytes of the peak.
+    where: the file:line of the key, or of the section that would have it. saves_ms: time of the step; saves_bytes: bytes of the peak.
     """
 
     key: str
@@ -62,7 +63,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
+    """One step of a compiled function on each device. Times are predictions; without a target they are None.
 
     hosts: the host of each device, in the mesh's order. flops_per_device: the matmul FLOPs of the traced program with recompute and
     pipeline bubbles; model_flops_per_device: without both. step_time_error: the error to expect, relative to the time; None if it is
@@ -107,7 +108,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that one device sends in a step."""
+        """The bytes on the wire in a step, from one device."""
         return sum(c.total_bytes for c in self.collectives)
 
     def waiting_ms(self, some: Iterable[Collective]) -> float:
@@ -175,7 +176,6 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     memory = read_memory(compiled, module, params, has_gradients=is_trained)
     schedule = work.schedule(mesh)
     where = None if schedule is None else schedule.where
-    # From here on, counts that were made independently of each other are compared.
     usage = usage_of(compiled, params)
     sent = _of_replicas(located(collectives(module, mesh, num_devices), params, where or ""), usage.summed)
     formulas = expected(compiled, params, usage)

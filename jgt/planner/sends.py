@@ -3,7 +3,7 @@
 Such a collective is an equation with the mesh axes in it, so the bytes that a device sends follow from its operands and the ring
 algorithms, before XLA has seen the program. Only the size of a number on the wire depends on XLA's backend.
 
-Invariant: bytes are those that one device sends in one run of the equation. The caller multiplies by the trips of the loops around it.
+Invariant: bytes are of one device and of one run of the equation. The caller multiplies by the trips of the loops around it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the caller knows about a step beyond its program.
+    """The facts about a step that its caller knows and its program does not contain.
 
     tokens: the tokens in a step. flops: the model's FLOPs in a step on all devices, the numerator of MFU. pipeline: how the layers are
     staged. price: dollars for an hour of one device.

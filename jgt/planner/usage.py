@@ -1,4 +1,4 @@
-"""How a traced program uses its parameters, and which bytes it has to send for values in between.
+"""The uses of parameters in a traced program, and the bytes that it has to send for values in between.
 
 The formulas ask three questions of a program. How often is each parameter used, forward and backward? Which matmuls contract a sharded
 dim, so that devices hold partial sums? What does the program send itself, inside shard_map? One walk over the traced program answers
@@ -39,7 +39,7 @@ _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sh
 
 @dataclass(kw_only=True)
 class ParameterUse:
-    """How a program uses one parameter in a step.
+    """The use of one parameter in a step.
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
     bf16). is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
@@ -56,12 +56,12 @@ class ParameterUse:
 
     @property
     def forward(self) -> Fraction:
-        """How often the forward pass uses it."""
+        """The number of uses in the forward pass."""
         return self.counts["forward"]
 
     @property
     def again(self) -> Fraction:
-        """How often it is used afterwards. A recompute gathers it for the backward pass too, so the larger of the two counts."""
+        """The number of uses afterwards. A recompute gathers it for the backward pass too, so the larger of the two counts."""
         return max(self.counts["recompute"], self.counts["backward"])
 
 
@@ -128,7 +128,7 @@ class Usage:
 
 
 def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
-    """How a compiled function's traced program uses its parameters."""
+    """The uses of parameters in a compiled function's traced program."""
     positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
     invars = jx.body(compiled.program).invars
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
@@ -151,7 +151,7 @@ class _Scope(NamedTuple):
 
     @property
     def runs(self) -> Fraction:
-        """How often the equation runs in a step."""
+        """The number of runs of the equation in a step."""
         return self.times * taken_share(self.name)
 
     @property

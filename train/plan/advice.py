@@ -28,7 +28,7 @@ _MAX_PARTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The value of a run's key. where: its file:line, or that of the nearest section around it in the file."""
+    """The value of a run's key. where: the file:line of the key, or of the nearest section around it."""
 
     value: object
     where: str

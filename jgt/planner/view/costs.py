@@ -48,7 +48,7 @@ def _by_bytes(plan: Plan) -> Iterator[str]:
 
 
 def _advice(row: SignalRow) -> str:
-    """What a signal's kernels are bound by, and what would change that."""
+    """The bound of a signal's kernels, and how to change it."""
     if row.flops_share and row.flops > REPEATED * row.flops_share:
         times = row.flops / row.flops_share
         return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
@@ -77,7 +77,7 @@ def _collective_advice(c: Collective) -> str:
     """A collective, and which spec would change it."""
     where = f" at {c.source}" if c.source else ""
     sent = f"{c.kind} {c.dtype} over {axes_text(c.axes)} ({c.count} x {size_text(c.bytes)}, {c.phase}){where}"
-    # What a pipeline sends between stages has no spec.
+    # Sends between the stages of a pipeline have no spec.
     if c.signal == PIPELINE_SIGNAL:
         return f"{sent}. Use fewer, larger microbatches or fewer stages (pipeline:)"
     return f"{sent}. To change it, edit {_TO_CHANGE.get(c.kind, 'its spec')}"

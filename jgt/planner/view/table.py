@@ -94,12 +94,12 @@ def speed_texts(plan: Plan) -> list[str]:
 
 
 def time_rows(plan: Plan) -> list[tuple[str, float]]:
-    """What the step's time is spent on, and milliseconds: the parts, with the waiting by mesh axes."""
+    """The parts of the step's time in milliseconds, with the waiting by mesh axes."""
     waiting = sum(plan.exposed_ms.values()) or 1.0
     rows: list[tuple[str, float]] = []
     for part, ms in plan.parts_ms.items():
         if part == "exposed":
-            # What waits in a bubble is a part of the waiting here.
+            # Waiting in a bubble counts as waiting here.
             axes = sorted(plan.exposed_ms.items(), key=lambda item: -item[1])
             rows += [(f"waiting for {name}", ms * exposed / waiting) for name, exposed in axes]
         else:
@@ -168,7 +168,7 @@ def _memory(plan: Plan) -> Table:
     memory = plan.memory
     table = make_table("Memory of one device", ["memory", "size", ""], 1)
     table.columns[-1].justify = "left"
-    # With a limit, bars end at it; otherwise the longest one is the peak.
+    # Bars end at the limit; without one, the peak is the longest bar.
     most = memory.hbm_bytes or memory.peak_bytes or 1
     for name, count in memory_rows(plan):
         table.add_row(name, size_text(count), _bar(count / most))
