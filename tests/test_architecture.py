@@ -1,11 +1,15 @@
 """Which modules may import which, checked on the import statements."""
 
 import ast
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from train.config.config import Config
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,6 +132,36 @@ jgt.command.commands.find_commands()
 assert not {"train", "jgt._train", "jax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def constants(path):
+    """The strings of a file that are not docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and n not in prose]
+
+
+def test_the_planner_names_no_key_no_axis_and_no_signal_of_the_trainer():
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    assert {"train", "model", "optimizer"} <= sections.keys()
+    key = re.compile(rf"\b({'|'.join(sections)})\.[a-z_]+\b|\btrain[./]")
+    names = {"data", "fsdp", "tensor", "stage", "replica", "expert", "embed", "head", "layers"}
+    for room in ("planner", "hlo", "hardware", "profile"):
+        for path in modules(f"jgt/{room}"):
+            for text in constants(path):
+                assert not key.search(text) and text not in names and "attn" not in text, (path, text)
+    # A document shows examples of keys, and commands load the trainer.
+    for path in modules("jgt"):
+        if path.parts[-2] not in ("document", "command") and path.name != "trainer.py":
+            assert not re.search(r"\btrain[./][a-z]", path.read_text()), path
+
+
+def test_the_trainer_enters_these_rooms_by_their_doors():
+    """What the trainer uses of a room is few names, and its `__init__.py` has them."""
+    for room, most in (("planner", 8), ("hardware", 6), ("profile", 2)):
+        used = {i for path in modules("train") for i in imports(path) if i.startswith(f"jgt.{room}")}
+        found = {i for i in used if i.count(".") == 2}
+        assert len(found) <= most, found
 
 
 def public_names(package):

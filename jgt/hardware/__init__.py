@@ -4,9 +4,9 @@ The YAML files in `chips/` describe what a chip can do, and `chip.py` reads them
 `network.py` the bytes that a group of devices sends.
 """
 
+from jgt.hardware.chip import USABLE as USABLE
 from jgt.hardware.chip import Target as Target
 from jgt.hardware.chip import chip_of as chip_of
-from jgt.hardware.chip import is_described as is_described
 from jgt.hardware.chip import parse_target as parse_target
 from jgt.hardware.chip import read_prices as read_prices
 from jgt.hardware.network import Network as Network

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
@@ -24,16 +24,19 @@ _CPU = "cpu"
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 
 Positive = Annotated[float, Bound(above=0)]
-"""What times are divided by."""
+"""A figure that times are divided by."""
+
+USABLE = 0.95
+"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
+    """A link between devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
 
-    gbs: GB/s in one direction for one device. domain: how many devices it connects: those of one host, all, or a number of them, which may
-    be those of several hosts. share: of gbs, for large messages. start_us, hop_us: microseconds of a collective, and of each of its hops
-    from one member of a ring to the next.
+    gbs: GB/s in one direction for one device. domain: the devices that it connects: one host's, all, or a number of them, which may span
+    several hosts. share: the share of gbs that large messages reach. start_us, hop_us: microseconds of a collective, and of each of its
+    hops from one member of a ring to the next.
     """
 
     gbs: Positive
@@ -123,10 +126,10 @@ class Target:
         """The number of GPUs on all hosts."""
         return self.num_hosts * self.per_host
 
-
-def is_described(target: Target | None) -> TypeGuard[Target]:
-    """Whether XLA compiles for a description of the target's devices. For None, and for CPU devices, it compiles for JAX's own."""
-    return target is not None and target.chip.platform != "cpu"
+    @property
+    def is_described(self) -> bool:
+        """Whether XLA compiles for a description of the devices. For CPU devices it compiles for JAX's own."""
+        return self.chip.platform != "cpu"
 
 
 def chip_names() -> list[str]:

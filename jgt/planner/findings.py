@@ -21,7 +21,7 @@ from fractions import Fraction
 from typing import Literal
 
 from jgt.console import size_text
-from jgt.hardware import is_described
+from jgt.hardware import USABLE
 from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
 from jgt.hlo.instruction import Instruction
@@ -33,7 +33,7 @@ from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
 from jgt.planner.formulas import Expected
 from jgt.planner.layouts import Parameter, constraints
-from jgt.planner.memory import USABLE, Memory
+from jgt.planner.memory import Memory
 from jgt.planner.signals import SignalRow
 
 FindingKind = Literal[
@@ -226,7 +226,7 @@ def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
 
 def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
     # XLA for CPU does the same, but a plan for CPU devices is not about speed.
-    meant = grouped_flops(compiled.program) if is_described(compiled.target) else {}
+    meant = grouped_flops(compiled.program) if compiled.is_described else {}
 
     def grouped(at: Computation, instruction: Instruction) -> int:
         is_grouped = is_kernel(instruction) and instruction.op_name.endswith(RAGGED_DOT)

@@ -14,7 +14,7 @@ import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt.hardware import is_described
+from jgt.hardware import USABLE
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.origin import NONE, find_origin, origin_of
 from jgt.hlo.text import Computation, Module, Spot
@@ -25,8 +25,6 @@ _FORWARDS = frozenset(["bitcast", "copy", "tuple", "get-tuple-element", "opt-bar
 """Ops whose result is their operand in another form: the backward pass keeps one of the two."""
 _NOT_KEPT = ("parameter", "constant", "iota", "broadcast")
 """Ops whose results are arguments, or made again where they are needed."""
-USABLE = 0.95
-"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ def read_memory(compiled: Compiled, module: Module, params: Sequence[Parameter],
     return Memory(
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,
-        peak_bytes=min(total, stats.peak_memory_in_bytes - miscounted) if is_described(target) else total,
+        peak_bytes=min(total, stats.peak_memory_in_bytes - miscounted) if compiled.is_described else total,
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + stats.host_temp_size_in_bytes,
         hbm_bytes=None if target is None else int(target.chip.hbm_gb * 1e9),

@@ -21,7 +21,7 @@ from typing import cast
 import jax
 
 from jgt.console import axes_text, size_text
-from jgt.hardware import Network, Target, is_described, parse_target
+from jgt.hardware import Network, Target, parse_target
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import EXCHANGED, full_signal
 from jgt.hlo.text import Module
@@ -264,7 +264,7 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
         "takes it"
     )
-    if not is_described(compiled.target):
+    if not compiled.is_described:
         yield (
             "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. GPUs send fewer bytes, over the same axes"
         )

@@ -19,7 +19,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from jgt.experts import weights_of
-from jgt.hardware import is_described
 from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter, batch_axes
@@ -132,7 +131,7 @@ def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
     positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
     invars = jx.body(compiled.program).invars
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
-    backend, batch = GPU if is_described(compiled.target) else CPU, batch_axes(compiled, params)
+    backend, batch = GPU if compiled.is_described else CPU, batch_axes(compiled, params)
     walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
     walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
     return Usage(backend=backend, batch=batch, parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), sent=dict(walk.sent))

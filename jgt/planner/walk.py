@@ -12,6 +12,7 @@ PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "expos
 that repeat a part of the forward pass. bubble: work of a pipeline's idle ticks, whose results are dropped. exposed: waiting for
 collectives."""
 
+
 def _sums() -> collections.defaultdict[str, float]:
     return collections.defaultdict(float)
 

@@ -14,7 +14,7 @@ import jax
 import jgt
 from jgt import Plan
 from jgt.document import InputError
-from jgt.hardware import Target, is_described
+from jgt.hardware import Target
 from jgt.planner import Workload, described_device
 
 from ..config import Run
@@ -39,7 +39,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
     jax.config.update("jax_platforms", "cpu")
     again = _maker(run, target, num_devices)
     # The program that will run is the one that XLA compiles with the run's own flags.
-    flags, warnings = planned_flags(run.config, has_gpu=is_described(target))
+    flags, warnings = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     for warning in warnings:
         say(warning)
     plans: list[Plan] = []
@@ -96,7 +96,7 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     if sync is None or sync.every == 1:
         return None
     setup = _maker(run, target, num_devices)(None)
-    flags, _ = planned_flags(run.config, has_gpu=is_described(target))
+    flags, _ = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     programs = setup.exchanges
     assert programs is not None
     sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
@@ -108,7 +108,7 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
 
 def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
     """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
-    if target is None or not is_described(target):
+    if target is None or not target.is_described:
         devices = _devices(run, num_devices if target is None else target.num_devices)
         return lambda remat: prepare(run, devices=devices, remat=remat)
 
