@@ -65,7 +65,7 @@ class _Kernel(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A collective in the text. num_bytes: the bytes that one device sends."""
+    """A collective in the text. num_bytes: the bytes that a device sends."""
 
     groups: Groups
     axes: tuple[str, ...]

@@ -1,8 +1,8 @@
 """`jgt plan`: plans a run, and compares the plan with a budget, a lock, or another run's plan.
 
-The command exists to be run often, by people and by CI, so it answers an input's mistakes before it spends seconds on JAX: options, runs
-and rules are all checked first, and all problems are printed at once. Only then are JAX and the planner imported, inside the functions. Its
-exit code tells CI two things apart: 2 is wrong input, and 1 is a fault that only the compiled step shows, such as a budget exceeded.
+People and CI run the command often, so it answers an input's mistakes before it spends seconds on JAX: options, runs and rules are all
+checked first, and all problems are printed at once. Only then are JAX and the planner imported, inside the functions. Exit code 2 is wrong
+input, and 1 is a fault that only the compiled step shows, such as a budget exceeded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
         if asked.target is None:
-            # Of two runs, the larger one decides: JAX fixes the number of its devices when it starts.
+            # The larger run decides: JAX fixes the number of its devices when it starts.
             use_devices(asked.runs, arguments.devices)
         if arguments.sync:
             return _compare_policies(arguments, asked)
@@ -150,7 +150,7 @@ def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
 def parser() -> RunParser:
     """The command line of a plan."""
     description = "Shows what XLA will do with a run's training step, also for GPUs that you do not have."
-    # With --diff there is no other run.
+    # A run is optional, because --diff may name both.
     parser = RunParser("jgt plan", description, is_required=False)
     parser.add_argument(
         "--target",

@@ -1,7 +1,7 @@
-"""What a command line of `jgt plan` asks for: a target, one or two runs, and a price. Read and checked before JAX is imported.
+"""The request in a command line of `jgt plan`: a target, one or two runs, and a price. Read and checked before JAX is imported.
 
-The two sides of `--diff` are what a person would write anyway: a run's file, a rules file, or overrides in quotes. What a file is follows
-from its keys: the keys of rules are not those of runs.
+The two sides of `--diff` are what a person would write anyway: a run's file, a rules file, or overrides in quotes. Its keys show what a
+file is, because rules and runs have different keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked:
 
 
 def read_asked(arguments: argparse.Namespace) -> Asked:
-    """What the arguments ask for. Raises InputError with all problems."""
+    """Reads the arguments. Raises InputError with all problems."""
     problems: list[str] = []
     target, price = None, None
     # Options of a search that would be without effect.

@@ -1,6 +1,6 @@
 """Plans of what `sync:` sends: the exchange at the end of a phase, and a table of policies to choose by.
 
-A step and an exchange are two programs, and each has a plan of its own. What an exchange costs is spread over the steps of a phase. The
+A step and an exchange are two programs with two plans. The cost of an exchange is spread over the steps of a phase. The
 table compiles the run's step with gradients summed in each type, the step of a replica, and an exchange in each type, and computes from
 these what each policy costs in a step on average.
 """
@@ -52,7 +52,7 @@ class Exchange:
 
 
 def formula_bytes(numbers: int, replicas: int, wire: str) -> int:
-    """What one device sends in an exchange of so many numbers that it has."""
+    """The bytes that a device sends in an exchange of this many numbers."""
     return round(2 * (replicas - 1) / replicas * numbers * WIRES[wire])
 
 
@@ -90,10 +90,10 @@ class SyncPolicy:
 
 
 def policies(run: Run) -> list[SyncPolicy]:
-    """What the table compares: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
+    """The policies in the table: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
     sync = run.config.sync
     assert sync is not None
-    # What the run has may rule out late gradients.
+    # A run that skips spikes cannot have late gradients.
     lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
     of_gradients = [SyncPolicy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
     every = max(2, sync.fragments)

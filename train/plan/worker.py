@@ -29,7 +29,7 @@ from .make import make_plan
 def serve() -> None:
     """Answers questions until there are no more. Ctrl-C is for the searching process, which ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What a mesh warns of is in its plan.
+    # A mesh's warnings are in its plan.
     warnings.simplefilter("ignore")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
