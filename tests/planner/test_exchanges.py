@@ -11,7 +11,6 @@ from plugin import needs_plugin
 
 import jgt
 from jgt import signal
-from jgt.console import size_text
 from jgt.planner.findings import REPEATED
 from jgt.planner.plan import plan
 from train.models.grouped import grouped
@@ -68,58 +67,6 @@ def test_rows_that_have_room_and_are_not_there_are_not_repeated_work(exchange):
     assert two.flops_share == 2 * one.flops_share
     assert REPEATED * one.flops_share < two.flops < REPEATED * two.flops_share
     assert twice.model_flops_per_device == exact.model_flops_per_device
-
-
-RULES = """\
-axes: {{batch: [data, expert]}}
-inputs: {{"**": [batch]}}
-signals:
-  moe:
-    params: {{"{{up,down}}": [expert, null, null]}}
-    experts:
-      axis: expert
-      exchange: {}
-default: replicate
-"""
-
-
-def advised(tmp_path, exchange, num_devices, num_choices):
-    """The findings of a plan of experts with these rules, and the bytes that it sends over expert."""
-    path = tmp_path / "rules.yaml"
-    path.write_text(RULES.format(exchange))
-    rules, mesh = jgt.load_rules(path), jgt.make_mesh({"data": 8 // num_devices, "expert": num_devices})
-
-    def run(rows, sizes, weights):
-        return grouped(jax.nn.gelu(grouped(rows, sizes, weights["up"])), sizes, weights["down"])
-
-    def loss(params, batch):
-        scale = batch["x"] @ params["scale"]
-        with signal.context("moe"):
-            return jnp.sum(signal.experts(run, {name: params[name] for name in ("up", "down")}, batch["x"], batch["choice"], scale) ** 2)
-
-    shapes = {"scale": (EMBED, num_choices), "up": (EXPERTS, EMBED, FFN), "down": (EXPERTS, FFN, EMBED)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    batch = {"x": jax.ShapeDtypeStruct((TOKENS, EMBED), jnp.float32), "choice": jax.ShapeDtypeStruct((TOKENS, num_choices), jnp.int32)}
-    found = plan(jax.value_and_grad(jgt.shard(loss, rules, mesh)), params, batch, rules=rules)
-    return [f for f in found.findings if f.kind == "exchange"], sum(e.bytes for e in found.expected if e.formula == "shard_map")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "num_devices", "num_choices"),
-    [("all-to-all", "gather", 2, 4), pytest.param("gather", "all-to-all", 8, 2, marks=pytest.mark.slow)],
-)
-def test_the_exchange_that_sends_less_is_advised(tmp_path, one, other, num_devices, num_choices):
-    (found,), sent = advised(tmp_path, one, num_devices, num_choices)
-    nothing, less = advised(tmp_path, other, num_devices, num_choices)
-    assert not nothing
-    assert found.bytes == sent - less
-    assert found.rule.endswith("rules.yaml:6")
-    assert found.source.startswith("tests/planner/test_exchanges.py:")
-    said = (
-        f"moe: exchange: {one} sends {size_text(sent)} over expert in a step; exchange: {other} would send {size_text(less)}. expert has "
-        f"{num_devices} devices, and room · choices is 1.25 · {num_choices} = {1.25 * num_choices:g}. Write exchange: {other} (rule: "
-    )
-    assert said in found.text
 
 
 @needs_plugin
