@@ -31,9 +31,9 @@ from jgt.hlo.text import Computation, Module
 from jgt.hlo.trips import unknown_loops
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
-from jgt.planner.formulas import Expected
 from jgt.planner.layouts import Parameter, constraints
 from jgt.planner.memory import Memory
+from jgt.planner.needs.formulas import Expected
 from jgt.planner.signals import SignalRow
 
 FindingKind = Literal[

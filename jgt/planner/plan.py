@@ -28,14 +28,14 @@ from jgt.hlo.text import Module
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
 from jgt.planner.flops import flops
-from jgt.planner.formulas import Expected, expected
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
+from jgt.planner.needs.formulas import Expected, expected
+from jgt.planner.needs.usage import usage_of
 from jgt.planner.panels import Panel, panels
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
 from jgt.planner.timeline import Timeline
-from jgt.planner.usage import usage_of
 from jgt.planner.walk import PARTS
 from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules

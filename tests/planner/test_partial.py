@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jgt.planner.usage import PartialSum, carry
+from jgt.planner.needs.usage import PartialSum, carry
 from jgt.program import jaxpr as jx
 
 TENSOR = NamedSharding(AbstractMesh((4,), ("tensor",), axis_types=(AxisType.Auto,)), PartitionSpec("tensor"))

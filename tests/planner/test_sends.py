@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jgt.planner.sends import CPU, GPU, is_gather, sent
+from jgt.planner.needs.sends import CPU, GPU, is_gather, sent
 from jgt.program import jaxpr as jx
 
 SIZES = {"data": 2, "tensor": 4, "alone": 1}

@@ -137,13 +137,13 @@ def _compare_policies(arguments: argparse.Namespace, asked: Asked) -> int:
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.planner import Comparison
+    from jgt.planner import Differences
 
-    comparison = Comparison(*plans)
+    differences = Differences(*plans)
     if arguments.json:
-        print(json.dumps(comparison.to_json(), indent=1))
+        print(json.dumps(differences.to_json(), indent=1))
     else:
-        comparison.print(*arguments.diff)
+        differences.print(*arguments.diff)
     return 0
 
 

@@ -19,7 +19,7 @@ from jgt.planner.view.table import time_rows
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Differences:
     """Two plans to compare."""
 
     a: Plan

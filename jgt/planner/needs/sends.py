@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation
 
-Axes = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def is_replacement(equation: Equation) -> bool:
     return equation.primitive.name == _REPLACEMENT
 
 
-def sent(equation: Equation, mesh: Mapping[str, int], backend: Backend) -> tuple[Axes, Fraction] | None:
+def sent(equation: Equation, mesh: Mapping[str, int], backend: Backend) -> tuple[MeshAxes, Fraction] | None:
     """The mesh axes of a collective and the bytes that a device sends in it; None if the equation sends nothing itself."""
     if is_replacement(equation):
         return equation.params["plan"].sent(equation, mesh, backend.bytes_of)

@@ -38,8 +38,8 @@ from fractions import Fraction
 from jgt.hlo.origin import NONE
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
-from jgt.planner.sends import Axes, Backend, all_reduced
-from jgt.planner.usage import ParameterUse, PartialSum, Usage
+from jgt.planner.needs.sends import Backend, MeshAxes, all_reduced
+from jgt.planner.needs.usage import ParameterUse, PartialSum, Usage
 from jgt.program.dims import num_parts
 
 
@@ -48,7 +48,7 @@ class Expected:
     """The bytes on the wire that a formula predicts for one signal over some mesh axes, from one device in a step."""
 
     signal: str
-    axes: Axes
+    axes: MeshAxes
     bytes: int
     formula: str
 
@@ -58,7 +58,7 @@ def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> t
     mesh, backend = dict(compiled.mesh.shape), usage.backend
     # Over the others replicas add up gradients by their own means.
     reduced = tuple(axis for axis in usage.batch if not any(axis in axes for axes in usage.summed))
-    rows: collections.Counter[tuple[str, Axes, str]] = collections.Counter({key: round(count) for key, count in usage.sent.items()})
+    rows: collections.Counter[tuple[str, MeshAxes, str]] = collections.Counter({key: round(count) for key, count in usage.sent.items()})
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
         signal = p.signals[0] if p.signals else NONE
@@ -72,7 +72,7 @@ def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> t
     return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
 
 
-def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Axes) -> Iterator[tuple[Axes, Fraction, str]]:
+def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes) -> Iterator[tuple[MeshAxes, Fraction, str]]:
     """ZeRO-3: the parameter is gathered wherever it is used."""
     # A parameter that the program gathers itself is counted there, as shard_map's.
     if use.is_gathered:
@@ -88,8 +88,8 @@ def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Ax
 
 
 def _gradients(
-    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Axes, backend: Backend
-) -> Iterator[tuple[Axes, Fraction, str]]:
+    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend
+) -> Iterator[tuple[MeshAxes, Fraction, str]]:
     """ZeRO-3, ZeRO-1 and data parallelism: each axis that splits the batch adds up the gradient in one of three ways."""
     if use.is_manual:
         # Inside shard_map the program adds up gradients itself.
@@ -108,7 +108,7 @@ def _gradients(
     yield whole, sent * all_reduced(m), "gradients all-reduced"
 
 
-def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[Axes, int]:
+def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[MeshAxes, int]:
     """ZeRO-1: each device updates its part of a parameter, by its part of the optimizer state, and the parts are gathered."""
     more = tuple(a for a in mesh if mesh[a] > 1 and a in _axes(p.state_dims) - _axes(p.dims))
     k = num_parts(more, mesh)
@@ -124,5 +124,5 @@ def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backen
     return partial.num_bytes * Fraction(passes * (n - 1), n)
 
 
-def _axes(dims: Sequence[Axes]) -> frozenset[str]:
+def _axes(dims: Sequence[MeshAxes]) -> frozenset[str]:
     return frozenset(axis for axes in dims for axis in axes)

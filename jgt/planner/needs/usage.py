@@ -22,8 +22,8 @@ from jgt.experts import weights_of
 from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter, batch_axes
-from jgt.planner.sends import CPU, GPU, Axes, Backend, all_reduced, is_gather, is_replacement, sent
-from jgt.planner.views import View, Views, contractions, into, out_of, through
+from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, is_replacement, sent
+from jgt.planner.needs.views import View, Views, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
@@ -73,7 +73,7 @@ class PartialSum:
     """
 
     signal: str
-    axes: Axes
+    axes: MeshAxes
     num_bytes: Fraction
     is_again: bool = False
     is_split: bool = False
@@ -115,13 +115,13 @@ class Usage:
     """
 
     backend: Backend
-    batch: Axes
+    batch: MeshAxes
     parameters: tuple[ParameterUse, ...]
     partial_sums: tuple[PartialSum, ...]
-    sent: Mapping[tuple[str, Axes, str], Fraction]
+    sent: Mapping[tuple[str, MeshAxes, str], Fraction]
 
     @property
-    def summed(self) -> set[Axes]:
+    def summed(self) -> set[MeshAxes]:
         """The mesh axes over which replicas add up what they have."""
         return {axes for signal, axes, _ in self.sent if signal == EXCHANGED}
 
@@ -145,7 +145,7 @@ class _Scope(NamedTuple):
 
     name: str
     times: Fraction
-    batch: Axes
+    batch: MeshAxes
     is_replaced: bool = False
 
     @property
@@ -162,10 +162,10 @@ class _Scope(NamedTuple):
 class _Walk:
     """The walk under way. Programs inside others are read in turn, with the views of their own variables."""
 
-    def __init__(self, mesh: Mapping[str, int], batch: Axes, backend: Backend, uses: list[ParameterUse]):
+    def __init__(self, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend, uses: list[ParameterUse]):
         self._mesh, self._batch, self._backend, self.uses = mesh, batch, backend, uses
         self.partial_sums: list[PartialSum] = []
-        self.sent: dict[tuple[str, Axes, str], Fraction] = collections.defaultdict(Fraction)
+        self.sent: dict[tuple[str, MeshAxes, str], Fraction] = collections.defaultdict(Fraction)
         self._counted: set[tuple[Var, str]] = set()
 
     def read(self, program: Program, around: _Scope, views: Views) -> None:
