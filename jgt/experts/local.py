@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.replace import call_of
+from jgt.experts.experts import call_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.rules import Rules, match_experts

@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple
 
 from jgt.hlo.graph import consumers, producers
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION, REPLICAS
-from jgt.signal import PREFIX
+from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
 
 Phase = Literal["forward", "backward", "recompute"]
 
@@ -135,7 +134,7 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
         origin = neighbour.origin
     # Slices of stacked parameters in a loop, and stacks of results, are named `layers`. They belong to the `layers/attn` next to them.
     below = op_name.rpartition(PREFIX)[2]
-    if REGION in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
+    if ON_DEVICES in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
         # Code that is written for a device has its own signal, and so has code directly under a signal inside another one.
         return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"

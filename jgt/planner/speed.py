@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jgt.hardware import Target
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Costs, simulate
 
@@ -51,7 +51,7 @@ class Workload:
 
     tokens: int | None = None
     flops: float | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineConfig | None = None
     price: float | None = None
 
     def schedule(self, mesh: Mapping[str, int], **changes: int | str) -> PipelineSchedule | None:

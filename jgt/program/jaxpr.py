@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jgt.signal import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -153,7 +153,7 @@ KERNELS = (
     *ATTENTION,
     MOSAIC,
     # `jgt.signal.experts`: each row goes through its own experts.
-    CustomKernel(name="experts", primitives=frozenset({"region"}), keeps_rows=True),
+    CustomKernel(name="experts", primitives=frozenset({"on_devices"}), keeps_rows=True),
     # A user's own kernels and a library's that nothing here calls. That they keep rows apart is an assumption; jgt cannot look inside.
     CustomKernel(
         name="other",

@@ -17,13 +17,17 @@ from fractions import Fraction
 
 import jax
 
-from jgt.signal import PREFIX
+PREFIX = "sig."
+"""Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
+
+MICROBATCH = "jgt.microbatch"
+"""The scope of values that are meant of one microbatch (`jgt.signal.per_microbatch`)."""
 
 # These names do not begin with the prefix of signals, so no rule can match them.
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
-REGION = "jgt.region"
+ON_DEVICES = "jgt.on_devices"
 REPLICAS = "jgt.replicas"
 _REPLICAS = re.compile(r"jgt\.replicas\.([\w+-]+)(?:\.(\d+))?")
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
@@ -55,9 +59,9 @@ def recompute() -> AbstractContextManager[object]:
     return jax.named_scope(RECOMPUTE)
 
 
-def region() -> AbstractContextManager[object]:
+def on_devices() -> AbstractContextManager[object]:
     """A program for one device that takes the place of a piece of the model."""
-    return jax.named_scope(REGION)
+    return jax.named_scope(ON_DEVICES)
 
 
 def over_replicas(axes: Iterable[str], numbers: int | None = None) -> AbstractContextManager[object]:

@@ -28,7 +28,7 @@ class Answers:
     """What the rules say about the values of one program. The collections are filled with each question, and read after the last.
 
     matches: the answers that got a rule or a problem. signals: the paths of all places. tensors: the places of each tensor name.
-    out_ranks: the ranks of the values that leave each signal. experts: the number of experts that are called, by signal.
+    out_ranks: the ranks of the values that leave each signal.
     """
 
     def __init__(self, rules: Rules, site: Surroundings):
@@ -38,7 +38,6 @@ class Answers:
         self.signals: set[str] = set()
         self.tensors: dict[str, set[str]] = {}
         self.out_ranks: dict[str, set[int]] = {}
-        self.experts: dict[str, int] = {}
 
     def add(self, matches: Iterable[AnyMatch], problems: Iterable[str]) -> None:
         """Adds answers that came from elsewhere, and the problems found there."""

@@ -14,8 +14,8 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.pipeline.config import Pipeline
 from jgt.rules import Rules, load_rules, make_rules
+from jgt.sharding.staged import Staging
 
 RulesLike = Rules | str | os.PathLike[str] | Mapping[str, Any]
 """Rules, the path of a rules file, or the mapping that such a file contains."""
@@ -72,10 +72,10 @@ def check_surroundings(arrays: Iterable[Any]) -> None:
     )
 
 
-def check_pipeline(pipeline: object) -> Pipeline | None:
+def check_pipeline(pipeline: object) -> Staging | None:
     """The pipeline. Raises TypeError if it is none."""
-    if pipeline is None or isinstance(pipeline, Pipeline):
-        return pipeline
+    if pipeline is None or callable(getattr(pipeline, "stage", None)):
+        return cast("Staging | None", pipeline)
     example = f"jgt.Pipeline(**{pipeline!r})" if isinstance(pipeline, Mapping) else 'jgt.Pipeline(signal="layers", microbatches=4)'
     raise TypeError(f"pipeline must be a jgt.Pipeline, not {_kind(cast(object, pipeline))}; write {example}")
 

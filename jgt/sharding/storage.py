@@ -22,13 +22,12 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jgt.pipeline.chunks import Chunks
 from jgt.program import scopes
 from jgt.program.dims import Dims, even_dims, num_parts, partition_spec
 from jgt.program.reads import Read
@@ -36,9 +35,24 @@ from jgt.sharding.paths import KeyPath, path_text
 from jgt.sharding.placement import ParameterPlace, Placement
 
 
-def stored_dims(dims: Dims, axis: str) -> Dims:
-    """The dims of a stored stack, from those of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
-    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
+class Stack(Protocol):
+    """How a stack of layers is divided into chunks, which are stored on their stages (`jgt.pipeline.chunks`)."""
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        """[layers, ...] → [stages, layers of a stage, ...]."""
+        ...
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """The inverse of `arrange`."""
+        ...
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """[stages, layers of a stage, ...] → [chunks of a stage, stages, layers of a chunk, ...]."""
+        ...
+
+    def staged(self, x: jax.Array) -> jax.Array:
+        """The inverse of `rows`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +67,7 @@ class Form:
     model: ParameterPlace
     stored: ParameterPlace
     saved: ParameterPlace
-    chunks: Chunks | None = None
+    chunks: Stack | None = None
     read: Read | None = None
 
 
@@ -69,18 +83,6 @@ def form_of(place: ParameterPlace, sizes: Mapping[str, int], *, finely: bool) ->
     even, even_state = (even_dims(d, place.shape, sizes, place.sliced) for d in (dims, place.optimizer_dims))
     moves = dims != place.dims
     return Form(model=place, stored=stored, saved=replace(place, dims=even, optimizer_dims=even_state), read=place.read if moves else None)
-
-
-def form_of_stack(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
-    """The stored form of a stack of layers whose chunks are stored on their stages."""
-    stored = replace(
-        place,
-        shape=(*chunks.rows_shape, *place.shape[1:]),
-        dims=stored_dims(place.dims, axis),
-        optimizer_dims=stored_dims(place.optimizer_dims, axis),
-        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
-    )
-    return Form(model=place, stored=stored, saved=place, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import pytest
 
 from jgt.console import time_text, two_digits
 from jgt.hardware import parse_target
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner.panels import Span, Track, panels
 from jgt.planner.speed import Workload, speed_of
 
@@ -22,7 +22,7 @@ def test_speed_is_the_arithmetic_of_its_inputs():
 
 def test_the_bubble_is_that_of_the_textbook():
     # 1f1b in lockstep: (stages - 1) ticks of (microbatches + stages - 1), arXiv 2104.04473.
-    work = Workload(pipeline=Pipeline(signal="layers", microbatches=8))
+    work = Workload(pipeline=PipelineConfig(signal="layers", microbatches=8))
     assert work.schedule({"stage": 4}).bubble == pytest.approx(3 / 11)
     assert work.schedule({"stage": 4}, microbatches=16).bubble == pytest.approx(3 / 19)
     assert Workload().schedule({"stage": 4}) is None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation
+from jgt.replacements.device_plan import plan_of
 
 MeshAxes = tuple[str, ...]
 
@@ -46,8 +47,6 @@ class Backend:
 CPU = Backend(is_gpu=False)
 GPU = Backend(is_gpu=True)
 
-_REPLACEMENT = "region"
-"""The primitive of a replaced piece of program."""
 _ALL_GATHERS = ("all_gather", "all_gather_invariant")
 _RINGS: dict[str, Callable[[int], Fraction]] = {
     **dict.fromkeys(("psum", "psum_invariant"), lambda n: Fraction(2 * (n - 1), n)),
@@ -68,15 +67,10 @@ def is_gather(equation: Equation) -> bool:
     return equation.primitive.name in _ALL_GATHERS
 
 
-def is_replacement(equation: Equation) -> bool:
-    """Whether an equation is a replaced piece of program, whose plan contains what its sums send."""
-    return equation.primitive.name == _REPLACEMENT
-
-
 def sent(equation: Equation, mesh: Mapping[str, int], backend: Backend) -> tuple[MeshAxes, Fraction] | None:
     """The mesh axes of a collective and the bytes that a device sends in it; None if the equation sends nothing itself."""
-    if is_replacement(equation):
-        return equation.params["plan"].sent(equation, mesh, backend.bytes_of)
+    if (plan := plan_of(equation)) is not None:
+        return plan.sent(equation, mesh, backend.bytes_of)
     ring = _RINGS.get(equation.primitive.name)
     if ring is None:
         return None

@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.experts import weights_of
+from jgt.experts.exchange import weights_of
 from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter, batch_axes
-from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, is_replacement, sent
+from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, sent
 from jgt.planner.needs.views import View, Views, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.scopes import replicas_of, taken_share
+from jgt.replacements.device_plan import plan_of
 
 _SUMS = ("reduce", "reduce_sum", "psum")
 """Primitives that add up an array over its own dims, which the partitioner may have split over devices."""
@@ -219,7 +220,7 @@ class _Walk:
             if outer is not None and jx.is_var(outer) and outer in views:
                 view = inside[var] = into(views[outer], outer, var, times)
                 self.uses[view.index].is_manual |= any(axis in self._batch for axis in manual)
-        is_replaced = scope.is_replaced or is_replacement(equation)
+        is_replaced = scope.is_replaced or plan_of(equation) is not None
         self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:

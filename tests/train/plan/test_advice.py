@@ -7,12 +7,12 @@ import pytest
 
 from jgt import Plan
 from jgt.hlo.collectives import Collective
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Workload
 from jgt.planner.memory import Memory
 from train.plan.advice import Adviser, Setting
 
-PIPELINE = Workload(pipeline=Pipeline(signal="layers", microbatches=8))
+PIPELINE = Workload(pipeline=PipelineConfig(signal="layers", microbatches=8))
 GB = 10**9
 MEMORY = Memory(
     args_bytes=10 * GB,

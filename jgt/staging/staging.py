@@ -13,8 +13,8 @@ all-to-all. No split of the dim of layers would do: chunks that a stage runs are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.document import InputError, collect, nearest
 from jgt.experts.local import with_local_experts
 from jgt.pipeline.chunks import Chunks
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.pipelined import Pipelined
@@ -33,49 +33,28 @@ from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Place, Program, Var
+from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.microbatches import Microbatches, find_microbatches
 from jgt.sharding.placement import ParameterPlace, Surroundings
 from jgt.sharding.rewrite import rewrite_part
-from jgt.sharding.storage import stored_dims
-
-Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredCall:
-    """How to run a call whose stacked parameters, by path, are stored on their stages (see `Storage`)."""
-
-    chunks: Chunks
-    stacks: frozenset[str]
-    run: Run
+from jgt.sharding.staged import Run, StagedCall, StoredCall
+from jgt.sharding.storage import Form
+from jgt.staging.microbatches import Microbatches, find_microbatches
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedCall:
-    """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
-
-    With problems, there is nothing to run. stored: the same for parameters that are stored on their stages, if they can be and are not.
-    """
-
-    parameters: tuple[ParameterPlace, ...]
-    run: Run
-    stored: StoredCall | None = None
-    problems: tuple[str, ...] = ()
-
-
-def stage(
+def staged_call(
     arguments: Arguments,
     traced: Traced,
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     rules: Rules,
     site: Surroundings,
+    replacements: Sequence[Replacement],
     parameters: tuple[ParameterPlace, ...],
 ) -> StagedCall:
-    """Puts a call with this trace into its pipeline.
+    """A call with this trace, put into its pipeline.
 
     Raises ValueError inside a shard_map, or a vmap over a mesh axis that does not split the batch.
     """
@@ -122,8 +101,8 @@ def stage(
         param_dims=[site.free_dims(p.dims) for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
-        rewrite=lambda program, place: rewrite_part(program, place, rules, site),
-        rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
+        rewrite=lambda program, place: rewrite_part(program, place, rules, site, replacements),
+        rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, replacements, arguments),
     )
     # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).
     pipelined, places = Pipelined(executor), [(site.free_dims(p.dims), site.free_dims(p.optimizer_dims)) for p in parameters]
@@ -141,9 +120,31 @@ def _stored_call(
     stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
     if chunks.are_neighbours or any(parameters[index].dims[0] for index in stacks) or not pipelined.can_be_stored():
         return None
-    on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
+    on_stages = [(_stored_dims(a, axis), _stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
     there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
-    return StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=_run_of(there, on_stages, inputs))
+    paths = frozenset(parameters[i].path for i in stacks)
+
+    def form_of(place: ParameterPlace) -> Form | None:
+        return _stored_form(place, chunks, axis) if place.path in paths else None
+
+    return StoredCall(form_of=form_of, run=_run_of(there, on_stages, inputs))
+
+
+def _stored_form(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
+    """The stored form of a stack of layers whose chunks are stored on their stages."""
+    stored = replace(
+        place,
+        shape=(*chunks.rows_shape, *place.shape[1:]),
+        dims=_stored_dims(place.dims, axis),
+        optimizer_dims=_stored_dims(place.optimizer_dims, axis),
+        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
+    )
+    return Form(model=place, stored=stored, saved=place, chunks=chunks)
+
+
+def _stored_dims(dims: Dims, axis: str) -> Dims:
+    """The dims of a stored stack, from the dims of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
+    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
 
 
 def _run_of(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]) -> Run:
@@ -166,7 +167,7 @@ def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -
     return StagedCall(parameters=parameters, run=run, problems=tuple(problems))
 
 
-def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
+def _axis_problems(pipeline: PipelineConfig, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
     axes = list(sizes)
     if pipeline.axis not in axes:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
@@ -191,7 +192,7 @@ def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int
         )
 
 
-def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Table | None:
+def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str]) -> Table | None:
     if pipeline.axis not in sizes:
         return None
     with collect(problems):
@@ -199,7 +200,7 @@ def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Ta
     return None
 
 
-def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
+def _split_call(arguments: Arguments, traced: Traced, pipeline: PipelineConfig, found: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
     batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
     keys = [num_params + index for index in found.keys]
@@ -240,7 +241,7 @@ def _with_local_experts(
     return replace(parts, scan=scan), held
 
 
-def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
+def _too_few_layers(pipeline: PipelineConfig, table: Table, num_layers: int) -> str:
     held = f"{table.num_stages} stages" if table.virtual == 1 else f"{table.num_stages} stages with {table.virtual} chunks each"
     layers = f"{num_layers} layer{'s' * (num_layers != 1)}"
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims
 from jgt.rules import Rules, SpecRule
@@ -44,7 +44,7 @@ class Microbatches:
     num_shards: int
     problems: tuple[str, ...]
 
-    def division_problems(self, pipeline: Pipeline) -> Iterator[str]:
+    def division_problems(self, pipeline: PipelineConfig) -> Iterator[str]:
         """The problem of a number of microbatches that does not divide the rows of each data shard, with the numbers that do."""
         if not self.num_rows:
             yield pipeline.problem("microbatches", "the function has no batch to split: besides the parameters it takes no array")

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import SentBytes, run_region
+from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Ring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class Gathered(DevicePlan):
     """rows, weights... → rows · weights for each, then, if `keeps`, the whole rows. Rows are split along d, products along their features.
 
     contracted: the dim of the weights that is summed over; the other one is split.
@@ -104,20 +104,18 @@ class Gathered:
     keeps: bool
 
     def axes(self) -> frozenset[str]:
-        """See `RegionPlan`."""
         return self.ring.axes()
 
-    def meaning(self, rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
+    def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
+        rows, *weights = arrays
         return [*(self.ring.dot(rows, w, self.contracted) for w in weights), *([rows] if self.keeps else [])]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
-        """See `RegionPlan`."""
         ring, num = self.ring, num_operands - 1
         return [ring.split(ring.dim), *[ring.weights(1 - self.contracted)] * num], [*[ring.split(-1)] * num, *[ring.rows] * self.keeps]
 
-    def on_device(self, rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
+    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
+        rows, *weights = parts
         ring, n = self.ring, jax.lax.axis_size(self.ring.axis)
         if not weights:
             return [jax.lax.all_gather(rows, ring.axis, axis=ring.dim, tiled=True)]
@@ -131,17 +129,15 @@ class Gathered:
         return [ring.in_order(parts) for parts in zip(*arrived, strict=True)]
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
-        """See `RegionPlan`."""
         return self.ring.sent([equation.invars[0]], sizes, bytes_of)
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | None, list[int]]:
-        """See `RegionPlan`."""
         needed = [n for n in range(1, num_operands) if used[n - 1]]
         return (replace(self, keeps=self.keeps and used[-1]) if any(used) else None), [0, *needed]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scattered:
+class Scattered(DevicePlan):
     """products..., weights... and, if `fetches`, other rows → the sum of products · weights, then these rows, whole.
 
     Products are split along features, the sum and the other rows along d. contracted: the dim of the weights that is summed over and split.
@@ -152,34 +148,30 @@ class Scattered:
     fetches: bool
 
     def axes(self) -> frozenset[str]:
-        """See `RegionPlan`."""
         return self.ring.axes()
 
     def _num(self, num_operands: int) -> int:
         return (num_operands - self.fetches) // 2
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
         num = self._num(len(arrays))
         first, *others = (self.ring.dot(x, w, self.contracted) for x, w in zip(arrays[:num], arrays[num : 2 * num], strict=True))
         return [sum(others, start=first), *arrays[2 * num :]]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
-        """See `RegionPlan`."""
         ring, num = self.ring, self._num(num_operands)
         split = ring.split(ring.dim)
         ins = [*[ring.split(-1)] * num, *[ring.weights(self.contracted)] * num, *[split] * self.fetches]
         return ins, [split, *[ring.rows] * self.fetches]
 
-    def on_device(self, *arrays: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
-        ring, n, num = self.ring, jax.lax.axis_size(self.ring.axis), self._num(len(arrays))
-        products, weights = arrays[:num], arrays[num]
+    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
+        ring, n, num = self.ring, jax.lax.axis_size(self.ring.axis), self._num(len(parts))
+        products, weights = parts[:num], parts[num]
         if num > 1:
             # Side by side they are one product, to which XLA adds the sum so far within the matmul. What makes them comes before: XLA would
             # compute it once more for each part.
-            products, weights = jax.lax.optimization_barrier(products), jax.lax.concatenate(arrays[num : 2 * num], self.contracted)
-        arrived = [[x] for x in arrays[2 * num :]]
+            products, weights = jax.lax.optimization_barrier(products), jax.lax.concatenate(parts[num : 2 * num], self.contracted)
+        arrived = [[x] for x in parts[2 * num :]]
         # Half of a sum travels while the other half grows. Without halves, it travels while its next summand is computed.
         lanes = 2 if products[0].shape[ring.dim] // n % 2 == 0 else 1
         sums: list[jax.Array | None] = [None] * lanes
@@ -192,24 +184,22 @@ class Scattered:
                 # What was added to last; after the last step, sums stay where they are.
                 last = lane - 1 if lanes == 2 else 0
                 waiting = sums[last] if step < n - 1 or lane == 0 else None
-                travels = [*([] if waiting is None else [waiting]), *(parts[-1] for parts in arrived if lane == 0 and step < n - 1)]
+                travels = [*([] if waiting is None else [waiting]), *(others[-1] for others in arrived if lane == 0 and step < n - 1)]
                 # With the weights: XLA would make one large matmul of several that read the same, and all sums would wait for it.
                 grown, weights, *moved = jax.lax.optimization_barrier((grown, weights, *map(ring.next, travels)))
                 if waiting is not None:
                     sums[last] = moved.pop(0)
                     grown = grown if lanes == 2 else grown + sums[last]
                 sums[lane] = grown
-                for parts, x in zip(arrived, moved, strict=False):
-                    parts.append(x)
+                for others, x in zip(arrived, moved, strict=False):
+                    others.append(x)
         total = jax.lax.concatenate([x for x in sums if x is not None], ring.dim)
         return [total, *map(ring.in_order, arrived)]
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
-        """See `RegionPlan`."""
         return self.ring.sent([*equation.invars[-1:] * self.fetches, equation.outvars[0]], sizes, bytes_of)
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Gathered | Scattered | None, list[int]]:
-        """See `RegionPlan`."""
         num = self._num(num_operands)
         if used[0]:
             return replace(self, fetches=False), list(range(2 * num))
@@ -225,18 +215,18 @@ def gather_and_multiply(ring: Ring, mesh: Mesh | AbstractMesh, *, keeps: bool) -
     ahead = Gathered(ring=ring, contracted=0, keeps=False)
 
     def forward(rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        return run_region(ahead, mesh, rows, *weights)
+        return run_on_devices(ahead, mesh, rows, *weights)
 
     def with_residuals(rows: jax.Array, *weights: jax.Array) -> Any:
         if not keeps:
             return forward(rows, *weights), (rows, weights)
-        *products, whole = run_region(replace(ahead, keeps=True), mesh, rows, *weights)
+        *products, whole = run_on_devices(replace(ahead, keeps=True), mesh, rows, *weights)
         return products, (whole, weights)
 
     def backward(residuals: Any, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rows, weights = residuals
         behind = Scattered(ring=replace(ring, result=rows.dtype), contracted=1, fetches=not keeps)
-        by_rows, *fetched = run_region(behind, mesh, *cotangents, *weights, *([] if keeps else [rows]))
+        by_rows, *fetched = run_on_devices(behind, mesh, *cotangents, *weights, *([] if keeps else [rows]))
         (whole,) = fetched or [rows]
         return by_rows, *(_by_weights(whole, c, w, ring) for c, w in zip(cotangents, weights, strict=True))
 
@@ -249,7 +239,7 @@ def multiply_and_scatter(ring: Ring, mesh: Mesh | AbstractMesh) -> Callable[...,
     """f(products [..., d, ..., m], weights [m, k]) → [their product]: the operands are split along m, the result along d."""
 
     def forward(rows: jax.Array, weights: jax.Array) -> list[jax.Array]:
-        return run_region(Scattered(ring=ring, contracted=0, fetches=False), mesh, rows, weights)
+        return run_on_devices(Scattered(ring=ring, contracted=0, fetches=False), mesh, rows, weights)
 
     def with_residuals(rows: jax.Array, weights: jax.Array) -> Any:
         return forward(rows, weights), (rows, weights)
@@ -257,7 +247,7 @@ def multiply_and_scatter(ring: Ring, mesh: Mesh | AbstractMesh) -> Callable[...,
     def backward(residuals: Any, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rows, weights = residuals
         behind = Gathered(ring=replace(ring, result=rows.dtype), contracted=1, keeps=True)
-        by_rows, whole = run_region(behind, mesh, cotangents[0], weights)
+        by_rows, whole = run_on_devices(behind, mesh, cotangents[0], weights)
         return by_rows, _by_weights(rows, whole, weights, ring)
 
     run = cast("jax.custom_vjp[list[jax.Array]]", jax.custom_vjp(forward))

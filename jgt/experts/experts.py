@@ -10,12 +10,12 @@ A call is found by its region. The rules say where its experts are:
 
 Its tokens are split as the inputs are. Without `experts:`, each device runs all experts on its own tokens, which is the same program for an
 axis of one device: rows are never sorted across devices. To prove that a call can run in parts, its function is run on a few rows in two
-orders (`jgt.experts.trial`).
+orders (`jgt.experts.row_wise`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,30 +23,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.choice import RowLayout, chosen_by_row
-from jgt.experts.parts import Backward, Exchange, Forward, run_on
-from jgt.experts.trial import is_row_wise
+from jgt.experts.exchange import Exchange, run_on
+from jgt.experts.row_wise import is_row_wise
+from jgt.experts.top_k import RowLayout, chosen_by_row
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.regions.proof import mesh_context
-from jgt.regions.region import plan_of
-from jgt.regions.replicas import OfReplicas
+from jgt.replacements.device_plan import plan_of
+from jgt.replacements.proof import mesh_context
+from jgt.replacements.replacement import PlacedParameter, Replaced, Site
 from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
 from jgt.rules.spec import min_rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A program whose calls of experts run on the devices of a mesh.
-
-    matches: the rules that a call was found for. counts: the number of experts, by signal.
-    """
-
-    program: Program
-    counts: Mapping[str, int]
-    matches: tuple[Match[ExpertsRule], ...] = ()
-    problems: tuple[str, ...] = ()
 
 
 def call_of(equation: Equation) -> ExpertCall | None:
@@ -55,65 +42,52 @@ def call_of(equation: Equation) -> ExpertCall | None:
     return plan if isinstance(plan, ExpertCall) else None
 
 
-def weights_of(equation: Equation) -> list[tuple[Var, Dims]]:
-    """The weights that a call of experts reads, on a mesh or without one, and the axes of their dims; nothing for any other equation."""
-    plan = plan_of(equation)
-    one = plan.plan if isinstance(plan, OfReplicas) else plan
-    if plan is None or not isinstance(one, ExpertCall | Forward | Backward):
-        return []
-    call = one if isinstance(one, ExpertCall) else one.call
-    weights, (dims, _) = equation.invars[: call.num_weights], plan.layout(len(equation.invars))
-    return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
+@dataclass(frozen=True)
+class Experts:
+    """The replacement of calls of experts. Without a rule for a call, each device runs all experts on its own tokens."""
 
+    rules: Rules
 
-def exchange_of(equation: Equation) -> tuple[Forward | Backward, Equation] | None:
-    """The exchange of rows that an equation is, with the equation; None for any other equation. Of several replicas' exchange, one's."""
-    plan = plan_of(equation)
-    if isinstance(plan, OfReplicas):
-        plan, equation = plan.plan, plan.of_one(equation)
-    return (plan, equation) if isinstance(plan, Forward | Backward) else None
-
-
-def place_experts(
-    program: Program, around: Place, rules: Rules, mesh: Mesh | AbstractMesh, free: Callable[[Dims, Sequence[str]], Dims], *, tries: bool
-) -> Placed:
-    """Replaces the calls of this program, but not those of programs inside it.
-
-    free(dims, manual): the dims without axes that something around the program has taken. tries: whether functions of experts are tried.
-    """
-    eqns: list[Equation] = []
-    choices: dict[Var, RowLayout] = {}
-    matches: list[Match[ExpertsRule]] = []
-    problems: list[str] = []
-    counts: dict[str, int] = {}
-    for equation in jx.body(program).eqns:
-        call, place = call_of(equation), jx.place_of(equation, around)
-        # Rows of a vmap have a dim that no spec names.
-        if call is None or place.num_vmaps:
-            eqns.append(equation)
-            continue
-        match = match_experts(rules, place.path)
-        counts[place.path] = jx.shape_of(equation.invars[0])[0]
-        matches.append(match)
-        here = jx.manual_mesh(equation) or jx.mesh_around() or mesh
-        manual = () if isinstance(here, Mesh) else here.manual_axes
-        rows, rule = free(_rows(rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
-        # Where the axis is manual, weights are those of one device, or they are whole.
-        is_held = rule is not None and rule.axis in manual
-        found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=tries))
-        problems += found
-        exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
-        eqns += [equation] if found else _replaced(call, exchange, here, equation)
-        if not found and jx.is_var(choice := equation.invars[-2]):
-            choices[choice] = RowLayout(rows=exchange.rows, mesh=here)
-    new = jx.with_body(program, eqns=chosen_by_row(eqns, choices), outvars=jx.body(program).outvars)
-    return Placed(program=new, counts=counts, matches=tuple(matches), problems=tuple(problems))
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        """See `Replacement`."""
+        if not any(call_of(equation) for equation in jx.body(program).eqns):
+            return Replaced(program=program)
+        eqns: list[Equation] = []
+        choices: dict[Var, RowLayout] = {}
+        matches: list[Match[ExpertsRule]] = []
+        # In a dict, because two calls may have the same problem.
+        problems: dict[str, None] = {}
+        for equation in jx.body(program).eqns:
+            call, place = call_of(equation), jx.place_of(equation, around)
+            # Rows of a vmap have a dim that no spec names.
+            if call is None or place.num_vmaps:
+                eqns.append(equation)
+                continue
+            match = match_experts(self.rules, place.path)
+            matches += [match] if match.decided else []
+            here = jx.manual_mesh(equation) or jx.mesh_around() or site.mesh
+            manual = () if isinstance(here, Mesh) else here.manual_axes
+            rows, rule = site.free(_rows(self.rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
+            # Where the axis is manual, weights are those of one device, or they are whole.
+            is_held = rule is not None and rule.axis in manual
+            found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
+            problems |= dict.fromkeys([*found, *_weight_problems(rule, equation, place.path, site.parameters)])
+            # On one device there is nothing to exchange.
+            if found or site.mesh.size == 1:
+                eqns.append(equation)
+                continue
+            exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
+            eqns += _replaced(call, exchange, here, equation)
+            if jx.is_var(choice := equation.invars[-2]):
+                choices[choice] = RowLayout(rows=exchange.rows, mesh=here)
+        new = jx.with_body(program, eqns=chosen_by_row(eqns, choices), outvars=jx.body(program).outvars)
+        return Replaced(program=new, matches=tuple(matches), problems=tuple(problems))
 
 
 def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) -> Exchange | None:
     """How the rows of an x of this rank travel at a signal, outside of any pipeline, on a mesh of these sizes; None if they don't travel.
 
-    Rules that do not fit the mesh have None, too. `place_experts` finds what is wrong with them.
+    Rules that do not fit the mesh have None, too. `Experts` finds what is wrong with them.
     """
     rows, rule = _rows(rules, rank), match_experts(rules, signal).rule
     if rule is None or any(axis not in sizes for axes in ((rule.axis,), *rows) for axis in axes):
@@ -134,7 +108,7 @@ def _exchange(rule: ExpertsRule | None, rows: Dims, sizes: dict[str, int]) -> Ex
     if rule is None or sizes.get(rule.axis, 1) == 1:
         return Exchange(rows=split, sizes=tuple(known.items()))
     known[rule.axis] = sizes[rule.axis]
-    return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, method=rule.exchange, room=rule.room, drops=rule.over == "drop")
+    return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, capacity_factor=rule.room, drops=rule.over == "drop")
 
 
 def _problems(
@@ -157,13 +131,31 @@ def _problems(
             f"{where}: the tokens are not split over {rule.axis}, so each of its devices would route the same ones. "
             f"Add {rule.axis} to the axes of the batch: axes: {{batch: [..., {rule.axis}]}}"
         )
-    if rule.exchange == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
-        yield f"{where}: exchange: XLA has no ragged exchange for CPUs. Use all-to-all or gather, or GPUs"
     if tries and not is_row_wise(call, equation):
         yield (
             f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: in another order, rows have "
             "other results. Take sums and maxima over rows out of it"
         )
+
+
+def _weight_problems(rule: ExpertsRule | None, equation: Equation, signal: str, parameters: Sequence[PlacedParameter]) -> Iterator[str]:
+    """The weights of experts that the axis of the experts splits along another dim."""
+    num_experts = jx.shape_of(equation.invars[0])[0]
+    for parameter in parameters if rule is not None else ():
+        inner = [
+            (size, axes)
+            for dim, (size, axes) in enumerate(zip(parameter.shape, parameter.dims, strict=True))
+            if dim not in parameter.sliced
+        ]
+        # By its shape: a router [d, experts] is not one of the weights.
+        if signal not in parameter.signals or len(inner) < 2 or inner[0][0] != num_experts:
+            continue
+        if rule is not None and any(rule.axis in axes for _, axes in inner[1:]):
+            shape = [size for size, _ in inner]
+            yield (
+                f"{rule.where}: experts: {rule.axis} holds the experts, so it can split dim 0 of {parameter.path} {shape} only. "
+                f"Write {rule.axis} first in its spec, and take it out of the other dims"
+            )
 
 
 def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, equation: Equation) -> list[Equation]:
