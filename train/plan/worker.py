@@ -1,54 +1,24 @@
-"""A process that makes plans: questions as lines of JSON on stdin, answers as lines of JSON on stdout, until stdin ends. A line has the
-answer, and the bytes of memory that the process has needed so far.
-
-XLA writes what it likes to stdout and stderr, so answers go to a copy of stdout that nothing else knows.
-"""
+"""Plans for a search: the answer to a question of `search/plans.py`, made in the process that calls it."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import resource
-import signal
-import sys
-import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
 
 from ..code.files import read_code
 from ..config import load
-from ..search.plans import Answer, Question, from_json
+from ..search.plans import Answer, Question
 from .make import make_plan
 
 
-def serve() -> None:
-    """Answers questions until there are no more. Ctrl-C is for the searching process, which ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What a mesh warns of is in its plan.
-    warnings.simplefilter("ignore")
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        found = asdict(answer(from_json(Question, json.loads(line))))
-        print(json.dumps([found, _peak_bytes()]), file=replies, flush=True)
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had so far. macOS counts bytes, Linux KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def answer(question: Question) -> Answer:
-    """Makes a plan in this process. What is wrong with the candidate is in the answer's problems."""
+    """Plans a layout. What is wrong with it is in the answer's problems."""
     try:
         run = load(question.config, question.overrides, code=read_code(question.code))
-        target = parse_target(question.target, question.chip, question.changes)
-        return _of_plan(make_plan(run, target, question.devices).to_json())
+        return _of_plan(make_plan(run, question.target, question.target.num_devices).to_json())
     except InputError as error:
         return Answer(problems=tuple(error.problems))
     except (ValueError, RuntimeError, NotImplementedError) as error:
