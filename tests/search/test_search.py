@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import math
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -47,15 +49,16 @@ def done(answer):
 
 
 def made_up(one):
-    devices = math.prod(one.sizes.values())
+    sizes = dict(one.mesh)
+    devices = math.prod(sizes.values())
     again = {"block": 0.31, "matmuls": 0.04, "none": 0.0}[one.remat or "block"]
-    bubble = 0.0 if one.stages is None else (one.sizes["stage"] - 1) / one.stages.microbatches / (one.stages.virtual or 1)
+    bubble = 0.0 if one.stages is None else (sizes["stage"] - 1) / one.stages.microbatches / (one.stages.virtual or 1)
     matmul = FLOPS / devices / 4e14 * (1.3 if one.stages else 1) * (1 + 0.2 / one.rows)
     compute = matmul * (1 + again) * (1 + bubble)
-    tensor = 0.2 * math.log2(one.sizes.get("tensor", 1))
+    tensor = 0.2 * math.log2(sizes.get("tensor", 1))
     split = math.prod(size for axis, size in one.mesh if axis not in ("data", "replica"))
-    kept = LAYERS * one.rows * {"block": 1, "matmuls": 7, "none": 13}[one.remat or "block"] / one.sizes.get("tensor", 1)
-    peak = 16 * PARAMETERS / split + kept / one.sizes.get("stage", 1)
+    kept = LAYERS * one.rows * {"block": 1, "matmuls": 7, "none": 13}[one.remat or "block"] / sizes.get("tensor", 1)
+    peak = 16 * PARAMETERS / split + kept / sizes.get("stage", 1)
     return Answer(
         seconds=compute + tensor,
         peak_bytes=round(peak),
@@ -91,8 +94,9 @@ def make_search(run_file):
         space = candidates(Open.read(run_file, ["mesh=null"], Code()), 32)
         SPACE.clear()
         SPACE.update({tuple(one.overrides): one for one in space})
-        question = Question(config=run_file, overrides=(), code=(), target=target.text, devices=32)
-        search = LayoutSearch(question=question, target=target, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
+        question = Question(config=run_file, overrides=(), code=(), target=target)
+        model = load(run_file, ["mesh=null"]).config.model
+        search = LayoutSearch(question=question, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append, model=model)
         return search, said
 
     return make
@@ -108,12 +112,20 @@ def test_the_fastest_is_found_by_few_plans(make_search):
     assert search.ranked() == sorted(search.ranked(), key=lambda t: t.plan.seconds)
 
 
-def test_layouts_that_should_be_a_little_slower_are_planned_too(make_search):
+def test_neighbours_of_the_best_are_planned_too(make_search):
     search, _ = make_search()
     search.run()
     after = search.tries[search.tries.index(search.best) + 1 :]
-    assert len([one for one in after if num_changes(one.candidate, search.best.candidate) > 1]) >= 4
-    assert all(one.estimate.seconds < 1.12 * search.best.plan.seconds for one in after[-4:])
+    assert len([one for one in after if num_changes(one.candidate, search.best.candidate) == 1]) >= 3
+    # The search ends because none of these is faster.
+    assert len(after) >= 10
+
+
+def test_the_scale_of_estimates_is_that_of_the_plans(make_search):
+    search, _ = make_search()
+    search.run()
+    ratios = sorted(one.plan.seconds / search.estimator.estimate(search.space.index(one.candidate)).seconds for one in search.tries)
+    assert ratios[0] <= 1 <= ratios[-1]
 
 
 def test_the_layout_of_the_file_is_planned_early(make_search, run_file):
@@ -133,8 +145,8 @@ def test_the_first_plan_of_a_step_in_parts_is_one_part(make_search):
     search.plans.ask = lambda question: asked.append(question) or done(replace(made_up(search.space[0]), problems=("stop",)))
     with pytest.raises(InputError, match="stop"):
         search.run()
-    whole, part = asked[:2]
-    assert part.overrides == (*whole.overrides, "train.accumulate=1", "train.batch=64")
+    assert asked[0].overrides[-2:] == ("train.accumulate=1", "train.batch=64")
+    assert asked[0].overrides[:-2] in [tuple(one.overrides) for one in search.space]
 
 
 def test_an_interrupted_search_keeps_what_it_has(make_search):
@@ -153,9 +165,9 @@ def test_layouts_that_cannot_be_compiled_are_passed_by(make_search):
 
 
 def test_a_size_that_divides_nothing_is_given_up(make_search):
-    search, _ = make_search(refuses=lambda one: one.sizes.get("tensor", 1) in (2, 4))
+    search, _ = make_search(refuses=lambda one: one.size(["tensor"]) in (2, 4))
     search.run()
-    refused = [t.candidate.sizes["tensor"] for t in search.tries if t.plan.problems]
+    refused = [t.candidate.size(["tensor"]) for t in search.tries if t.plan.problems]
     # Two plans may be under way at once.
     assert 0 < len(refused) <= 6
     assert search.pruned()["of sizes that were refused"] > 50
@@ -197,14 +209,41 @@ def test_a_loser_is_told_its_largest_difference(make_search):
     assert why_slower(computes, best) == "+30%: computes 30% more"
 
 
-def test_a_worker_that_dies_takes_only_its_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.search.plans._WORKER", "raise SystemExit(3)")
-    plans = Plans(tmp_path, workers=1)
-    question = Question(config="none.yaml", overrides=(), code=(), target="h100:1x8", devices=8)
-    answer = plans.ask(question).result()
+def dies(question):
+    os._exit(3)
+
+
+def succeeds(question):
+    print("what XLA says")
+    return Answer(seconds=1.0, peak_bytes=os.getpid(), fits=True)
+
+
+def test_a_process_that_dies_takes_only_its_plan(tmp_path, run_file):
+    plans = Plans(dies, tmp_path, workers=1)
+    question = Question(config=run_file, overrides=("mesh={data: 8}", "devices.virtual_cpu=8"), code=(), target=parse_target("h100:1x8"))
+    try:
+        assert "died" in plans.ask(question).result().problems[0]
+        assert not list(tmp_path.glob("*.json"))
+        plans._make = succeeds
+        found = plans.ask(question).result()
+    finally:
+        plans.close()
+    assert found.seconds == 1.0
+    assert found.peak_bytes != os.getpid()
+    # It is remembered.
+    assert Plans(dies, tmp_path).ask(question).result() == found
+
+
+def test_a_search_ends_its_processes(run_file):
+    plans = Plans(sleeps, None, workers=2)
+    question = Question(config=run_file, overrides=(), code=(), target=parse_target("h100:1x8"))
+    asked = [plans.ask(question) for _ in range(3)]
     plans.close()
-    assert "died" in answer.problems[0]
-    assert not list(tmp_path.iterdir())
+    assert all(one.cancelled() or one.result().problems for one in asked)
+
+
+def sleeps(question):
+    time.sleep(60)
 
 
 def test_a_run_of_which_nothing_compiles_is_wrong_input(make_search, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`jgt calibrate`: the times of this machine's devices, as a chip file.
+"""`jgt calibrate`: the rates of this machine's devices, as a chip file.
 
-`kernels.py` and `steps.py` run programs and take their time, `fit.py` finds the figures of a chip that explain them.
+`kernels.py` runs programs of one kind of work each and takes their time, `figures.py` turns the times into the figures of a chip.
 """

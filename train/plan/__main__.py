@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jgt import Plan
     from jgt.planner import Lock
 
+    from ..search.plans import Answer, Question
     from .sync import Exchange, SyncPolicy
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It imports numpy.
         from ..search.command import search
 
-        return search(arguments)
+        return search(arguments, answer)
     try:
         asked = read_asked(arguments)
         from jgt.planner import Lock
@@ -63,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(plans) == 2:
         return _compare(arguments, plans)
     return _report(arguments, plans[0], exchange, asked.runs[0], locked)
+
+
+def answer(question: Question) -> Answer:
+    """The answer to a search's question. A search calls it in processes of its own, which alone import the planner."""
+    from . import make
+
+    return make.answer(question)
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: Lock | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -17,9 +17,11 @@ from jgt.document import InputError
 from jgt.hardware import Target
 from jgt.planner import Workload, described_device
 
-from ..config import Run
+from ..code.files import read_code
+from ..config import Run, load
 from ..models.remat import Remat
 from ..records.summary import tokens_per_sample
+from ..search.plans import Answer, Question
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
@@ -149,3 +151,40 @@ def _num_devices(run: Run, num_devices: int | None) -> int:
             [f"{run.where('mesh')}: mesh: a size is -1, so the number of devices is unknown. Give it by --devices N, or --target"]
         )
     return count or math.prod(run.mesh.values())
+
+
+def answer(question: Question) -> Answer:
+    """Plans a layout. What is wrong with it is in the answer's problems."""
+    try:
+        run = load(question.config, question.overrides, code=read_code(question.code))
+        return _of_plan(make_plan(run, question.target, question.target.num_devices).to_json())
+    except InputError as error:
+        return Answer(problems=tuple(error.problems))
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return Answer(problems=(lines[0][:300],))
+
+
+def _of_plan(plan: Mapping[str, Any]) -> Answer:
+    memory, step = plan["memory"], plan["step_time_ms"]
+    sent: dict[str, int] = {}
+    for row in plan["collectives"]:
+        axes = "+".join(row["axes"])
+        sent[axes] = sent.get(axes, 0) + row["total_bytes"]
+    return Answer(
+        seconds=0.0 if step is None else step / 1e3,
+        peak_bytes=memory["peak_bytes"],
+        args_bytes=memory["args_bytes"],
+        gradient_bytes=memory["gradient_bytes"],
+        activations=sum(memory["activations"].values()),
+        fits=memory["fits"] is not False,
+        flops=plan["flops_per_device"],
+        model_flops=plan["model_flops_per_device"],
+        parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
+        parameters=sum(math.prod(p["shape"]) for p in plan["parameters"]),
+        exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
+        sent=sent,
+        links={axes: ms / 1e3 for axes, ms in plan["links_ms"].items()},
+        parts={part: ms / 1e3 for part, ms in plan["parts_ms"].items()},
+        warnings=tuple(plan["warnings"]),
+    )

@@ -14,7 +14,7 @@ from jgt.console import make_console, make_table
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
-from .layout import layout_text
+from .estimate import usable_bytes
 from .search import LayoutSearch, Try
 
 _HEADROOM = 1.05
@@ -40,7 +40,7 @@ def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
     plan, estimate = one.plan, one.estimate
     return [
         str(rank),
-        layout_text(one.candidate),
+        one.candidate.text,
         f"{plan.seconds:.3g}",
         "" if estimate is None else f"{estimate.seconds:.3g}",
         f"{batch_tokens / plan.seconds:,.0f}",
@@ -81,11 +81,11 @@ def _notes(search: LayoutSearch) -> Iterator[str]:
     yield f"{planned}; not planned: {'; '.join(parts) or 'none'}"
     if too_large:
         nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
-        limit = search.target.chip.hbm_gb * 0.95
-        size = nearest.plan.peak_bytes / 1e9
-        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {layout_text(nearest.candidate)}"
+        what = "1 layout does not fit" if len(too_large) == 1 else f"{len(too_large)} layouts do not fit"
+        limit, size = usable_bytes(search.target) / 1e9, nearest.plan.peak_bytes / 1e9
+        yield f"{what} ({limit:.0f} GB usable); the closest needs {size:.0f} GB: {nearest.candidate.text}"
     if refused:
-        yield f"{len(refused)} were refused, such as {layout_text(refused[0].candidate)}: {refused[0].plan.problems[0]}"
+        yield f"{len(refused)} were refused, such as {refused[0].candidate.text}: {refused[0].plan.problems[0]}"
     errors = accuracy(search.tries)
     if errors:
         yield f"The estimates differ from their plans by {errors['time']:.0%} in time and {errors['memory']:.0%} in memory (medians)"
@@ -106,7 +106,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
     """The answer as plain values. Seconds and bytes are one device's in a step."""
 
     def one(t: Try) -> dict[str, Any]:
-        values = {"layout": layout_text(t.candidate), **t.candidate.to_document(), "plan": asdict(t.plan)}
+        values = {"layout": t.candidate.text, **t.candidate.to_document(), "plan": asdict(t.plan)}
         estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
         return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
 
@@ -128,7 +128,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
 def run_document(config: str, overrides: Sequence[str], best: Try, folder: Path) -> dict[str, Any]:
     """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
 
-    folder: of the file that will be written, to which the path of the user's file is relative.
+    folder: the folder of the file that will be written, to which the path of the user's file is relative.
     """
     root = Node({}, "search")
     for assignment in overrides:
