@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(question: Question) -> Answer:
-    """The answer to a search's question. A search calls it in processes of its own, which alone import the planner."""
+    """The answer to a search's question. A search calls it in other processes, which alone import the planner."""
     from . import make
 
     return make.answer(question)
