@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import collections
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
+
+from jax.sharding import NamedSharding
 
 from jgt.console import size_text
 from jgt.hardware import USABLE
@@ -31,10 +32,13 @@ from jgt.hlo.text import Computation, Module
 from jgt.hlo.trips import unknown_loops
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
-from jgt.planner.layouts import Parameter, constraints
+from jgt.planner.layouts import Parameter, Rematerialization
 from jgt.planner.memory import Memory
 from jgt.planner.needs.formulas import Expected
 from jgt.planner.signals import SignalRow
+from jgt.program import jaxpr as jx
+from jgt.program.dims import num_parts, sharding_dims, show_dims
+from jgt.program.jaxpr import Equation, Place, Program
 
 FindingKind = Literal[
     "memory",
@@ -58,41 +62,6 @@ _PADDED = 0.02
 """Padding below this share of a dim is not worth a finding."""
 _UNEXPLAINED = 1.25
 """How far a signal may be above the formulas, which leave out what is small."""
-
-_WARNING = "Involuntary full rematerialization"
-_PARTS = re.compile(
-    r"cannot go from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO operation %?[\w.\-]+ = (\S+) .*?metadata=\{(.*?)\}"
-)
-"""The warning's text, from xla/service/spmd/spmd_partitioner.cc."""
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rematerialization:
-    """A tensor that XLA makes whole on every device to change its layout.
-
-    shape: its part on one device. before, after: its shardings as XLA writes them. All three are empty if the warning leaves them out.
-    """
-
-    signal: str
-    source: str
-    shape: str
-    before: str
-    after: str
-
-
-def rematerializations(lines: Iterable[str], module: Module) -> tuple[Rematerialization, ...]:
-    """XLA's warnings among these lines of stderr, with their signals and lines of the program; each once."""
-    return tuple(dict.fromkeys(_read_warning(line, module) for line in lines if _WARNING in line))
-
-
-def _read_warning(line: str, module: Module) -> Rematerialization:
-    found = _PARTS.search(line)
-    # Should another version of XLA word its warning differently, the finding is still made, without the details.
-    before, after, shape, metadata = found.groups() if found else ("", "", "", "")
-    name = _OP_NAME.search(metadata)
-    signal = signal_of(name[1]) if name else NONE
-    return Rematerialization(signal=signal, source=module.source(metadata), shape=shape, before=before, after=after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +87,8 @@ def findings(
     remats: Sequence[Rematerialization],
 ) -> Iterator[Finding]:
     """All findings of a compiled function, the gravest kind first, each with the line of the rule for its signal."""
-    misfits = [*_rematerialized(remats), *_indivisible(compiled)]
+    # Each constraint once: it appears in the forward pass, and again in the recompute.
+    misfits = [*_rematerialized(remats), *dict.fromkeys(_indivisible(compiled.program))]
     dense = list(_dense_experts(compiled, module))
     rules = {row.signal: row.rule for row in rows}
     for finding in (
@@ -179,21 +149,31 @@ def _rematerialized(remats: Sequence[Rematerialization]) -> Iterator[Finding]:
         yield _finding("rematerialization", remat.signal, remat.source, 0, text)
 
 
-def _indivisible(compiled: Compiled) -> Iterator[Finding]:
-    sizes = dict(compiled.mesh.shape)
-    # Each constraint once: it appears in the forward pass, and again in the recompute.
-    for constraint in dict.fromkeys(constraints(compiled.program)):
-        for dim, axes in constraint.misfits:
-            size = constraint.shape[dim]
-            # A vocabulary that is a few rows short of a multiple is padded by these, which costs nothing that is worth a line.
-            if -size % math.prod(sizes[axis] for axis in axes) <= _PADDED * size:
-                continue
+def _indivisible(program: Program, around: Place = Place()) -> Iterator[Finding]:  # noqa: B008 - a Place never changes
+    """The constraints of a program that XLA pads or replicates without a warning, because it cannot split their dims evenly."""
+    for equation in jx.body(program).eqns:
+        place = jx.place_of(equation, around)
+        if equation.primitive.name == "sharding_constraint" and isinstance(sharding := equation.params["sharding"], NamedSharding):
+            yield from _misfits(equation, sharding, place.path or NONE)
+        for inner in jx.subprograms(equation):
+            yield from _indivisible(inner, place)
+
+
+def _misfits(equation: Equation, sharding: NamedSharding, signal: str) -> Iterator[Finding]:
+    array, sizes = jx.struct_of(equation.invars[0]), dict(sharding.mesh.shape)
+    dims = sharding_dims(sharding, len(array.shape))
+    parts = [num_parts(axes, sizes) for axes in dims]
+    # XLA pads each part to the same size, so a device stores the quotient, rounded up.
+    local_bytes = math.prod(-(-size // n) for size, n in zip(array.shape, parts, strict=True)) * array.dtype.itemsize
+    for dim, (axes, n, size) in enumerate(zip(dims, parts, array.shape, strict=True)):
+        # A vocabulary that is a few rows short of a multiple is padded by these, which costs nothing that is worth a line.
+        if -size % n > _PADDED * size:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             text = (
-                f"dim {dim} of a tensor {list(constraint.shape)} has size {size}, which {over} does not divide, so XLA "
-                f"pads it or makes it whole ({size_text(constraint.local_bytes)}). Change the spec {constraint.spec}"
+                f"dim {dim} of a tensor {list(array.shape)} has size {size}, which {over} does not divide, so XLA "
+                f"pads it or makes it whole ({size_text(local_bytes)}). Change the spec {show_dims(dims)}"
             )
-            yield _finding("indivisible", constraint.signal, constraint.source, constraint.local_bytes, text)
+            yield _finding("indivisible", signal, jx.line_of(equation), local_bytes, text)
 
 
 def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Finding]:

@@ -1,10 +1,9 @@
-"""The layout of a traced program: its parameters, the axes that split its batch, and the constraints on values in between.
+"""The layout of a program: its parameters, the axes that split its batch, and the changes of layout that XLA warns of.
 
 A plan wants a table of parameters, with their specs and their bytes on one device. But jgt plans any function: its first argument is one
 tree in which parameters, moments and step counters lie side by side. Their use distinguishes them. An array that the model reads under
 a signal is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, so
-that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient. Constraints are read
-from the equations of the program, because XLA pads or replicates without a warning what a constraint cannot split evenly.
+that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient.
 
 Invariant: a function without signals has parameters too. Then every array of its first argument that holds floats is one.
 """
@@ -12,17 +11,16 @@ Invariant: a function without signals has parameters too. Then every array of it
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jax.sharding import NamedSharding
-
-from jgt.hlo.origin import NONE
+from jgt.hlo.origin import NONE, signal_of
+from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims, show_dims
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Program, Var
 from jgt.program.uses import Use, parameter_uses
 
 OPTIMIZER = "optimizer"
@@ -133,46 +131,42 @@ def _common_end(a: str, b: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """A sharding constraint of the traced program. misfits: pairs (dim, axes) whose axes do not divide the size of the dim."""
-
-    signal: str
-    source: str
-    shape: tuple[int, ...]
-    spec: str
-    local_bytes: int
-    misfits: tuple[tuple[int, tuple[str, ...]], ...]
-
-
-def constraints(program: Program, around: Place = Place()) -> Iterator[Constraint]:  # noqa: B008 - a Place never changes
-    """Every sharding constraint of a program, and of the programs inside it."""
-    for equation in jx.body(program).eqns:
-        place = jx.place_of(equation, around)
-        sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
-        if isinstance(sharding, NamedSharding):
-            yield _constraint(equation, sharding, place)
-        for inner in jx.subprograms(equation):
-            yield from constraints(inner, place)
-
-
-def _constraint(equation: Equation, sharding: NamedSharding, place: Place) -> Constraint:
-    array = jx.struct_of(equation.invars[0])
-    dims = sharding_dims(sharding, len(array.shape))
-    sizes = dict(sharding.mesh.shape)
-    parts = [math.prod(sizes[axis] for axis in axes) for axes in dims]
-    # XLA pads each part to the same size, so a device stores the quotient, rounded up.
-    local = math.prod(-(-size // n) for size, n in zip(array.shape, parts, strict=True))
-    return Constraint(
-        signal=place.path or NONE,
-        source=jx.line_of(equation),
-        shape=tuple(array.shape),
-        spec=_spec_text(dims),
-        local_bytes=local * array.dtype.itemsize,
-        misfits=tuple((d, axes) for d, (axes, n, size) in enumerate(zip(dims, parts, array.shape, strict=True)) if size % n),
-    )
-
-
 def _spec_text(dims: Dims) -> str:
     """Dims as the YAML writes them; [] for an array that every device stores whole."""
     return show_dims(dims) if any(dims) else "[]"
+
+
+_WARNING = "Involuntary full rematerialization"
+_PARTS = re.compile(
+    r"cannot go from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO operation %?[\w.\-]+ = (\S+) .*?metadata=\{(.*?)\}"
+)
+"""The warning's text, from xla/service/spmd/spmd_partitioner.cc."""
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rematerialization:
+    """A tensor that XLA makes whole on every device to change its layout.
+
+    shape: its part on one device. before, after: its shardings as XLA writes them. All three are empty if the warning leaves them out.
+    """
+
+    signal: str
+    source: str
+    shape: str
+    before: str
+    after: str
+
+
+def rematerializations(lines: Iterable[str], module: Module) -> tuple[Rematerialization, ...]:
+    """XLA's warnings among these lines of stderr, with their signals and lines of the program; each once."""
+    return tuple(dict.fromkeys(_read_warning(line, module) for line in lines if _WARNING in line))
+
+
+def _read_warning(line: str, module: Module) -> Rematerialization:
+    found = _PARTS.search(line)
+    # Should another version of XLA word its warning differently, the finding is still made, without the details.
+    before, after, shape, metadata = found.groups() if found else ("", "", "", "")
+    name = _OP_NAME.search(metadata)
+    signal = signal_of(name[1]) if name else NONE
+    return Rematerialization(signal=signal, source=module.source(metadata), shape=shape, before=before, after=after)

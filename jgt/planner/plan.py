@@ -26,9 +26,9 @@ from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import EXCHANGED, full_signal
 from jgt.hlo.text import Module
 from jgt.planner.compiled import Compiled, compile_function
-from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
+from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops
-from jgt.planner.layouts import Parameter, parameters_of
+from jgt.planner.layouts import Parameter, Rematerialization, parameters_of, rematerializations
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.needs.formulas import Expected, expected
 from jgt.planner.needs.usage import usage_of
