@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 from jgt.document import InputError
 
 from ..code.files import read_code
-from ..command_line import RunParser, whole_number
 from ..config import Run, load
-from .asked import Asked, read_asked
-from .options import add_arguments
+from .request import Request, parser, read_request
 
 if TYPE_CHECKING:
     from jgt import Plan
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return search(arguments, answer)
     try:
-        asked = read_asked(arguments)
+        request = read_request(arguments)
         from jgt.planner import Lock
 
         from .make import make_exchange, make_plan, use_devices
@@ -48,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
-        if asked.target is None:
+        if request.target is None:
             # The larger run decides: JAX fixes the number of its devices when it starts.
-            use_devices(asked.runs, arguments.devices)
+            use_devices(request.runs, arguments.devices)
         if arguments.sync:
-            return _compare_policies(arguments, asked)
-        plans = [make_plan(run, asked.target, arguments.devices, price=asked.price) for run in asked.runs]
-        exchange = make_exchange(asked.runs[0], asked.target, arguments.devices) if len(asked.runs) == 1 else None
+            return _compare_policies(arguments, request)
+        plans = [make_plan(run, request.target, arguments.devices, price=request.price) for run in request.runs]
+        exchange = make_exchange(request.runs[0], request.target, arguments.devices) if len(request.runs) == 1 else None
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -63,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
-    return _report(arguments, plans[0], exchange, asked.runs[0], locked)
+    return _report(arguments, plans[0], exchange, request.runs[0], locked)
 
 
 def answer(question: Question) -> Answer:
@@ -109,12 +107,12 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         print_exchange(plan, exchange)
 
 
-def _compare_policies(arguments: argparse.Namespace, asked: Asked) -> int:
+def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
     """Prints what `every`, `late` and `wire` would cost. Raises InputError for a run without `sync:`."""
     from .make import make_exchange, make_plan
     from .sync import policies, policy_rows, print_policies
 
-    run = asked.runs[0]
+    run = request.runs[0]
     if run.config.sync is None:
         example = f"sync={{axis: {next(iter(run.mesh))}}}"
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
@@ -122,11 +120,11 @@ def _compare_policies(arguments: argparse.Namespace, asked: Asked) -> int:
     found: list[tuple[SyncPolicy, Plan, Plan | None]] = []
     for policy in policies(run):
         try:
-            one = load(arguments.config, [*arguments.overrides, policy.override, *asked.devices], code=code)
-            exchange = make_exchange(one, asked.target, arguments.devices)
+            one = load(arguments.config, [*arguments.overrides, policy.override, *request.devices], code=code)
+            exchange = make_exchange(one, request.target, arguments.devices)
             # A replica's step is the same program whatever it exchanges.
             is_known = exchange is not None and bool(found) and found[-1][2] is not None
-            step = found[-1][1] if is_known else make_plan(one, asked.target, arguments.devices)
+            step = found[-1][1] if is_known else make_plan(one, request.target, arguments.devices)
         except InputError as error:
             # Not every model's gradients can be exchanged.
             if policy.every > 1 or run.config.sync.every == 1:
@@ -153,34 +151,6 @@ def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
     else:
         differences.print(*arguments.diff)
     return 0
-
-
-def parser() -> RunParser:
-    """The command line of a plan."""
-    description = "Shows what XLA will do with a run's training step, also for GPUs that you do not have."
-    # A run is optional, because --diff may name both.
-    parser = RunParser("jgt plan", description, is_required=False)
-    parser.add_argument(
-        "--target",
-        metavar="CHIP:HOSTSxGPUS",
-        help="plan for GPUs, such as h100:8x8: 8 hosts with 8 H100s (needs the extra jgt[plan-gpu]); default: CPU devices",
-    )
-    parser.add_argument(
-        "--chip", metavar="FILE", help="a chip file of your own; --target names it by the file's name: mine:8x8 for mine.yaml"
-    )
-    figure = "change a figure of the chip, such as nic_gbs=25; repeatable"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=figure)
-    parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="plan for N CPU devices; default: the number in the run's file")
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
-    parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
-    parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
-    parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
-    parser.add_argument("--sync", action="store_true", help="compare what sync.every, late and wire would cost, as a table")
-    both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
-    add_arguments(parser)
-    return parser
 
 
 if __name__ == "__main__":
