@@ -178,7 +178,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     where = None if schedule is None else schedule.where
     usage = usage_of(compiled, params)
     sent = _of_replicas(located(collectives(module, mesh, num_devices), params, where or ""), usage.summed)
-    formulas = expected(compiled, params, usage)
+    formulas = expected(params, usage)
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, where, timed=target is not None))
     remats = rematerializations(compiled.lines, module)
     names = {row.signal for row in rows}

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jgt.hlo.origin import NONE
-from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import OPTIMIZER, Parameter
 from jgt.planner.needs.sends import Backend, MeshAxes, all_reduced
 from jgt.planner.needs.usage import ParameterUse, PartialSum, Usage
@@ -53,9 +52,9 @@ class Expected:
     formula: str
 
 
-def expected(compiled: Compiled, params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
-    """The bytes that a compiled function's layout must send, by signal, axes and formula."""
-    mesh, backend = dict(compiled.mesh.shape), usage.backend
+def expected(params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
+    """The bytes that a program's layout must send, by signal, axes and formula."""
+    mesh, backend = usage.mesh, usage.backend
     # Over the others replicas add up gradients by their own means.
     reduced = tuple(axis for axis in usage.batch if not any(axis in axes for axes in usage.summed))
     rows: collections.Counter[tuple[str, MeshAxes, str]] = collections.Counter({key: round(count) for key, count in usage.sent.items()})

@@ -107,37 +107,6 @@ def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, add
     sums[out] = first, is_alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """The result of the walk.
-
-    batch: the mesh axes that split the batch. parameters: the use of each parameter. sent: the bytes that a device sends for values in
-    between, by signal, mesh axes and formula.
-    """
-
-    backend: Backend
-    batch: MeshAxes
-    parameters: tuple[ParameterUse, ...]
-    partial_sums: tuple[PartialSum, ...]
-    sent: Mapping[tuple[str, MeshAxes, str], Fraction]
-
-    @property
-    def summed(self) -> set[MeshAxes]:
-        """The mesh axes over which replicas add up what they have."""
-        return {axes for signal, axes, _ in self.sent if signal == EXCHANGED}
-
-
-def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
-    """The uses of parameters in a compiled function's traced program."""
-    positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
-    invars = jx.body(compiled.program).invars
-    views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
-    backend, batch = GPU if compiled.is_described else CPU, batch_axes(compiled, params)
-    walk = _Walk(dict(compiled.mesh.shape), batch, backend, [ParameterUse() for _ in params])
-    walk.read(compiled.program, _Scope("", Fraction(1), batch), views)
-    return Usage(backend=backend, batch=batch, parameters=tuple(walk.uses), partial_sums=tuple(walk.partial_sums), sent=dict(walk.sent))
-
-
 class _Scope(NamedTuple):
     """The surroundings of an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
 
@@ -160,14 +129,37 @@ class _Scope(NamedTuple):
         return signal_of(self.name)
 
 
-class _Walk:
-    """The walk under way. Programs inside others are read in turn, with the views of their own variables."""
+def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
+    """The uses of parameters in a compiled function's traced program."""
+    positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
+    invars = jx.body(compiled.program).invars
+    views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
+    backend, batch = GPU if compiled.is_described else CPU, batch_axes(compiled, params)
+    usage = Usage(mesh=dict(compiled.mesh.shape), batch=batch, backend=backend, parameters=[ParameterUse() for _ in params])
+    usage.read(compiled.program, _Scope("", Fraction(1), batch), views)
+    return usage
 
-    def __init__(self, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend, uses: list[ParameterUse]):
-        self._mesh, self._batch, self._backend, self.uses = mesh, batch, backend, uses
-        self.partial_sums: list[PartialSum] = []
-        self.sent: dict[tuple[str, MeshAxes, str], Fraction] = collections.defaultdict(Fraction)
-        self._counted: set[tuple[Var, str]] = set()
+
+@dataclass(kw_only=True)
+class Usage:
+    """The uses of parameters in a program, and its partial sums. Programs inside it are read in turn, with the views of their variables.
+
+    mesh: the sizes of the mesh axes. batch: the axes that split the batch. parameters: the use of each parameter. sent: the bytes that a
+    device sends for values in between, by signal, mesh axes and formula.
+    """
+
+    mesh: Mapping[str, int]
+    batch: MeshAxes
+    backend: Backend
+    parameters: list[ParameterUse]
+    partial_sums: list[PartialSum] = field(default_factory=list[PartialSum])
+    sent: dict[tuple[str, MeshAxes, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    _counted: set[tuple[Var, str]] = field(default_factory=set[tuple[Var, str]])
+
+    @property
+    def summed(self) -> set[MeshAxes]:
+        """The mesh axes over which replicas add up what they have."""
+        return {axes for signal, axes, _ in self.sent if signal == EXCHANGED}
 
     def read(self, program: Program, around: _Scope, views: Views) -> None:
         """Reads a program, and extends `views` by the arrays that are made of parameters."""
@@ -183,30 +175,30 @@ class _Walk:
                 # The function of experts may read its weights any number of times: they are brought to their devices once a call.
                 self._enter(equation, inner, scope, {} if weights else views)
             self._contract(equation, scope, views, sums)
-            carry(equation, sums, self.partial_sums, adds_first=self._backend.is_gpu)
+            carry(equation, sums, self.partial_sums, adds_first=self.backend.is_gpu)
             self._follow(equation, scope, views)
             self._regather(equation, scope, laid)
 
     def _send(self, equation: Equation, scope: _Scope, views: Views) -> None:
         """Counts the bytes of a collective that the program names itself, and marks the parameters that it gathers."""
-        collective, between = sent(equation, self._mesh, self._backend), replicas_of(scope.name)
+        collective, between = sent(equation, self.mesh, self.backend), replicas_of(scope.name)
         if between is not None:
             axes, numbers = between
             if collective is None and numbers is not None and equation.primitive.name in _SUMS:
-                collective = axes, numbers * self._backend.item_bytes(equation.invars[0]) * all_reduced(num_parts(axes, self._mesh))
+                collective = axes, numbers * self.backend.item_bytes(equation.invars[0]) * all_reduced(num_parts(axes, self.mesh))
             if collective is not None:
                 self.sent[EXCHANGED, collective[0], "sums over replicas"] += scope.runs * collective[1]
         elif collective is not None:
             if is_gather(equation):
                 for atom in equation.invars:
                     if jx.is_var(atom) and atom in views:
-                        self.uses[views[atom].index].is_gathered = True
+                        self.parameters[views[atom].index].is_gathered = True
             self.sent[scope.signal, collective[0], "shard_map"] += scope.runs * collective[1]
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
         """A parameter that a call of experts reads, each device its own part."""
         if var in views:
-            view, use = views[var], self.uses[views[var].index]
+            view, use = views[var], self.parameters[views[var].index]
             use.held.update(axis for axes in dims for axis in axes)
             use.counts[phase_of(scope.name)] += view.times * view.share * taken_share(scope.name)
 
@@ -219,7 +211,7 @@ class _Walk:
         for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
             if outer is not None and jx.is_var(outer) and outer in views:
                 view = inside[var] = into(views[outer], outer, var, times)
-                self.uses[view.index].is_manual |= any(axis in self._batch for axis in manual)
+                self.parameters[view.index].is_manual |= any(axis in self.batch for axis in manual)
         is_replaced = scope.is_replaced or plan_of(equation) is not None
         self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
@@ -238,8 +230,8 @@ class _Walk:
             # Several matmuls of a view in one phase share one gathered copy of it.
             if (var, phase) not in self._counted:
                 self._counted.add((var, phase))
-                self.uses[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
-            axes = tuple(a for a in self._mesh if a in contracted and a not in self._batch and self._mesh[a] > 1)
+                self.parameters[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
+            axes = tuple(a for a in self.mesh if a in contracted and a not in self.batch and self.mesh[a] > 1)
             if axes and not scope.is_replaced:
                 partial = PartialSum(scope.signal, axes, scope.runs * self._local_bytes(equation.outvars[0], scope), phase == "recompute")
                 self.partial_sums.append(partial)
@@ -247,7 +239,7 @@ class _Walk:
 
     def _local_bytes(self, var: Var, scope: _Scope) -> Fraction:
         """The bytes of a value on one device, whose rows the batch splits."""
-        return Fraction(self._backend.bytes_of(var), num_parts(scope.batch, self._mesh))
+        return Fraction(self.backend.bytes_of(var), num_parts(scope.batch, self.mesh))
 
     def _follow(self, equation: Equation, scope: _Scope, views: Views) -> None:
         """Follows a parameter through an equation that changes only its shape, type, layout or name."""
@@ -255,8 +247,8 @@ class _Walk:
         if found is None:
             return
         source, view = found
-        kind, out, use = equation.primitive.name, equation.outvars[0], self.uses[view.index]
-        if kind == "convert_element_type" and self._backend.is_gpu:
+        kind, out, use = equation.primitive.name, equation.outvars[0], self.parameters[view.index]
+        if kind == "convert_element_type" and self.backend.is_gpu:
             # XLA casts the shards and gathers the result.
             use.width = min(Fraction(jx.dtype_of(out).itemsize, jx.dtype_of(source).itemsize), use.width)
         if kind == "sharding_constraint" and views[source].is_pinned:
@@ -278,9 +270,9 @@ class _Walk:
             laid.update({} if before is None else {out: before})
             return
         after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
-        kept = {*self._batch, *(a for axes in after for a in axes)}
-        axes = tuple(a for a in self._mesh if self._mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
+        kept = {*self.batch, *(a for axes in after for a in axes)}
+        axes = tuple(a for a in self.mesh if self.mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
         if axes and scope.signal != NONE and phase_of(scope.name) == "recompute":
-            n = num_parts(axes, self._mesh)
+            n = num_parts(axes, self.mesh)
             again = scope.runs * self._local_bytes(out, scope) * Fraction(n - 1, n)
             self.sent[scope.signal, axes, "gathered again for the backward pass"] += again
