@@ -74,7 +74,7 @@ def shard(
     rules: Rules, the path of a rules file, or the mapping that such a file contains.
 
     The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
-    and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
+    and jit the result. Parameters, inputs, values that leave a signal and named tensors get constraints; the
     gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
 
     Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches

@@ -1,6 +1,7 @@
 """Mixtures of experts: rows that go through the experts chosen for them, on devices that share the experts.
 
-`call` has what a model says (`jgt.signal.experts`), and `rows` the permutations. `rooms` and `whole` are two ways to send rows to their
-experts, and `exchange` is the program of a device. `parts` has the regions that it is on a mesh, and `replace` puts these into a traced
-program, by the rules. `advice` compares the bytes of the two ways, and `served` counts the rounds of an exchange.
+`call` is a model's call (`jgt.signal.experts`), and `permutation` sorts its rows. `experts` is the replacement that puts exchanges into
+a traced program, by the rules. `exchange` has the device plans of an exchange, `rounds` the program of a device, and `dispatch` brings rows
+to the experts and back. `row_wise` shows that a function of experts may run in parts, `top_k` runs the choice on each device's rows, and
+`local` has the experts of one device in the stages of a pipeline.
 """

@@ -2,10 +2,9 @@
 
     y = call_experts(ffn, weights, x, choice, scale)    # weights: arrays [experts, ...]; x [..., d]; choice, scale [..., k]
 
-Each row of x is meant to go through k of the experts, and the results, times their scales, are added up. That is all a model says, and all
-that `experts` means. What it leaves in a traced program is one region (`jgt.replacements.device_plan`), which runs this meaning as long as nothing
-replaces it, and keeps the model's function: the function can be traced again for the rows and the experts of one device, as
-`jgt.experts.replace` does by the rules.
+Each row of x goes through k of the experts, and the results, times their scales, are added up. That is all that a model says. In a traced
+program it is one equation (`jgt.replacements.device_plan`), which runs this meaning as long as nothing replaces it, and keeps the model's
+function: `jgt.experts.experts` traces it again for the rows and the experts of one device.
 
 n stands for a number of rows, d and d' for their widths, k for the choices of a row.
 """
@@ -39,7 +38,7 @@ Rows behind the last group belong to none: their results are not read.
 class ExpertCall(DevicePlan):
     """One call of `experts`, as the model has it. Its operands are the leaves of the weights, x, choice and scale.
 
-    tree: of the weights. held_by: the manual axis whose devices share the experts, if the weights are those of one device.
+    tree: the tree of the weights. held_by: the manual axis whose devices share the experts, if the weights are one device's.
     """
 
     fn: ExpertFn
@@ -54,8 +53,6 @@ class ExpertCall(DevicePlan):
     def run(self, leaves: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """The model's function, on some rows and some experts."""
         return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))
-
-    # -- as a region that nothing replaced ---------------------------------------------------------------------------
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
         *leaves, x, choice, scale = arrays

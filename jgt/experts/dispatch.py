@@ -1,4 +1,4 @@
-"""How rows get to the experts of a device and back: `AllToAll` where a mesh axis shares the experts, `LocalRows` where each device has them all.
+"""Rows on their way to the experts and back: `AllToAll` if the devices of an axis share the experts, `LocalRows` if each has them all.
 
 A mesh axis of n devices splits the E experts and the tokens: each device holds E / n experts and T tokens. Each token goes through k
 experts, so a device sends T · k rows. How many of them go to one device is known only when the program runs, but arrays have fixed
@@ -81,8 +81,8 @@ class AllToAll:
     """The rows that the devices of an axis send each other.
 
     order: the choices [T · k] by expert. place: the place of each choice in that order. devices: the device of each choice's expert. begin:
-    the place of the first choice for each device. pair: the number of choices for each device. received: the number of choices of each
-    device [n] for each expert [E / n] of this one.
+    the place of the first choice for each device. pair: the number of choices for each device. received: the number of choices that each
+    device [n] has for each expert [E / n] here.
     """
 
     axis: str
@@ -177,9 +177,9 @@ class AllToAllRound:
         back = self._exchanged(rows[self.grouped].reshape(-1, capacity, *rows.shape[1:])).reshape(-1, *rows.shape[1:])
         slot = all_rows.place - all_rows.begin[all_rows.devices] - self.number * capacity
         is_here = (slot >= 0) & (slot < capacity)
-        found = back[jnp.where(is_here, all_rows.devices * capacity + slot, 0)]
-        found = jnp.where(is_here.reshape(-1, *[1] * (found.ndim - 1)), found, 0)
-        return found.reshape(-1, all_rows.num_choices, *rows.shape[1:])
+        values = back[jnp.where(is_here, all_rows.devices * capacity + slot, 0)]
+        values = jnp.where(is_here.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+        return values.reshape(-1, all_rows.num_choices, *rows.shape[1:])
 
     def _exchanged(self, rows: jax.Array) -> jax.Array:
         """[n, C, ...] for each device → [n, C, ...] from each."""

@@ -64,7 +64,7 @@ class Exchange:
         return capacity_of(num_tokens, num_choices, self.num_devices, self.capacity_factor)
 
     def dispatch(self, choice: jax.Array, num_local: int) -> Dispatch:
-        """How the rows of one device's choices [T, k] meet the experts."""
+        """The way of the rows of one device's choices [T, k] to the experts."""
         if self.axis is None or self.num_devices == 1:
             return LocalRows.of(choice, num_local)
         return AllToAll.of(choice, num_local, self.axis, self.capacity_factor, drops=self.drops)
@@ -76,7 +76,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class _Direction(DevicePlan):
-    """What both directions share. ranks: the rank of each array of the weights."""
+    """The common part of both directions. ranks: the rank of each array of the weights."""
 
     call: ExpertCall
     exchange: Exchange
@@ -210,7 +210,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
 
 
 def exchange_of(equation: jx.Equation) -> tuple[Forward | Backward, jx.Equation] | None:
-    """The exchange of rows that an equation is, with the equation; None for any other equation. Of several replicas, one replica's exchange."""
+    """The exchange of rows that an equation is, with the equation; None for any other equation. Several replicas have one's exchange."""
     plan = plan_of(equation)
     if isinstance(plan, OfReplicas):
         plan, equation = plan.plan, plan.of_one(equation)
@@ -236,9 +236,9 @@ def can_count(exchange: Exchange, num_rows: int, num_experts: int) -> bool:
 def served(exchange: Exchange, counts: jax.Array, num_tokens: int, num_choices: int) -> tuple[jax.Array, jax.Array]:
     """The rounds that an exchange runs, int32[...], and the share of rows that it drops, f32[...].
 
-    The exchange itself has no result but rows. What it does follows from how many rows each device sends to each, and these are sums of
-    counts, since the rules say which rows are on which device. counts: int[..., rows, experts], the choices of each expert in each row of the
-    batch. num_tokens: the number of tokens in a row. num_choices: the number of choices of a token.
+    They follow from the number of rows that each device sends to each, which is a sum of counts, since the rules say which rows are on
+    which device. counts: int[..., rows, experts], the choices of each expert in each row of the batch. num_tokens: the number of tokens in
+    a row. num_choices: the number of choices of a token.
     """
     *outer, num_rows, num_experts = counts.shape
     n, num_parts = exchange.num_devices, exchange.num_parts
@@ -246,7 +246,7 @@ def served(exchange: Exchange, counts: jax.Array, num_tokens: int, num_choices: 
     axes, sizes = exchange.rows[0], dict(exchange.sizes)
     split = counts.reshape(*outer, *(sizes[axis] for axis in axes), num_rows // (n * num_parts), num_experts)
     of_device = jnp.moveaxis(jnp.sum(split, axis=-2), len(outer) + axes.index(exchange.axis), len(outer))
-    # From each device, in each part of the mesh, to each device.
+    # The rows from each device, in each part of the mesh, to each device.
     pairs = jnp.sum(of_device.reshape(*outer, n, num_parts, n, num_experts // n), axis=-1)
     capacity = exchange.capacity(num_tokens * num_rows // (n * num_parts), num_choices)
     inner = (-3, -2, -1)

@@ -31,7 +31,7 @@ from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.proof import mesh_context
-from jgt.replacements.replacement import PlacedParameter, Replaced, Site
+from jgt.replacements.replacement import ParameterPlace, Replaced, Site
 from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
 from jgt.rules.spec import min_rank
 
@@ -49,7 +49,7 @@ class Experts:
     rules: Rules
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
-        """See `Replacement`."""
+        """The program whose calls of experts run on the devices that have these experts."""
         if not any(call_of(equation) for equation in jx.body(program).eqns):
             return Replaced(program=program)
         eqns: list[Equation] = []
@@ -68,12 +68,12 @@ class Experts:
             here = jx.manual_mesh(equation) or jx.mesh_around() or site.mesh
             manual = () if isinstance(here, Mesh) else here.manual_axes
             rows, rule = site.free(_rows(self.rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
-            # Where the axis is manual, weights are those of one device, or they are whole.
+            # Where the axis is manual, weights are one device's, or they are whole.
             is_held = rule is not None and rule.axis in manual
-            found = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
-            problems |= dict.fromkeys([*found, *_weight_problems(rule, equation, place.path, site.parameters)])
+            misfits_here = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
+            problems |= dict.fromkeys([*misfits_here, *_weight_problems(rule, equation, place.path, site.parameters)])
             # On one device there is nothing to exchange.
-            if found or site.mesh.size == 1:
+            if misfits_here or site.mesh.size == 1:
                 eqns.append(equation)
                 continue
             exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
@@ -85,7 +85,7 @@ class Experts:
 
 
 def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) -> Exchange | None:
-    """How the rows of an x of this rank travel at a signal, outside of any pipeline, on a mesh of these sizes; None if they don't travel.
+    """The exchange of the rows of an x of this rank at a signal, outside of any pipeline, on a mesh of these sizes; None if there is none.
 
     Rules that do not fit the mesh have None, too. `Experts` finds what is wrong with them.
     """
@@ -97,7 +97,7 @@ def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) 
 
 
 def _rows(rules: Rules, rank: int) -> Dims:
-    """The axes of each dim of an x of this rank: those of the inputs."""
+    """The axes of each dim of an x of this rank, which are split like the inputs."""
     dims = (expand(rule.spec, rank) for rule in rules.inputs if min_rank(rule.spec) < rank)
     return next((found for found in dims if any(found)), ((),) * rank)
 
@@ -138,7 +138,7 @@ def _problems(
         )
 
 
-def _weight_problems(rule: ExpertsRule | None, equation: Equation, signal: str, parameters: Sequence[PlacedParameter]) -> Iterator[str]:
+def _weight_problems(rule: ExpertsRule | None, equation: Equation, signal: str, parameters: Sequence[ParameterPlace]) -> Iterator[str]:
     """The weights of experts that the axis of the experts splits along another dim."""
     num_experts = jx.shape_of(equation.invars[0])[0]
     for parameter in parameters if rule is not None else ():

@@ -25,7 +25,7 @@ def inverse(order: jax.Array) -> jax.Array:
 
 
 def counts_of(flat: jax.Array, num_experts: int) -> jax.Array:
-    """How often each number below `num_experts` occurs in [n]; others do not count."""
+    """The count of each number below `num_experts` in [n]; others do not count."""
     return jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
 
 

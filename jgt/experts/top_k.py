@@ -54,14 +54,14 @@ class _TopK(DevicePlan):
 def chosen_by_row(eqns: Sequence[Equation], choices: Mapping[Var, RowLayout]) -> list[Equation]:
     """The equations, with regions in place of every top_k that makes one of these choices. Between the two there may be casts and names."""
     made = {var: equation for equation in eqns for var in equation.outvars}
-    found: dict[Var, RowLayout] = {}
+    layouts: dict[Var, RowLayout] = {}
     for choice, layout in choices.items():
         top = made.get(choice)
         while top is not None and top.primitive.name in _CASTS and jx.is_var(top.invars[0]):
             top = made.get(top.invars[0])
         if top is not None and _is_top_k(top) and any(layout.rows):
-            found[top.outvars[1]] = layout
-    return [new for e in eqns for new in (_by_row(e, found[e.outvars[1]]) if e.outvars[1:2] and e.outvars[1] in found else [e])]
+            layouts[top.outvars[1]] = layout
+    return [new for e in eqns for new in (_by_row(e, layouts[e.outvars[1]]) if e.outvars[1:2] and e.outvars[1] in layouts else [e])]
 
 
 def _is_top_k(equation: Equation) -> bool:

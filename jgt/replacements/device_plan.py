@@ -1,15 +1,15 @@
 # pyright: basic
 """A device plan: a piece of a program that means one thing and runs as another.
 
-XLA's partitioner splits a program operation by operation. Where that is not good enough, each device has to run a program that was written
-for it: a matmul that runs beside the sends that it needs, say. A plan has both. Its *meaning* is an ordinary program on whole arrays, and
-`on_device` is a function of the parts of a device, with the collectives in it. `run_on_devices` puts the plan into a traced program as one
-equation. Everything that looks at the program (shapes, FLOPs, policies of jax.checkpoint, vmap) sees the meaning. Only the lowering, which is
-the last step before XLA, takes `on_device`, as a shard_map over the mesh axes that the plan names. One kind of vmap keeps the plan: with
-`spmd_axis_name`, each device has one entry (`OfReplicas`).
+XLA's partitioner splits a program operation by operation. Where that is not good enough, each device has to run a program that was
+written for it: a matmul that runs beside the sends that it needs, say. A plan has both. Its *meaning* is an ordinary program on whole
+arrays, and `on_device` is a function of the parts of a device, with the collectives in it. `run_on_devices` puts the plan into a traced
+program as one equation. Everything that looks at the program (shapes, FLOPs, policies of jax.checkpoint, vmap) sees the meaning. Only the
+lowering, which is the last step before XLA, takes `on_device`, as a shard_map over the mesh axes that the plan names. One kind of vmap
+keeps the plan: with `spmd_axis_name`, each device has one entry (`OfReplicas`).
 
-So nothing differentiates through the shard_map, no axis is manual while a program is traced or cut into stages, and the same equation lowers
-inside the shard_map of a pipeline, over the axes that are left. A derivative is not part of a plan: a jax.custom_vjp around
+So nothing differentiates through the shard_map, no axis is manual while a program is traced or cut into stages, and the same equation
+lowers inside the shard_map of a pipeline, over the axes that are left. A derivative is not part of a plan: a jax.custom_vjp around
 `run_on_devices` brings it, and its backward pass may contain other plans.
 
 Invariant: `on_device` computes the meaning. tests/replacements compares the two, values and gradients.
@@ -47,7 +47,7 @@ SentBytes = tuple[tuple[str, ...], Fraction] | None
 
 
 class DevicePlan(ABC):
-    """What the devices run in place of a meaning. Subclasses are frozen dataclasses, because plans are part of the keys of JAX's caches."""
+    """A meaning and the program of a device. Subclasses are frozen dataclasses, because plans are part of the keys of JAX's caches."""
 
     @abstractmethod
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
@@ -66,7 +66,7 @@ class DevicePlan(ABC):
         return frozenset()
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
-        """What a device sends when it runs this equation, on a mesh of these sizes. bytes_of: the bytes of an array as it travels."""
+        """The bytes that a device sends in this equation, on a mesh of these sizes. bytes_of: the bytes of an array as it travels."""
         return None
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[DevicePlan | None, list[int]]:
@@ -78,9 +78,9 @@ class DevicePlan(ABC):
 class OfReplicas(DevicePlan):
     """The plan of every replica: what `jax.vmap` with `spmd_axis_name` makes of a plan.
 
-    Such a vmap gives each array a dim of replicas, split over axes of the mesh, so a device has one replica's part of it. There the plan runs
-    as for that replica alone: the dim is dropped before and added after. axes_of_replicas: the mesh axes between replicas. mapped: whether
-    each operand has their dim. All results have it.
+    Such a vmap gives each array a dim of replicas, split over axes of the mesh, so a device has one replica's part of it. There the plan
+    runs as for that replica alone: the dim is dropped before and added after. axes_of_replicas: the mesh axes between replicas. mapped:
+    whether each operand has their dim. All results have it.
     """
 
     plan: DevicePlan

@@ -38,7 +38,7 @@ class Overlap:
     rules: Rules
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
-        """See `Replacement`. A checkpoint of the model keeps of a ring what it would keep of the ring's matmuls."""
+        """The program with rings in it. A checkpoint of the model treats a ring as it would treat the ring's matmuls."""
         search = _Search(program, around, self.rules, site)
         search.find()
         new = _with_rings(program, search.found) if search.found else program
@@ -49,7 +49,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """Matmuls that one ring computes: `run(*operands)` returns their results."""
+    """Matmuls that share a ring: `run(*operands)` returns their results."""
 
     matmuls: tuple[Matmul, ...]
     operands: tuple[Var, ...]
@@ -213,8 +213,12 @@ def _not_only_matmuls(rule: OverlapRule, name: str, place: Place, others: Sequen
 
 def _split_dim(dims: Dims | None, axis: str) -> int | None:
     """The dim that this axis alone splits, if it is not the last one, which matmuls contract."""
-    found = [dim for dim, axes in enumerate(dims or ()) if axis in axes]
-    return found[0] if dims and len(found) == 1 and dims[found[0]] == (axis,) and found[0] < len(dims) - 1 and not dims[-1] else None
+    positions = [dim for dim, axes in enumerate(dims or ()) if axis in axes]
+    return (
+        positions[0]
+        if dims and len(positions) == 1 and dims[positions[0]] == (axis,) and positions[0] < len(dims) - 1 and not dims[-1]
+        else None
+    )
 
 
 def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:

@@ -1,60 +1,57 @@
-"""What a replacement is: a rule that puts other equations in the place of some equations of a program.
+"""The interface of replacements: rules that put other equations in the place of some equations of a program.
 
 Constraints say where an array is, and XLA's partitioner finds the collectives. Some rules want more: matmuls that run beside the sends that
 they wait for, rows that travel to their experts. Each of them is an object with one method, `apply`. The rewriter of `jgt.sharding` gets a
-list of such objects and applies each to a program before it adds constraints; it knows none of them. `jgt.door` makes the list.
+list of such objects and applies each to a program before it adds constraints; it knows none of them. `jgt.api.shard` makes the list.
 
 Invariant: the new equations compute what the old ones compute, and derivatives go through them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.program.dims import Dims
+from jgt.program.dims import Dims, num_parts, show_dims
 from jgt.program.jaxpr import Place, Program, Var
+from jgt.program.reads import Read
 from jgt.rules import AnyMatch
 
 Policy = Callable[..., Any]
 """What jax.checkpoint takes: from a primitive, avals and params to whether the results are saved, or where."""
 
 
-class PlacedParameter(Protocol):
-    """A parameter of the call, with the mesh axes that the rules give its dims."""
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlace:
+    """One parameter: its path and shape, the signals that use it, and the axes of its dims and of its optimizer state's dims.
+
+    Both may differ only in which axes shard a dim; the optimizer state has the parameter's shape. sliced: the dims that are sliced off
+    before every use, such as the one that counts layers. read: the narrower type in which the program reads it; None: its own.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    signals: tuple[str, ...]
+    dims: Dims
+    optimizer_dims: Dims
+    sliced: frozenset[int] = frozenset()
+    read: Read | None = None
 
     @property
-    def path(self) -> str:
-        """Its name in the tree of parameters."""
-        ...
+    def spec(self) -> str:
+        """The axes of each dim, as the YAML writes them."""
+        return show_dims(self.dims)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dim."""
-        ...
-
-    @property
-    def signals(self) -> tuple[str, ...]:
-        """The signals that use it."""
-        ...
-
-    @property
-    def dims(self) -> Dims:
-        """The mesh axes of each dim."""
-        ...
-
-    @property
-    def optimizer_dims(self) -> Dims:
-        """The mesh axes of each dim of its gradient and of its optimizer state."""
-        ...
-
-    @property
-    def sliced(self) -> frozenset[int]:
-        """The dims that are sliced off before every use, such as the one that counts layers."""
-        ...
+    def bytes_per_device(self, mesh: Mesh | AbstractMesh) -> int:
+        """Bytes of this parameter on one device."""
+        local = [-(-size // num_parts(axes, mesh.shape)) for size, axes in zip(self.shape, self.dims, strict=True)]
+        return math.prod(local) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +67,7 @@ class Site:
     mesh: Mesh | AbstractMesh
     free: Callable[[Dims, Sequence[str]], Dims]
     policies: tuple[Policy | None, ...] = ()
-    parameters: Sequence[PlacedParameter] = ()
+    parameters: Sequence[ParameterPlace] = ()
     is_whole: bool = False
     is_part: bool = False
 

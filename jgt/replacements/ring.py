@@ -8,8 +8,8 @@ devices of the axis take n steps (arXiv 2302.05045 does the same in XLA):
     gather       step j multiplies the part of device i - j while that part travels on to device i + 1
     scatter      step j multiplies the rows of device i - j - 1 while the sum of them so far travels to device i + 1
 
-After n steps every device has multiplied all rows, or has the whole sum of its own. A step takes the longer of a matmul and a send, and the
-first one sends nothing that is waited for. XLA's scheduler would start all sends first; a barrier in each step ties it to its matmul.
+After n steps every device has multiplied all rows, or has the whole sum of its rows. A step takes the longer of a matmul and a send, and
+nothing waits for what the first step sends. XLA's scheduler would start all sends first; a barrier in each step ties it to its matmul.
 
 Several matmuls that read the same rows (q, k and v; gate and up) share one ring. The backward pass is made of the same two
 programs: the cotangent of rows that were gathered is scattered, and the other way round. The gradient of the weights needs the whole rows
@@ -39,8 +39,8 @@ class Ring:
     """The devices of an axis, and the arrays that they share.
 
     dim: the dim of the rows that the axis splits between the blocks. rows: the other axes of each dim of the rows, which split the batch.
-    precision, result: of the matmuls, as jax.lax.dot_general takes them. sums: the type in which the gradient of the weights is summed over
-    positions, on a device and over devices; None: the type of the weights.
+    precision, result: the options of the matmuls, as jax.lax.dot_general takes them. sums: the type in which the gradient of the weights
+    is summed over positions, on a device and over devices; None: the type of the weights.
     """
 
     axis: str
@@ -68,12 +68,12 @@ class Ring:
         return jax.lax.dot_general(rows, weights, numbers, precision=self.precision, preferred_element_type=self.result)
 
     def next(self, x: jax.Array) -> jax.Array:
-        """What the device before this one has."""
+        """The array of the previous device."""
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
     def sent(self, arrays: Sequence[jx.Atom], sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
-        """What a device sends of arrays that are gathered, or added up in parts: all but the part that it has or keeps."""
+        """The bytes that a device sends of arrays that are gathered, or added up in parts: all but the part that it has or keeps."""
         n, split = sizes[self.axis], math.prod(sizes[axis] for axes in self.rows for axis in axes)
         return (self.axis,), Fraction(sum(map(bytes_of, arrays)), split) * Fraction(n - 1, n)
 
@@ -85,7 +85,7 @@ class Ring:
         return jax.lax.dynamic_slice_in_dim(twice, (n - 1 - jax.lax.axis_index(self.axis)) * size, n * size, self.dim)
 
     def part(self, whole: jax.Array, step: int, lane: int, lanes: int) -> jax.Array:
-        """The part of the device `step` before this one, or the half of it with this number."""
+        """The part of the device `step` places back, or the half of it with this number."""
         n = jax.lax.axis_size(self.axis)
         size = whole.shape[self.dim] // n // lanes
         start = ((jax.lax.axis_index(self.axis) - step) % n * lanes + lane) * size
@@ -181,11 +181,11 @@ class Scattered(DevicePlan):
                 grown = ring.dot(rows, weights, self.contracted)
                 sum_so_far = sums[lane] if lanes == 2 else None
                 grown = grown if sum_so_far is None else grown + sum_so_far
-                # What was added to last; after the last step, sums stay where they are.
+                # The sum that was last added to travels; after the last step, sums stay where they are.
                 last = lane - 1 if lanes == 2 else 0
                 waiting = sums[last] if step < n - 1 or lane == 0 else None
                 travels = [*([] if waiting is None else [waiting]), *(others[-1] for others in arrived if lane == 0 and step < n - 1)]
-                # With the weights: XLA would make one large matmul of several that read the same, and all sums would wait for it.
+                # The barrier has the weights, too: XLA would make one large matmul of several that read the same, and all sums would wait.
                 grown, weights, *moved = jax.lax.optimization_barrier((grown, weights, *map(ring.next, travels)))
                 if waiting is not None:
                     sums[last] = moved.pop(0)

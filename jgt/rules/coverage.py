@@ -8,6 +8,7 @@ that once at the end. A rule that matched only where an earlier rule had already
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from jgt.document import nearest, suggestion
@@ -29,10 +30,10 @@ class Seen:
     out_ranks: the ranks of the floating values that leave each signal.
     """
 
-    signals: frozenset[str] = frozenset()
+    signals: AbstractSet[str] = frozenset()
     params: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    tensors: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    out_ranks: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    tensors: Mapping[str, AbstractSet[str]] = field(default_factory=dict[str, AbstractSet[str]])
+    out_ranks: Mapping[str, AbstractSet[int]] = field(default_factory=dict[str, AbstractSet[int]])
     matches: tuple[AnyMatch, ...] = ()
 
 

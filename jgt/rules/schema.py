@@ -28,7 +28,7 @@ _TEXTS = {
     "experts": "Where the experts are that the signal calls, and how rows travel to them.",
     "axis": "The mesh axis that holds the experts.",
     "exchange": "How rows travel: by an all-to-all of arrays with a fixed capacity.",
-    "room": "The capacity factor: the rows that each pair of devices has room for, over their number if all experts are chosen equally often.",
+    "room": "The capacity factor: the rows that each pair of devices has room for, over an equal share.",
     "over": "What becomes of rows beyond the capacity: they are sent in further rounds, or dropped.",
     "save": "What becomes of a named tensor until the backward pass.",
 }

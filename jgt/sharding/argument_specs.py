@@ -23,6 +23,7 @@ from jgt.document import InputError
 from jgt.program.dims import Dims, even_dims
 from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
+from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import (
     Match,
     Rules,
@@ -36,12 +37,12 @@ from jgt.rules import (
 )
 from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentSpecs:
-    """What the rules say about the parameters or the inputs of a call, and what is wrong with them.
+    """The places of the parameters or the inputs of a call by the rules, and what is wrong with the rules.
 
     places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
     for arguments without problems.
@@ -84,7 +85,7 @@ def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, sit
         )
         places.append(place)
         matches += [match, state]
-        # The problems of the match itself are collected with those of all matches.
+        # The caller collects the problems of all matches.
         problems += own[len(match.problems) :]
         if not own:
             # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
@@ -105,26 +106,26 @@ def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroun
         matches.append(match)
         all_dims.append(dims)
         if match.rule is None:
-            # What nobody names is left to the partitioner, except state: it is the same on all devices, in every step.
+            # An input without a rule is left to the partitioner. State is not: it is the same on all devices, in every step.
             if one.is_state and not one.is_key:
                 whole: Dims = ((),) * len(one.x.shape)
                 pins[index] = (whole, whole)
             continue
         dims = site.free_dims(dims)
-        found = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
+        misfits_of_input = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
         # Inputs often come in dozens of one shape: the first one is enough.
         if (match.rule, one.x.shape) not in reported:
-            problems |= dict.fromkeys(found)
+            problems |= dict.fromkeys(misfits_of_input)
         reported.add((match.rule, one.x.shape))
-        if not found:
+        if not misfits_of_input:
             pins[index] = (dims, dims)
     return ArgumentSpecs(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
 def uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
     """The sizes of the dims of parameters and of their optimizer states that their axes do not divide."""
-    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
-    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
+    layouts = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
+    return frozenset(misfit.size for shape, dims in layouts for misfit in misfits(site.free_dims(dims), shape, site.sizes))
 
 
 def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:

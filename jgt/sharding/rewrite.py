@@ -11,7 +11,7 @@ backward spec its cotangent. Every other equation stays as it is, so the rewritt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
@@ -20,26 +20,11 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.replacements.replacement import Policy, Replacement, Site
-from jgt.rules import AnyMatch, Rules, SaveRule
+from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Site
+from jgt.rules import Rules, SaveRule
 from jgt.sharding.answers import Answers
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 from jgt.sharding.saves import SavePolicy, actions_of, save_policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rewritten:
-    """A program with every rule applied, and what the rules met in it. A value whose rule does not fit is left without a constraint.
-
-    signals, tensors and out_ranks: see `jgt.rules.Seen`. matches: the answers that got a rule or a problem.
-    """
-
-    program: Program
-    signals: frozenset[str]
-    tensors: Mapping[str, frozenset[str]]
-    out_ranks: Mapping[str, frozenset[int]]
-    matches: tuple[AnyMatch, ...]
-    problems: tuple[str, ...]
 
 
 def rewrite(
@@ -51,8 +36,8 @@ def rewrite(
     *,
     parameters: Sequence[ParameterPlace] = (),
     applies: bool = True,
-) -> Rewritten:
-    """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied.
+) -> tuple[Program, Answers]:
+    """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied, and the answers.
 
     Without `applies` nothing is changed: the rules are only checked against the program.
     """
@@ -72,7 +57,7 @@ def rewrite(
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
         new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
-    return rewriter.result(new_program)
+    return new_program, rewriter.answers
 
 
 def rewrite_part(
@@ -96,7 +81,7 @@ def rewrite_part(
 
 
 class _Rewriter:
-    """One walk through a program. The answers of the rules are collected on the way and read only at the end, by `result`."""
+    """One walk through a program. The answers of the rules are collected on the way, and read at the end."""
 
     def __init__(
         self,
@@ -114,21 +99,9 @@ class _Rewriter:
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
         """Of arguments that are pinned, and of their cotangents."""
-        self._answers = Answers(rules, site)
+        self.answers = Answers(rules, site)
         # Tensors that a rule makes whole and that a replacement takes in parts.
         self._split: set[Var] = set()
-
-    def result(self, program: Program) -> Rewritten:
-        """The rewritten program with everything that was found on the way."""
-        found = self._answers
-        return Rewritten(
-            program=program,
-            signals=frozenset(found.signals),
-            tensors={name: frozenset(signals) for name, signals in found.tensors.items()},
-            out_ranks={signal: frozenset(ranks) for signal, ranks in found.out_ranks.items()},
-            matches=tuple(found.matches),
-            problems=tuple(found.problems),
-        )
 
     def sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
         """The sharding of these dims, on the mesh of a shard_map around if there is one."""
@@ -151,7 +124,7 @@ class _Rewriter:
         """
         for replacement in self._replacements:
             replaced = replacement.apply(program, around, replace(self._where, policies=policies, is_whole=eqns is not None))
-            self._answers.add(replaced.matches, replaced.problems)
+            self.answers.add(replaced.matches, replaced.problems)
             if self._applies:
                 program = replaced.program
                 self._split |= replaced.split
@@ -162,11 +135,11 @@ class _Rewriter:
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
-            self._answers.signals.add(place.path)
+            self.answers.signals.add(place.path)
             rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, policies=policies)
             new_eqns.append(rewritten)
-            self._answers.add_saves(saves, inner_saves)
-            self._answers.add_saves(saves, self._answers.save_of(equation, place))
+            self.answers.add_saves(saves, inner_saves)
+            self.answers.add_saves(saves, self.answers.save_of(equation, place))
             for var in equation.outvars:
                 extra, new = self._pin(equation, var, place, consumers.get(var, ()))
                 if extra:
@@ -187,11 +160,11 @@ class _Rewriter:
         inside = (*policies, equation.params["policy"]) if jx.is_remat(equation) else policies
 
         def change(inner: Program) -> Program:
-            new, found = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
-            if found and jx.is_scan(equation) and not guarded:
+            new, inner_saves = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
+            if inner_saves and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
-                return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
-            self._answers.add_saves(saves, found)
+                return wrap_in_checkpoint(new, save_policy(inner_saves), in_scan=True) if self._applies else new
+            self.answers.add_saves(saves, inner_saves)
             return new
 
         params = jx.map_subprograms(equation, change)
@@ -211,16 +184,16 @@ class _Rewriter:
         # A scalar has nothing to shard, and a result that is dropped has no variable that a constraint could read.
         if jx.is_dropped(var) or rank <= 0:
             return [], var
-        forward, backward, what = self._answers.of_value(equation, var, place, consumers, rank)
+        forward, backward, what = self.answers.of_value(equation, var, place, consumers, rank)
         # The shard_map may be inside the function, where the equation knows it, or around the call.
         manual = jx.manual_mesh(equation) or self._site.around
-        dims = self._answers.dims_of(forward, var, place, manual, what)
-        dims_back = self._answers.dims_of(backward, var, place, manual, f"{what} (backward)")
+        dims = self.answers.dims_of(forward, var, place, manual, what)
+        dims_back = self.answers.dims_of(backward, var, place, manual, f"{what} (backward)")
         ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
         if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
-            # What becomes of an argument travels after the cast. Left to itself, the partitioner may gather first and cast then.
+            # An argument travels after the cast. Without the constraint, the partitioner may gather first and cast then.
             ahead, last = self.layouts[equation.invars[0]]
         ahead = last if var in self._split else ahead
         if last is None or not self.constrains:

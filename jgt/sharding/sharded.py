@@ -56,7 +56,7 @@ class Sharded(Generic[_P, _R]):
         avoid_faults()
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
-        # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
+        # `updated=()`: fn may be an object with state, whose attributes do not belong into this object's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
         self._replacements_of, self._replacements = replacements_of, tuple(replacements_of(rules))
@@ -69,9 +69,7 @@ class Sharded(Generic[_P, _R]):
         arguments = self._arguments(args, kwargs)
         check_surroundings(arguments.arrays)
         planned = self._plan(arguments)
-        results, num_results = planned.run(arguments.arrays), planned.out_tree.num_leaves
-        arguments.store(planned.changed, results[num_results:])
-        return jax.tree.unflatten(planned.out_tree, results[:num_results])
+        return self._result(arguments, planned, planned.run(arguments.arrays))
 
     def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
         """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
@@ -109,11 +107,15 @@ class Sharded(Generic[_P, _R]):
             check_surroundings(arrays)
             run = planned.run_stored if storage.has_stacks else planned.run
             assert run is not None, "a function with stacks in storage is a pipeline"
-            results, num_results = run(arrays), planned.out_tree.num_leaves
-            arguments.store(planned.changed, results[num_results:])
-            return jax.tree.unflatten(planned.out_tree, results[:num_results])
+            return self._result(arguments, planned, run(arrays))
 
         return call
+
+    def _result(self, arguments: Arguments, planned: PlannedCall, results: Sequence[jax.Array]) -> _R:
+        """The result as the function returns it. New values of state are stored in the caller's variables."""
+        num_results = planned.out_tree.num_leaves
+        arguments.store(planned.changed, results[num_results:])
+        return jax.tree.unflatten(planned.out_tree, results[:num_results])
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
         """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.

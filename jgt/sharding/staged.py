@@ -1,7 +1,7 @@
-"""What a pipeline is to the rest of jgt: an object that puts a call into stages.
+"""The interface of a pipeline: an object that puts a call into stages.
 
-`jgt.Pipeline` is such an object. `jgt.sharding` receives it with a call and imports nothing of pipelines: a call without one needs no schedule,
-no microbatches and no proof about the batch.
+`jgt.Pipeline` is such an object. `jgt.sharding` receives it with a call and imports nothing of pipelines: a call without one needs no
+schedule, no microbatches and no proof about the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 import jax
 
-from jgt.replacements.replacement import Replacement
+from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 from jgt.sharding.storage import Form
 
 Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
@@ -24,7 +24,7 @@ Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCall:
-    """How to run a call whose stacks of layers are stored on their stages. form_of: the stored form of such a stack, None for others."""
+    """A call whose stacks of layers are stored on their stages. form_of: the stored form of such a stack, None for other parameters."""
 
     form_of: Callable[[ParameterPlace], Form | None]
     run: Run

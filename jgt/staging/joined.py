@@ -1,4 +1,4 @@
-"""How the results of a sharded function are joined from parts of its batch."""
+"""Results of a sharded function, joined from parts of its batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jgt.sharding.sharded import Sharded
 
 
 def joined_results_of(function: Sharded[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For each result, in the result's tree, how it is joined from parts of the batch: the first dim of the first input that has dims.
+    """The way in which each result, in the result's tree, is joined from parts of the batch. Raises InputError as a call does.
 
-    Raises InputError as a call does.
+    The batch is the first dim of the first input that has dims.
     """
     arguments, planned = function.planned(*args, **kwargs)
     num_params = len(arguments.parameters)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from jgt.pipeline.config import PipelineConfig
-from jgt.replacements.replacement import Replacement
+from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 from jgt.sharding.staged import StagedCall
 from jgt.staging.staging import staged_call
 
@@ -35,5 +35,5 @@ class Pipeline(PipelineConfig):
         replacements: Sequence[Replacement],
         parameters: tuple[ParameterPlace, ...],
     ) -> StagedCall:
-        """See `jgt.sharding.staged.Staging`."""
+        """Puts a call with this trace into the pipeline. Raises ValueError inside a shard_map, or a vmap that does not split the batch."""
         return staged_call(arguments, traced, self, rules, site, replacements, parameters)

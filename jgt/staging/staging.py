@@ -33,15 +33,15 @@ from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Place, Program, Var
-from jgt.replacements.replacement import Replacement
+from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 from jgt.sharding.rewrite import rewrite_part
 from jgt.sharding.staged import Run, StagedCall, StoredCall
-from jgt.sharding.storage import Form
+from jgt.sharding.storage import Form, Stack
 from jgt.staging.microbatches import Microbatches, find_microbatches
 
 
@@ -62,7 +62,7 @@ def staged_call(
         raise ValueError("a pipelined function cannot be called inside shard_map. Put it inside the function")
     mesh, num_params, program = site.mesh, len(parameters), traced.program
     sizes = dict(mesh.shape)
-    found = find_microbatches(
+    batch = find_microbatches(
         arguments.inputs,
         rules,
         sizes,
@@ -70,34 +70,34 @@ def staged_call(
         is_drawn_from=lambda index: is_random_key(program, num_params + index),
         is_scanned=lambda index: is_scanned(program, num_params + index),
     )
-    if others := sorted(site.claimed.difference(found.replicas)):
+    if others := sorted(site.claimed.difference(batch.replicas)):
         raise ValueError(
             f"a pipelined function cannot be called inside a vmap over the mesh axis {others[0]}, which does not split its batch. "
             "Put the vmap inside the function"
         )
-    problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
+    problems = [*batch.problems, *_axis_problems(pipeline, batch, sizes), *batch.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
     # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
     if problems or table is None:
         return _unstaged(parameters, problems)
     try:
-        parts = _split_call(arguments, traced, pipeline, found, num_params)
+        parts = _split_call(arguments, traced, pipeline, batch, num_params)
     except SplitError as error:
         return _unstaged(parameters, [pipeline.problem("signal", str(error))])
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*found.replicas, *found.axes), sizes)
-    parts, held = _with_local_experts(parts, parameters, rules, found.axes, sizes)
+    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*batch.replicas, *batch.axes), sizes)
+    parts, held = _with_local_experts(parts, parameters, rules, batch.axes, sizes)
     executor = Executor(
         split=parts,
         held=held,
         table=table,
         pipeline=pipeline,
         mesh=mesh,
-        batch_axes=found.axes,
-        replicas=found.replicas,
-        inputs=found.inputs,
+        batch_axes=batch.axes,
+        replicas=batch.replicas,
+        inputs=batch.inputs,
         param_dims=[site.free_dims(p.dims) for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
@@ -106,8 +106,8 @@ def staged_call(
     )
     # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).
     pipelined, places = Pipelined(executor), [(site.free_dims(p.dims), site.free_dims(p.optimizer_dims)) for p in parameters]
-    stored = _stored_call(pipelined, parameters, places, found.dims)
-    return StagedCall(parameters=parameters, run=_run_of(pipelined, places, found.dims), stored=stored)
+    stored = _stored_call(pipelined, parameters, places, batch.dims)
+    return StagedCall(parameters=parameters, run=_run_of(pipelined, places, batch.dims), stored=stored)
 
 
 def _stored_call(
@@ -139,7 +139,8 @@ def _stored_form(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
         optimizer_dims=_stored_dims(place.optimizer_dims, axis),
         sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
     )
-    return Form(model=place, stored=stored, saved=place, chunks=chunks)
+    stack = Stack(lambda x: chunks.rows(chunks.arrange(x)), lambda x: chunks.restore(chunks.staged(x)))
+    return Form(model=place, stored=stored, saved=place, stack=stack)
 
 
 def _stored_dims(dims: Dims, axis: str) -> Dims:
@@ -148,7 +149,7 @@ def _stored_dims(dims: Dims, axis: str) -> Dims:
 
 
 def _run_of(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]) -> Run:
-    """How to run a pipelined call. places: the dims of each parameter and of its gradient. inputs: the dims of each other array."""
+    """A function that runs a pipelined call. places: the dims of each parameter and of its gradient. inputs: the dims of other arrays."""
     mesh = pipelined.executor.mesh
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -167,12 +168,12 @@ def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -
     return StagedCall(parameters=parameters, run=run, problems=tuple(problems))
 
 
-def _axis_problems(pipeline: PipelineConfig, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
+def _axis_problems(pipeline: PipelineConfig, batch: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
     axes = list(sizes)
     if pipeline.axis not in axes:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
         return
-    split = (*found.replicas, *found.axes)
+    split = (*batch.replicas, *batch.axes)
     if pipeline.axis in split:
         yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
     inside = axes_inside(sizes, pipeline.axis, split)
@@ -200,28 +201,28 @@ def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str])
     return None
 
 
-def _split_call(arguments: Arguments, traced: Traced, pipeline: PipelineConfig, found: Microbatches, num_params: int) -> Split:
+def _split_call(arguments: Arguments, traced: Traced, pipeline: PipelineConfig, batch: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
-    batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
-    keys = [num_params + index for index in found.keys]
+    batched = [False] * num_params + [kind == "rows" for kind in batch.inputs]
+    keys = [num_params + index for index in batch.keys]
 
     def trace(num_rows: int) -> Program:
         try:
             return arguments.trace_rows(batched, num_rows, traced.changed)
         # Any exception: here the user's function runs at a batch size that its author may not have thought of.
         except Exception as error:
-            names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind == "rows")
+            names = ", ".join(name for name, kind in zip(batch.names, batch.inputs, strict=True) if kind == "rows")
             raise SplitError(
-                f"with {num_rows} instead of {found.num_rows} rows in {names} the function fails: "
+                f"with {num_rows} instead of {batch.num_rows} rows in {names} the function fails: "
                 f"{str(error).splitlines()[0].rstrip('.')}. If one of them is not the batch, give it the rule [] under inputs:"
             ) from error
 
-    rows = found.num_rows // (pipeline.parts * pipeline.microbatches * found.num_shards)
+    rows = batch.num_rows // (pipeline.parts * pipeline.microbatches * batch.num_shards)
     program = traced.program
-    micro = program if rows == found.num_rows else trace(rows)
+    micro = program if rows == batch.num_rows else trace(rows)
     # The microbatch's own trace is the second batch size if it can be. That saves one call of the user's function.
-    # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.
-    larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
+    # JAX may trace another program for a single row, because it leaves out broadcasts and indexing for a dim of size 1.
+    larger, ratio = (micro, rows / batch.num_rows) if 1 < rows < batch.num_rows else (trace(2 * batch.num_rows), 2.0)
     return split_loss(micro, program, larger, pipeline, ratio=ratio, num_params=num_params, keys=keys)
 
 
@@ -250,7 +251,7 @@ def _too_few_layers(pipeline: PipelineConfig, table: Table, num_layers: int) -> 
 def _staged_places(
     parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[ParameterPlace, ...]:
-    """Places of the parameters with those of the layers split over the stages: by layers if each stage runs its neighbouring layers."""
+    """Places of the parameters. Layers are split over the stages: by layers if each stage runs neighbouring layers."""
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
     by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
 
@@ -273,7 +274,7 @@ def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes:
     """The dim of a stack, other than the dim of layers, to split over the stages; None if the stages divide none."""
 
     def others(dim: int) -> tuple[int, int]:
-        # From a dim that has no other axis inside the pipeline, weights go to their stages by one all-to-all.
+        # Weights go to their stages by one all-to-all from a dim that has no other axis inside the pipeline.
         return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
 
     fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]
