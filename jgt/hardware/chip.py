@@ -174,10 +174,10 @@ def _figures(node: Node) -> Iterator[str]:
 
 
 def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
-    found = list(problems)
-    chip = bind(root, Chip, found)
-    if chip is None or found:
-        raise InputError(found)
+    problems = list(problems)
+    chip = bind(root, Chip, problems)
+    if chip is None or problems:
+        raise InputError(problems)
     return chip
 
 

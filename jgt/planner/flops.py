@@ -78,9 +78,9 @@ def _dots(
     """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: counts an equation's FLOPs."""
     for equation in jx.body(program).eqns:
         name, trips = f"{around}/{equation.source_info.name_stack}", times * _repeats(equation)
-        if (found := exchange_of(equation)) is not None:
+        if (exchange := exchange_of(equation)) is not None:
             # The region's meaning has the rows there are. Each device computes as many as it has room for.
-            filled = found[0].filled(found[1])
+            filled = exchange[0].filled(exchange[1])
             name, trips = f"{name}/{useful_name(filled)}", trips / filled
         if count := (counted or _matmul_flops)(equation):
             yield name, count * times

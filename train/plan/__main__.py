@@ -117,24 +117,24 @@ def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
         example = f"sync={{axis: {next(iter(run.mesh))}}}"
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
     code, refused = read_code(arguments.code), list[str]()
-    found: list[tuple[SyncPolicy, Plan, Plan | None]] = []
+    plans: list[tuple[SyncPolicy, Plan, Plan | None]] = []
     for policy in policies(run):
         try:
             one = load(arguments.config, [*arguments.overrides, policy.override, *request.devices], code=code)
             exchange = make_exchange(one, request.target, arguments.devices)
             # A replica's step is the same program whatever it exchanges.
-            is_known = exchange is not None and bool(found) and found[-1][2] is not None
-            step = found[-1][1] if is_known else make_plan(one, request.target, arguments.devices)
+            is_known = exchange is not None and bool(plans) and plans[-1][2] is not None
+            step = plans[-1][1] if is_known else make_plan(one, request.target, arguments.devices)
         except InputError as error:
             # Not every model's gradients can be exchanged.
             if policy.every > 1 or run.config.sync.every == 1:
                 raise
             refused += error.problems
             continue
-        found.append((policy, step, None if exchange is None else exchange.plan))
+        plans.append((policy, step, None if exchange is None else exchange.plan))
     for problem in dict.fromkeys(refused):
         print(f"Not compared: {problem}", file=sys.stderr)
-    rows = policy_rows(found)
+    rows = policy_rows(plans)
     if arguments.json:
         print(json.dumps(rows, indent=1))
     else:

@@ -100,8 +100,8 @@ def policies(run: Run) -> list[SyncPolicy]:
     return [*of_gradients, *(SyncPolicy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
 
 
-def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
-    """The table: by policy the bytes over the axis and the time in a step, on average. found: plans of `policies`, step and exchange.
+def policy_rows(plans: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
+    """The table: by policy the bytes over the axis and the time in a step, on average. plans: plans of `policies`, step and exchange.
 
     largest: the bytes of one exchange.
     """
@@ -110,7 +110,7 @@ def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[d
         return sum(row.total_bytes for row in plan.collectives if axis in row.axes)
 
     rows: list[dict[str, object]] = []
-    for policy, step, exchange in found:
+    for policy, step, exchange in plans:
         for every in (1,) if exchange is None else PHASES:
             if every < policy.fragments:
                 continue

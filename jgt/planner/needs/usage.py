@@ -243,10 +243,10 @@ class Usage:
 
     def _follow(self, equation: Equation, scope: _Scope, views: Views) -> None:
         """Follows a parameter through an equation that changes only its shape, type, layout or name."""
-        found = through(equation, views, scope.times)
-        if found is None:
+        step = through(equation, views, scope.times)
+        if step is None:
             return
-        source, view = found
+        source, view = step
         kind, out, use = equation.primitive.name, equation.outvars[0], self.parameters[view.index]
         if kind == "convert_element_type" and self.backend.is_gpu:
             # XLA casts the shards and gathers the result.

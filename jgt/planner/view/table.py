@@ -47,7 +47,7 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
             console.print(table)
     lists = {
         f"Findings: {len(plan.findings)}": [f"! {finding.text}" for finding in plan.findings],
-        "What would help": [f"{number}. {found.text}" for number, found in enumerate(plan.advice, 1)],
+        "What would help": [f"{number}. {advice.text}" for number, advice in enumerate(plan.advice, 1)],
         "Largest costs": largest_costs(plan),
     }
     for name, lines in lists.items():
