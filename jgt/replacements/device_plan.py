@@ -35,8 +35,8 @@ from jax._src.interpreters import partial_eval
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jgt.program import edit, scopes
 from jgt.program import jaxpr as jx
-from jgt.program import scopes
 from jgt.program.dims import Dims, partition_spec
 
 # The line of what a plan replaces is the model's.
@@ -70,7 +70,10 @@ class DevicePlan(ABC):
         return None
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[DevicePlan | None, list[int]]:
-        """A plan that makes only the used results, or None if no result is used, and the numbers of the operands that it needs."""
+        """A plan that makes only the used results, with the numbers of the operands that it needs; None if no result is used.
+
+        A plan that returns itself makes all results, and XLA leaves out what nothing reads.
+        """
         return (self, list(range(num_operands))) if any(used) else (None, [])
 
 
@@ -115,7 +118,7 @@ class OfReplicas(DevicePlan):
         """The equation of one replica, from an equation of this plan. Its variables are new."""
 
         def one(var: jx.Atom) -> jx.Atom:
-            return jx.new_var_of(var, jx.shape_of(var)[1:]) if jx.is_var(var) else var
+            return edit.new_var_of(var, jx.shape_of(var)[1:]) if jx.is_var(var) else var
 
         invars = [one(var) if is_mapped else var for var, is_mapped in zip(equation.invars, self.mapped, strict=True)]
         outvars = [cast(jx.Var, one(var)) for var in equation.outvars]
@@ -191,9 +194,9 @@ def _vmapped(axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None],
 def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], jx.Equation | None]:
     # jax 0.12 also says which operands are alive.
     equation: jx.Equation = rest[-1]
-    if all(used):
-        return [True] * len(equation.invars), equation
     plan, needed = equation.params["plan"].pruned(used, len(equation.invars))
+    if all(used) or plan is equation.params["plan"]:
+        return [True] * len(equation.invars), equation
     if plan is None:
         return [False] * len(equation.invars), None
     invars = [equation.invars[n] for n in needed]
