@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def answer(question: Question) -> Answer:
     """The answer to a search's question. A search calls it in other processes, which alone import the planner."""
-    from . import make
+    from .make import answer_question
 
-    return make.answer(question)
+    return answer_question(question)
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: Lock | None) -> int:
