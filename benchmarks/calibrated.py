@@ -1,4 +1,4 @@
-"""How far predicted steps are from measured ones on this machine's CPU devices, by a chip file that `jgt calibrate` has written.
+"""Predicted steps, compared with measured ones on this machine's CPU devices, by a chip file that `jgt calibrate` has written.
 
     jgt calibrate --devices 8 --write runs/cpu.yaml
     python benchmarks/calibrated.py [--json] [--save] [--chip runs/cpu.yaml]
@@ -24,7 +24,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import ROOT, bar, make_parser, report, table
+from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.document import InputError
 from jgt.hardware.chip import Target, parse_target
 from train.calibrate.__main__ import measured_devices
@@ -33,7 +33,6 @@ from train.plan.make import make_plan
 from train.search.trial import MeasuredStep
 
 DEVICES, ROUNDS = 8, 4
-MOST_OFF, LEAST_ORDER = 0.15, 0.8
 
 _SMALL = {"kind": "gpt", "layers": 4, "embed": 128, "heads": 4, "vocab": 512, "seq": 128}
 _MIDDLE = {"kind": "llama", "layers": 8, "embed": 256, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 1024, "seq": 128}
@@ -97,13 +96,11 @@ def compare(target: Target, folder: Path) -> dict[str, Any]:
         runs[name] = load(str(path))
     rounds = measured(runs)
     seconds = [min(rounds[name]) for name in runs]
-    predicted = [(make_plan(run, target, DEVICES).to_json()["step_time_ms"] or math.nan) / 1e3 for run in runs.values()]
+    predicted = [_predicted(run, target) for run in runs.values()]
     errors = [p / s - 1 for p, s in zip(predicted, seconds, strict=True)]
     return {
-        "bars": {
-            "error": bar(sum(map(abs, errors)) / len(errors), MOST_OFF),
-            "order": {"value": round(kendall(predicted, seconds), 3), "least": LEAST_ORDER},
-        },
+        "error": round(sum(map(abs, errors)) / len(errors), 3),
+        "order": round(kendall(predicted, seconds), 3),
         "rows": [
             {
                 "run": name,
@@ -117,6 +114,12 @@ def compare(target: Target, folder: Path) -> dict[str, Any]:
     }
 
 
+def _predicted(run: Run, target: Target) -> float:
+    """The seconds of a step by its plan."""
+    milliseconds = make_plan(run, target, DEVICES).to_json()["step_time_ms"]
+    return milliseconds / 1e3 if isinstance(milliseconds, float) else math.nan
+
+
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
     """Kendall's tau of two lists without equal values."""
     pairs = list(itertools.combinations(range(len(one)), 2))
@@ -125,7 +128,7 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Prints a line for each row and the figures that have a bar, or one JSON object."""
+    """Prints a line for each row, the mean error and the order, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
@@ -136,7 +139,7 @@ def main() -> None:
         sys.exit("\n".join(error.problems))
     with tempfile.TemporaryDirectory() as folder:
         found = compare(target, Path(folder))
-    report("calibrated", found, arguments, [*table(found["rows"]), *[f"{name}: {value}" for name, value in found["bars"].items()]])
+    report("calibrated", found, arguments, [*table(found["rows"]), *[f"{name}: {found[name]}" for name in ("error", "order")]])
 
 
 if __name__ == "__main__":

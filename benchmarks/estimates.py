@@ -1,4 +1,4 @@
-"""How far the estimates of a search are from plans, for layouts that the search has not chosen. By plan, without a GPU.
+"""The estimates of a search, compared with plans of layouts that the search has not chosen. By plan, without a GPU.
 
     python benchmarks/estimates.py [--json] [--save] [ROW ...]                      from the plans in benchmarks/layouts, in seconds
     python benchmarks/estimates.py --plan [--time 300] [--sample 32] [ROW ...]      makes these plans first, for minutes
@@ -46,7 +46,7 @@ from train.search.space import Open, candidates
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
 _NEAR = 2.0
-_STORED = ("seconds", "peak_bytes", "fits", "exposed", "links", "parts")
+_STORED = ("seconds", "peak_bytes", "fits", "exposed", "parts")
 """What is stored of a plan."""
 _DIGITS = 4
 
@@ -74,7 +74,7 @@ class Sample:
     found: Sequence[Planned]
 
     def estimator(self) -> Estimator:
-        """What the search knew at its end."""
+        """The estimates that the search had at its end."""
         found = Estimator(self.step, self.target, self.space)
         for one in self.found:
             if not one.is_drawn:
@@ -88,7 +88,7 @@ class Sample:
         return [one for one in usable if one.is_drawn and (not near or one.plan.seconds <= limit)]
 
     def figures(self, estimator: Estimator, *, near: bool) -> dict[str, float]:
-        """How far the estimates are from the plans."""
+        """The errors of the estimates, and the order that they give."""
         pairs = [(_figures(estimator.estimate(one.index)), _figures(one.plan)) for one in self.drawn(near=near)]
         time, memory = ([guess[key] / plan[key] - 1 for guess, plan in pairs] for key in ("seconds", "peak_bytes"))
         return {

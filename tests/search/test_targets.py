@@ -8,9 +8,9 @@ import pytest
 from jgt.document import InputError
 from jgt.hardware.chip import parse_target
 from train.plan.__main__ import main
-from train.search.command import search_targets
+from train.plan.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
+from train.plan.search import search_targets
 from train.search.layout import Candidate, Roles
-from train.search.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
 from train.search.plans import Answer
 from train.search.search import Try
 

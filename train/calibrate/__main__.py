@@ -7,17 +7,16 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError, dump
+from jgt.hardware.chip import Chip, load_chip, name_of
 
 from ..command_line import whole_number
 from ..run.folder import write_whole
-
-if TYPE_CHECKING:
-    from jgt.hardware.chip import Chip
 
 _DIGITS = 5
 """Enough for the figures of data sheets, which the file keeps."""
@@ -71,8 +70,6 @@ def measured_devices(count: int | None) -> Sequence[Any]:
 
 def _starting_chip(devices: Sequence[Any]) -> tuple[str, Chip]:
     """The name of the devices in a target, and what is known of them before they are measured. Raises InputError without a chip file."""
-    from jgt.hardware.chip import load_chip, name_of
-
     from .figures import unmeasured_cpu
 
     kind = devices[0].device_kind
@@ -85,11 +82,8 @@ def _starting_chip(devices: Sequence[Any]) -> tuple[str, Chip]:
 
 def chip_text(chip: Chip, seconds: Mapping[str, float], devices: int) -> str:
     """The chip file: its figures, with the measurements behind them as comments."""
-    import jax
-
-    today = datetime.datetime.now().astimezone()
     lines = [
-        f"# Measured by jgt calibrate on {today:%Y-%m-%d}: {devices} x {chip.name}, jax {jax.__version__}.",
+        f"# Measured by jgt calibrate on {datetime.date.today()}: {devices} x {chip.name}, jax {version('jax')}.",
         "# Microseconds of the work of each program:",
     ]
     lines += [f"#   {taken * 1e6:12,.1f}  {name}" for name, taken in seconds.items()]

@@ -1,7 +1,7 @@
 """The figures of a chip that measured kernels decide: rates from large kernels, times of starts from small ones.
 
 Each figure follows from one program or two in closed form. The sizes at which a rate is half of a large kernel's, the shares of fused
-attention and the figures of the network between hosts stay those of the chip file, or for a CPU those of `unmeasured_cpu`.
+attention and the network between hosts have the figures of the chip file, or for a CPU of `unmeasured_cpu`.
 """
 
 from __future__ import annotations

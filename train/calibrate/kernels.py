@@ -24,7 +24,7 @@ _RUNS, _ROUNDS = 5, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What to measure on a kind of device.
+    """The sizes of the programs for a kind of device.
 
     matmuls: n of [n, n] by element type. memory: a number of f32. sent: the bytes on one device of a small and of a large collective.
     launches: the kernels in a run; 0 for CPUs, where XLA compiles such a loop into one function. flops, num_bytes: the work of a run.
@@ -54,17 +54,13 @@ def measure(kernels: Iterable[Kernel], say: Callable[[str], None]) -> dict[str, 
     """The seconds of the work of each program, by its name. say: prints a line for each."""
     found: dict[str, float] = {}
     for name, trips, run in [*kernels] * _ROUNDS:
-        # The first run allocates.
-        samples = [_seconds(run) for _ in range(1 + _RUNS)][1:]
-        found[name] = min(found.get(name, float("inf")), min(samples) / trips)
+        jax.block_until_ready(run())
+        for _ in range(_RUNS):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            found[name] = min(found.get(name, float("inf")), (time.perf_counter() - start) / trips)
         say(f"{found[name] * 1e6:14,.1f} us  {name}")
     return found
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
 
 
 def kernels(devices: Sequence[Any], sizes: Sizes) -> Iterator[Kernel]:

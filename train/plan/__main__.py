@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.search:
         # It imports numpy.
-        from ..search.command import search
+        from .search import search
 
         return search(arguments, answer)
     try:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(question: Question) -> Answer:
-    """The answer to a search's question. A search calls it in other processes, which alone import the planner."""
+    """The answer to a search's question. Other processes call it for the search, so this one does not import the planner."""
     from .make import answer_question
 
     return answer_question(question)

@@ -167,15 +167,10 @@ def answer_question(question: Question) -> Answer:
 
 def _of_plan(plan: Mapping[str, Any]) -> Answer:
     memory, step = plan["memory"], plan["step_time_ms"]
-    sent: dict[str, int] = {}
-    for row in plan["collectives"]:
-        axes = "+".join(row["axes"])
-        sent[axes] = sent.get(axes, 0) + row["total_bytes"]
     return Answer(
         seconds=0.0 if step is None else step / 1e3,
         peak_bytes=memory["peak_bytes"],
         args_bytes=memory["args_bytes"],
-        gradient_bytes=memory["gradient_bytes"],
         activations=sum(memory["activations"].values()),
         fits=memory["fits"] is not False,
         flops=plan["flops_per_device"],
@@ -183,8 +178,6 @@ def _of_plan(plan: Mapping[str, Any]) -> Answer:
         parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
         parameters=sum(math.prod(p["shape"]) for p in plan["parameters"]),
         exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
-        sent=sent,
-        links={axes: ms / 1e3 for axes, ms in plan["links_ms"].items()},
         parts={part: ms / 1e3 for part, ms in plan["parts_ms"].items()},
         warnings=tuple(plan["warnings"]),
     )

@@ -1,8 +1,8 @@
 """`train.auto: true`: a run takes the best layout for the devices at hand.
 
-The layout has to be known before JAX starts, because XLA reads its flags then, and a pipeline has flags of its own. So processes of their
-own look at the devices, plan layouts and measure the steps of the best few. The run directory keeps the layout. A later start on the same
-devices takes it from there, and one on other devices searches again.
+The layout has to be known before JAX starts, because XLA reads its flags then, and a pipeline has other flags. So other processes look at
+the devices, plan layouts and measure the steps of the best few. The run directory keeps the layout. A later start on the same devices takes
+it from there, and one on other devices searches again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from ..calibrate.figures import unmeasured_cpu
 from ..code.files import read_code
 from ..config import Run, load
 from ..run.folder import CHOICE, write_whole
-from .answer import why_slower
 from .plans import MakePlan, Plans, Question, in_process, plans_folder
 from .search import LayoutSearch, Try
 from .space import Open, candidates
 from .trial import devices_at_hand, step_seconds
 
 SECONDS, TOP = 120, 5
-"""For the search at a start: its time, and the layouts that fit among which it chooses at least."""
+"""SECONDS: the time of the search at a start. TOP: the number of layouts that fit among which it chooses."""
 _NEAR = 1.35
 """The best TOP layouts are measured if their plans take at most this many times as long as the best one: plans are off by as much."""
 _MAX_BYTES = 100_000
@@ -108,11 +107,11 @@ def fastest(ranked: Sequence[Try], config: str, overrides: Sequence[str], code: 
 
 
 def reasons(target: Target, ranked: Sequence[Try], planned: int) -> list[str]:
-    """What was chosen, and why not the next best: lines of the log. ranked: layouts that fit, the best first."""
+    """Lines of the log: the best layout, and why the next one is slower. ranked: layouts that fit, the best first."""
     best, *others = ranked
     size = f"{best.plan.peak_bytes / 1e9:.1f} of {target.chip.hbm_gb:.0f} GB"
     lines = [f"train.auto: {target.text}: {best.candidate.text}: {best.plan.seconds:.3g} s a step and {size} by its plan"]
-    lines += [f"  the best of {planned} plans; next: {one.candidate.text}: {why_slower(one, best)}" for one in others[:1]]
+    lines += [f"  the best of {planned} plans; next: {one.candidate.text}: {one.why_slower(best)}" for one in others[:1]]
     return lines
 
 
@@ -130,7 +129,7 @@ def target_at_hand(run: Run, where: str) -> Target:
 
 
 def _devices(run: Run, where: str) -> tuple[int, str]:
-    """How many devices this process will have, and JAX's name of their kind."""
+    """The number of devices that this process will have, and JAX's name of their kind."""
     if run.config.devices.virtual_cpu is not None:
         return run.config.devices.virtual_cpu, "cpu"
     try:

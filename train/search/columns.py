@@ -48,7 +48,7 @@ class Columns:
         self.model_split = self.devices / self.copies / self.weights
         self.split = self.model_split * self.weights
         self.layered = column(lambda one: one.stages is not None and one.stages.gather == "layer") > 0
-        # With ZeRO-1 parameters are stored like their state, and become whole for a step.
+        # ZeRO-1 stores parameters like their state, and makes them whole for a step.
         self.whole = (self.state > 1) | ((self.stages > 1) & ~self.layered)
         self.sequence = column(lambda one: one.roles.sequence) > 0
         chunks = self.stages * self.virtual
@@ -63,7 +63,7 @@ class Columns:
 
 
 def _remat_of(candidate: Candidate) -> str:
-    """What decides what is computed again; `block` if the run's file does."""
+    """The setting that decides what is computed again; `block` if the run's file has it."""
     stages = candidate.stages
     return (candidate.remat or "block") if stages is None or stages.remat == "none" else stages.remat
 

@@ -1,4 +1,4 @@
-"""What a layout should take, before it is planned: one closed form for the time of its step, and one for its memory.
+"""Estimates of layouts before they are planned: one closed form for the time of a step, and one for its memory.
 
 The forms know no model. From a first plan they take what every training step has: parameters, FLOPs, and the input of a layer. From a
 layout they take how these divide over the mesh:
@@ -61,11 +61,11 @@ def usable_bytes(target: Target) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a model's step has on any mesh.
+    """Figures of a model's step that no mesh changes.
 
     flops: the FLOPs of all devices. parameters: the number of parameters. state_bytes: the bytes of parameters and optimizer state.
-    layer_bytes: what `block` keeps of one row of the batch. layers: None if the model does not say it. logits_bytes: the f32 bytes of the
-    logits of one row.
+    layer_bytes: the bytes that `block` keeps of one row of the batch. layers: the number of layers; None if the model does not say it.
+    logits_bytes: the f32 bytes of the logits of one row.
     """
 
     flops: float
@@ -77,9 +77,9 @@ class Step:
 
     @classmethod
     def of(cls, candidate: Candidate, plan: Answer, parts: int, model: ModelConfig | OwnModel) -> Step:
-        """What a plan says about the model's step. parts: the parts of the batch of which the plan has one. model: the section `model:`."""
+        """The figures that a plan shows. parts: the parts of the batch of which the plan has one. model: the section `model:`."""
         devices = candidate.size(axis for axis, _ in candidate.mesh)
-        # Without their number: parameters are f32, as the trainer stores them, and split over all axes but those of copies.
+        # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
         parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE
         return cls(
             flops=plan.model_flops * devices * parts,
@@ -174,28 +174,29 @@ def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Colu
     wide = np.where(c.stages > 1, WIDE / BYTES, 1)
     # Gathered for the forward and the backward pass, and the gradients scattered.
     copies = np.where(c.layered | ((c.stages == 1) & (c.parts == 1)), 4, 3)
-    # Both directions in each tick, also in those of the bubble.
+    # Both directions in each tick, also where a stage idles.
     ticks = c.parts * c.virtual / (1 - c.bubble)
-    sent = {
-        "gathers": copies * passes * weights * (c.weights - 1) / c.weights,
-        "sums": 2 * wide * weights / c.weights * (c.copies - 1) / c.copies,
+    kinds: dict[str, tuple[Callable[[Candidate], tuple[str, ...]], Numbers | float, Numbers]] = {
+        "gathers": (
+            lambda one: one.roles.weights,
+            copies * np.where(c.whole, 1, layers * passes),
+            copies * passes * weights * (c.weights - 1) / c.weights,
+        ),
+        "sums": (lambda one: one.roles.copies, 1.0, 2 * wide * weights / c.weights * (c.copies - 1) / c.copies),
         # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward, and what is computed again.
-        "tensor": 12 * rows * c.uneven * (c.tensor - 1) / c.tensor,
-        "stage": np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / (step.layers or _LAYERS) * c.rows / c.tensor,
-    }
-    counts = {"gathers": copies * np.where(c.whole, 1, layers * passes), "sums": 1, "tensor": 12 * layers * c.parts, "stage": 2 * ticks}
-    axes = {
-        "gathers": [one.roles.weights for one in space],
-        "sums": [one.roles.copies for one in space],
-        "tensor": [one.roles.tensor for one in space],
-        "stage": [() if one.stages is None else (one.stages.axis,) for one in space],
+        "tensor": (lambda one: one.roles.tensor, 12 * layers * c.parts, 12 * rows * c.uneven * (c.tensor - 1) / c.tensor),
+        "stage": (
+            lambda one: () if one.stages is None else (one.stages.axis,),
+            2 * ticks,
+            np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / (step.layers or _LAYERS) * c.rows / c.tensor,
+        ),
     }
     start_and_rate = _collectives(target)
     found: dict[str, Numbers] = {}
-    for name, num_bytes in sent.items():
+    for name, (axes, count, num_bytes) in kinds.items():
         is_ring = [name == "stage" or (name == "tensor" and one.roles.overlap) for one in space]
-        rates = np.array([start_and_rate(one.mesh, along, ring) for one, along, ring in zip(space, axes[name], is_ring, strict=True)])
-        found[name] = rates[:, 0] * counts[name] + rates[:, 1] * num_bytes
+        rates = np.array([start_and_rate(one.mesh, axes(one), ring) for one, ring in zip(space, is_ring, strict=True)])
+        found[name] = rates[:, 0] * count + rates[:, 1] * num_bytes
     return found
 
 

@@ -15,7 +15,7 @@ from jgt.rules.spec import axes_in, axes_of
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What rules do along each axis, read from their specs. Names of axes and of files mean nothing here.
+    """The roles that rules give to the axes of a mesh, read from their specs. Names of axes and of files mean nothing here.
 
     batch: the axes that split the batch. state: those that also split the optimizer's state, but no weights (ZeRO-1). weights: those that
     also split weights, which are gathered for their use (ZeRO-3). experts: axes that hold experts. tensor: axes outside of the batch that
@@ -67,36 +67,6 @@ class Roles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
-    """A pipeline. axis: the mesh axis of its stages. gather: whether weights become whole once a step or layer by layer."""
-
-    axis: str
-    schedule: str
-    virtual: int | None
-    microbatches: int
-    remat: str
-    gather: str
-
-    @classmethod
-    def of(cls, pipeline: PipelineConfig) -> Stages:
-        """The section `pipeline:` of a run."""
-        p = pipeline
-        return cls(axis=p.axis, schedule=p.schedule, virtual=p.virtual, microbatches=p.microbatches, remat=p.remat, gather=p.gather)
-
-    def to_document(self) -> dict[str, Any]:
-        """The section `pipeline:`."""
-        values = {"signal": "layers", "axis": self.axis, "schedule": self.schedule, "microbatches": self.microbatches}
-        return values | ({} if self.virtual is None else {"virtual": self.virtual}) | {"remat": self.remat, "gather": self.gather}
-
-    @property
-    def text(self) -> str:
-        """Such as `interleaved 2 x 16, layer`."""
-        chunks = "" if self.virtual is None else f" {self.virtual}"
-        remat = "" if self.remat == "none" else f", {self.remat}"
-        return f"{self.schedule}{chunks} x {self.microbatches}{remat}{', gather layer' if self.gather == 'layer' else ''}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One layout. mesh: axes outermost first. rules: `jgt:fsdp`, or None for the rules of the run's file. remat: None for the file's.
 
@@ -109,7 +79,7 @@ class Candidate:
     accumulate: int
     rows: int
     remat: str | None
-    stages: Stages | None = None
+    stages: PipelineConfig | None = None
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of devices along some axes together."""
@@ -142,7 +112,10 @@ class Candidate:
     def to_document(self) -> dict[str, Any]:
         """The layout as the sections of a run's file."""
         rules = {} if self.rules is None else {"rules": self.rules}
-        pipeline = {} if self.stages is None else {"pipeline": self.stages.to_document()}
+        pipeline: dict[str, Any] = {}
+        if self.stages is not None:
+            keys = ("signal", "axis", "schedule", "microbatches", "virtual", "remat", "gather")
+            pipeline = {"pipeline": {key: value for key in keys if (value := getattr(self.stages, key)) is not None}}
         remat = {} if self.remat is None else {"remat": self.remat}
         return {"mesh": dict(self.mesh), **rules, **pipeline, "train": {"accumulate": self.accumulate, **remat}}
 
@@ -151,10 +124,17 @@ class Candidate:
         """The layout in one line; axes of size 1 are left out."""
         rules = "" if self.rules is None else f"{self.rules.removeprefix('jgt:')}: "
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
-        stages = "" if self.stages is None else f", {self.stages.text}"
+        stages = "" if self.stages is None else f", {_pipeline_text(self.stages)}"
         parts = f" x {self.accumulate}" if self.accumulate > 1 else ""
         remat = "" if self.remat in (None, "none") and self.stages else f", remat {self.remat or 'as set'}"
         return f"{rules}{mesh}{stages}, rows {self.rows}{parts}{remat}"
+
+
+def _pipeline_text(p: PipelineConfig) -> str:
+    """Text such as `interleaved 2 x 16, layer`."""
+    chunks = "" if p.virtual is None else f" {p.virtual}"
+    remat = "" if p.remat == "none" else f", {p.remat}"
+    return f"{p.schedule}{chunks} x {p.microbatches}{remat}{', gather layer' if p.gather == 'layer' else ''}"
 
 
 def num_changes(one: Candidate, other: Candidate) -> int:

@@ -1,4 +1,4 @@
-"""Plans of layouts, made in processes of their own, and remembered.
+"""Plans of layouts, made in other processes, and remembered.
 
 A plan takes seconds and most of a core. So processes plan side by side, while the searching process can answer a Ctrl-C, and one that dies
 takes only its plan with it. What makes a plan is a function that the search is given: this room knows the question and the answer.
@@ -58,17 +58,15 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a search needs of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
+    """The figures of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
     parameters: the number of parameters on all devices together. activations: what the forward pass leaves for the backward pass. exposed:
-    seconds of waiting, by axes. sent: bytes by axes. links: seconds of all collectives, by axes. parts: the seconds by what they are spent
-    on, as in a plan's `parts_ms`.
+    seconds of waiting, by axes. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
     """
 
     seconds: float = 0.0
     peak_bytes: int = 0
     args_bytes: int = 0
-    gradient_bytes: int = 0
     activations: int = 0
     fits: bool = False
     flops: float = 0.0
@@ -76,8 +74,6 @@ class Answer:
     parameter_bytes: int = 0
     parameters: int = 0
     exposed: dict[str, float] | None = None
-    sent: dict[str, int] | None = None
-    links: dict[str, float] | None = None
     parts: dict[str, float] | None = None
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -95,7 +91,7 @@ class Answer:
 
 
 MakePlan = Callable[[Question], Answer]
-"""Answers a question in a process of its own. It is a function of a module, by whose name the process finds it."""
+"""Answers a question, in another process. It is a function of a module, by whose name the process finds it."""
 
 
 class Plans:
@@ -104,9 +100,9 @@ class Plans:
     def __init__(self, make: MakePlan, folder: Path | None, workers: int = WORKERS):
         self._make, self._folder = make, folder
         self.workers = max(1, min(workers, os.cpu_count() or 1))
-        # Each thread has a process of its own, so that one that dies does not take the other's plan with it. A process inherits the signals
-        # that its thread blocks: Ctrl-C is for the searching process, which ends the others.
-        block = (signal.SIG_BLOCK, [signal.SIGINT])
+        # Each thread has one process, whose death does not take the other's plan with it. Processes inherit the signals that a
+        # thread blocks: Ctrl-C is for the searching process, and a pipe to a process that was killed must not end it.
+        block = (signal.SIG_BLOCK, [signal.SIGINT, signal.SIGPIPE])
         self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, initializer=signal.pthread_sigmask, initargs=block)
         self._local = threading.local()
         self._asked: list[concurrent.futures.Future[Answer]] = []
@@ -165,7 +161,7 @@ class Plans:
 
 
 def in_process(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Calls a function of a module in a process of its own. Raises what it raises, and RuntimeError if the process dies."""
+    """Calls a function of a module in a new process. Raises what it raises, and RuntimeError if the process dies."""
     try:
         with _process() as process:
             return process.submit(_call, function, *arguments).result()

@@ -28,9 +28,9 @@ from .plans import Answer, Plans, Question
 
 _FIRST, _REFUSED = 6, 2
 """_FIRST: how many layouts to try until one compiles. _REFUSED: an axis size is dropped after this many refusals without a success."""
-_PATIENCE, _FASTER = 12, 0.995
+_PATIENCE, _FASTER = 14, 0.995
 """The search ends after _PATIENCE plans in a row of which none has brought the best below _FASTER of its seconds."""
-_POLL = 0.5
+_NOTABLE, _POLL = 0.01, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,19 @@ class Try:
     candidate: Candidate
     plan: Answer
     estimate: Estimate | None
+
+    def why_slower(self, best: Try) -> str:
+        """The largest part of the difference to the best plan: `+9%: waits 4.9 s for tensor, the best 0`."""
+        mine, its = self.plan, best.plan
+        differences: list[tuple[float, str]] = []
+        for axes in {*(mine.exposed or {}), *(its.exposed or {})}:
+            here, there = ((p.exposed or {}).get(axes, 0.0) for p in (mine, its))
+            differences.append((here - there, f"waits {here:.2g} s for {axes}, the best {there:.2g}"))
+        compute = [p.seconds - sum((p.exposed or {}).values()) for p in (mine, its)]
+        work = mine.flops / its.flops - 1 if its.flops else 0.0
+        what = f"computes {work:.0%} more" if work > _NOTABLE else "its kernels are slower"
+        _, text = max([*differences, (compute[0] - compute[1], what)])
+        return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
 
 
 @dataclass(kw_only=True)
@@ -101,7 +114,7 @@ class LayoutSearch:
         return sorted((t for t in self.tries if t.plan.is_usable), key=lambda t: t.plan.seconds)
 
     def pruned(self) -> dict[str, int]:
-        """How many layouts were not planned, by reason."""
+        """The numbers of layouts that were not planned, by reason."""
         if self.estimator is None:
             return {}
         is_refused, is_open, may_fit = self._refused(), self._open(), self._may_fit()
@@ -144,10 +157,12 @@ class LayoutSearch:
             if not self._pending:
                 return
             concurrent.futures.wait([self._pending[0][1]], timeout=_POLL)
-            # In the order of the questions, so that a search whose plans are stored makes the same decisions again.
+            # In the order of the questions and one before each decision, so that a search whose plans are stored decides the same again.
             while self._pending and self._pending[0][1].done():
                 index, plan, estimate = self._pending.popleft()
                 self._take(index, plan.result(), estimate)
+                if not self._is_late:
+                    break
             if self._is_late and self._pending:
                 self.say(f"{self.seconds:g} s are over: {len(self._pending)} plans were not ready")
                 return

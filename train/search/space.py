@@ -24,7 +24,7 @@ from jgt.schedule.schedules import TRIED
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
-from .layout import Candidate, Roles, Stages
+from .layout import Candidate, Roles
 
 LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
 """The keys that are a layout."""
@@ -113,7 +113,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
 
 
 def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
-    """All layouts of a run on so many devices that its file leaves open. Raises InputError if the file leaves nothing that fits."""
+    """All layouts on a number of devices that a run's file leaves open. Raises InputError if it leaves nothing that fits."""
     run = fixed.run
     found: dict[object, Candidate] = {}
     for name, _, roles, stage in layouts_of(fixed):
@@ -134,15 +134,14 @@ def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
 
 def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
     """The index of the layout that a run has; None if it is not among these. fixed: the same run with its layout open."""
-    train, pipeline = run.config.train, run.pipeline
+    train = run.config.train
     rest = (run.config.devices.virtual_cpu or 1) // math.prod(size for size in run.mesh.values() if size != -1)
     mesh = tuple((axis, rest if size == -1 else size) for axis, size in run.mesh.items())
-    # The run's own setting of a key that is not searched is that of every layout.
+    # Every layout has the run's own value of a key that is not searched.
     remat = None if all(one.remat is None for one in space) else str(train.remat)
-    stages = None if pipeline is None else Stages.of(pipeline)
     programs = [_program_of(one) for one in space]
     for name, rules, roles, _ in layouts_of(fixed):
-        own = Candidate(mesh=mesh, rules=name, roles=roles, accumulate=train.accumulate, rows=1, remat=remat, stages=stages)
+        own = Candidate(mesh=mesh, rules=name, roles=roles, accumulate=train.accumulate, rows=1, remat=remat, stages=run.pipeline)
         own = replace(own, rows=train.batch // (own.rows_at_once * own.parts))
         if rules == run.rules and _program_of(own) in programs:
             return programs.index(_program_of(own))
@@ -150,7 +149,7 @@ def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
 
 
 def _program_of(one: Candidate) -> tuple[object, ...]:
-    """What a layout's program depends on: rules with an axis of size 1 say the same as rules without it."""
+    """Everything that a layout's program depends on: rules with an axis of size 1 say the same as rules without it."""
     roles, tensor = one.roles, one.size(one.roles.tensor)
     others = frozenset(pair for pair in one.mesh if pair[0] in roles.others and pair[1] > 1)
     sizes = [one.size(axes) for axes in (roles.copies, roles.state, roles.weights, roles.experts)]
@@ -178,7 +177,7 @@ def _meshes(roles: Roles, stage: str, fixed: Open, num_devices: int) -> Iterator
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of so many factors."""
+    """All ways to write a number as an ordered product of `count` factors."""
     if count == 0:
         if number == 1:
             yield ()
@@ -211,9 +210,9 @@ def _splits(fixed: Open, name: str | None, roles: Roles, stage: str, mesh: Mappi
                 yield replace(plain, accumulate=parts, remat=remat)
 
 
-def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | None) -> Iterator[Stages]:
+def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | None) -> Iterator[PipelineConfig]:
     num_stages = plain.size([stage])
-    # With fewer microbatches than stages, more than half of a step is bubble.
+    # Fewer microbatches than stages leave more than half of a step to the bubble.
     if microbatches < num_stages:
         return
     gathers = ("step", "layer") if plain.size(plain.roles.weights) > 1 else ("step",)
@@ -223,4 +222,5 @@ def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | No
             continue
         if virtual is not None and microbatches % num_stages:
             continue
-        yield Stages(axis=stage, schedule=schedule, virtual=virtual, microbatches=microbatches, remat=remat, gather=gather)
+        how = PipelineConfig(signal="layers", microbatches=microbatches, axis=stage, schedule=schedule, virtual=virtual)
+        yield replace(how, remat=remat, gather=gather)

@@ -1,4 +1,4 @@
-"""The measured steps of layouts on the devices at hand, for functions that run in a process of their own.
+"""The measured steps of layouts on the devices at hand: functions for another process, because they start JAX.
 
 A plan's times are off by tens of percent, and layouts often differ by less. So what a search finds is measured before it is taken.
 """
@@ -57,7 +57,7 @@ def step_seconds(config: str, layouts: Sequence[Sequence[str]], code: Sequence[s
         try:
             run = load(config, overrides, code=read_code(code))
             if not steps:
-                # XLA reads its flags once, so those of the first layout are those of all.
+                # XLA reads its flags once, so all layouts have the flags of the first one.
                 configure_xla(run.config)
                 start_jax(None, run.config.devices.virtual_cpu)
             step = MeasuredStep(run, jax.local_devices())

@@ -23,7 +23,7 @@ from jgt.console import make_console, make_table
 from jgt.document import InputError, collect
 from jgt.hardware import Target, parse_target, read_prices
 
-from .search import Try
+from ..search.search import Try
 
 _HOURS, _SECONDS = 24, 86_400
 """The hours and the seconds of a day."""
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained.
+    """A training to be priced.
 
     batch_tokens: the tokens of a step. tokens: the tokens of the whole run. days: the days until the deadline. prices: the dollars for an
     hour of one device, by chip.
@@ -85,7 +85,7 @@ class Offer:
 
 
 def offer_of(target: Target, best: Try | None, problem: str, job: Job) -> Offer:
-    """What a machine is worth for a job. best: the fastest layout there. problem: why there is none."""
+    """The offer of a machine for a job. best: the fastest layout there. problem: why there is none."""
     speed = 0.0 if best is None else job.batch_tokens / best.plan.seconds
     price = None if job.prices is None else job.prices.get(_chip_of(target))
     days = None if job.tokens is None or not speed else job.tokens / speed / _SECONDS

@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from .estimate import usable_bytes
-from .search import LayoutSearch
+from ..search.estimate import usable_bytes
+from ..search.search import LayoutSearch
 
 
 def draw_search(search: LayoutSearch, path: Path) -> None:

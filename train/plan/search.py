@@ -17,12 +17,12 @@ from jgt.hardware import Target, parse_target
 
 from ..code.files import read_code
 from ..config import load
+from ..search.estimate import usable_bytes
+from ..search.plans import Answer, MakePlan, Plans, Question, plans_folder
+from ..search.search import LayoutSearch, Try
+from ..search.space import LAYOUT, Open, candidates, index_of
 from .answer import answer_json, print_answer, run_document, write_run
-from .estimate import usable_bytes
 from .offers import Job, Offer, is_choice, offer_of, print_offers, ranked, read_job
-from .plans import Answer, MakePlan, Plans, Question, plans_folder
-from .search import LayoutSearch, Try
-from .space import LAYOUT, Open, candidates, index_of
 
 
 def search(arguments: argparse.Namespace, make: MakePlan) -> int:

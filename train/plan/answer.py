@@ -1,4 +1,4 @@
-"""What a search found, for people, for programs and for the trainer: a table, JSON, a picture, and a run's file."""
+"""The answer of a search for people, for programs and for the trainer: a table, JSON, and a run's file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from jgt.console import make_console, make_table
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
-from .estimate import usable_bytes
-from .search import LayoutSearch, Try
+from ..search.estimate import usable_bytes
+from ..search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
 """What the budget of a written file allows beyond its own plan."""
-_NOTABLE = 0.01
 
 
 def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
@@ -47,7 +46,7 @@ def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
         f"{plan.peak_bytes / 1e9:.1f}",
         waits_text(plan.exposed or {}),
         "" if estimate is None or not estimate.bubble else f"{estimate.bubble:.0%}",
-        "" if one is best else why_slower(one, best),
+        "" if one is best else one.why_slower(best),
     ]
 
 
@@ -55,21 +54,6 @@ def waits_text(exposed: Mapping[str, float]) -> str:
     """The axes that a device waits for most: `tensor 1.2, fsdp 0.3`."""
     notable = sorted(((seconds, axes) for axes, seconds in exposed.items() if seconds >= 0.001), reverse=True)[:2]
     return ", ".join(f"{axes} {seconds:.2g}" for seconds, axes in notable) or "none"
-
-
-def why_slower(one: Try, best: Try) -> str:
-    """The largest part of the difference between two plans: `+9 %: waits 4.9 s for tensor, the best 0`."""
-    mine, its = one.plan, best.plan
-    differences: list[tuple[float, str]] = []
-    for axes in {*(mine.exposed or {}), *(its.exposed or {})}:
-        here, there = ((p.exposed or {}).get(axes, 0.0) for p in (mine, its))
-        differences.append((here - there, f"waits {here:.2g} s for {axes}, the best {there:.2g}"))
-    compute = [p.seconds - sum((p.exposed or {}).values()) for p in (mine, its)]
-    work = mine.flops / its.flops - 1 if its.flops else 0.0
-    what = f"computes {work:.0%} more" if work > _NOTABLE else "its kernels are slower"
-    differences.append((compute[0] - compute[1], what))
-    _, text = max(differences)
-    return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
 
 
 def _notes(search: LayoutSearch) -> Iterator[str]:
