@@ -35,8 +35,8 @@ from jax._src.interpreters import partial_eval
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jgt.program import edit, scopes
 from jgt.program import jaxpr as jx
+from jgt.program import scopes
 from jgt.program.dims import Dims, partition_spec
 
 # The line of what a plan replaces is the model's.
