@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(question: Question) -> Answer:
-    """The answer to a search's question. Other processes call it for the search, so this one does not import the planner."""
+    """The answer to a search's question. Other processes call it for the search, so the searching process does not import the planner."""
     from .make import answer_question
 
     return answer_question(question)
