@@ -1,10 +1,9 @@
-"""How far predicted steps are from measured ones on this machine's CPU devices, by a chip file that `jgt calibrate` has written.
+"""Predicted steps, compared with measured ones on this machine's CPU devices, by a chip file that `jgt calibrate` has written.
 
     jgt calibrate --devices 8 --write runs/cpu.yaml
     python benchmarks/calibrated.py [--json] [--save] [--chip runs/cpu.yaml]
 
-A calibration measures other models, and mostly other layouts, than this benchmark. Steps are measured in the same way in both: each of them
-in several rounds, and the fastest round counts.
+A calibration measures kernels and no steps. Each step is measured in several rounds, and the fastest round counts.
 
     error           (predicted - measured) / measured
     order           Kendall's tau of predicted and measured steps
@@ -13,24 +12,27 @@ in several rounds, and the fastest round counts.
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import ROOT, bar, make_parser, report, table
+from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.document import InputError
-from jgt.hardware.chip import Chip, read_chip
+from jgt.hardware.chip import Target, parse_target
 from train.calibrate.__main__ import measured_devices
-from train.calibrate.measured import measure
-from train.calibrate.steps import step_of
+from train.config import Run, load
+from train.plan.make import make_plan
+from train.search.trial import MeasuredStep
 
-DEVICES = 8
-MOST_OFF, LEAST_ORDER = 0.15, 0.8
+DEVICES, ROUNDS = 8, 4
 
 _SMALL = {"kind": "gpt", "layers": 4, "embed": 128, "heads": 4, "vocab": 512, "seq": 128}
 _MIDDLE = {"kind": "llama", "layers": 8, "embed": 256, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 1024, "seq": 128}
@@ -63,31 +65,59 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(chip: Chip) -> dict[str, Any]:
+def measured(runs: Mapping[str, Run]) -> dict[str, list[float]]:
+    """The seconds of a step of each run, in each round. Runs that do not compile are left out."""
+    steps: dict[str, MeasuredStep] = {}
+    for name, run in runs.items():
+        try:
+            steps[name] = MeasuredStep(run, jax.local_devices())
+        except (ValueError, NotImplementedError) as error:
+            say(f"{name}: {str(error).splitlines()[0]}")
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(1, ROUNDS + 1):
+        for name, step in steps.items():
+            rounds[name].append(step.seconds())
+            say(f"round {number} of {ROUNDS} {rounds[name][-1] * 1e3:10.2f} ms  {name}")
+    return rounds
+
+
+def say(line: str) -> None:
+    """Prints a line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def compare(target: Target, folder: Path) -> dict[str, Any]:
     """Measures all rows, and compares them with their predictions."""
-    devices = cast("Sequence[Any]", jax.local_devices())
-    measured = measure(
-        (step_of(name, document, devices) for name, document in ROWS.items()), lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    seconds = [one.seconds for one in measured]
-    predicted = [one.predicted(chip) for one in measured]
+    runs: dict[str, Run] = {}
+    for number, (name, document) in enumerate(ROWS.items()):
+        path = folder / f"{number}.yaml"
+        # JSON is YAML.
+        path.write_text(json.dumps({**document, "devices": {"virtual_cpu": DEVICES}}))
+        runs[name] = load(str(path))
+    rounds = measured(runs)
+    seconds = [min(rounds[name]) for name in runs]
+    predicted = [_predicted(run, target) for run in runs.values()]
     errors = [p / s - 1 for p, s in zip(predicted, seconds, strict=True)]
     return {
-        "bars": {
-            "error": bar(sum(map(abs, errors)) / len(errors), MOST_OFF),
-            "order": {"value": round(kendall(predicted, seconds), 3), "least": LEAST_ORDER},
-        },
+        "error": round(sum(map(abs, errors)) / len(errors), 3),
+        "order": round(kendall(predicted, seconds), 3),
         "rows": [
             {
-                "run": one.name,
-                "rounds": " ".join(f"{s:.3f}" for s in one.rounds),
-                "measured": round(one.seconds, 3),
+                "run": name,
+                "rounds": " ".join(f"{s:.3f}" for s in rounds[name]),
+                "measured": round(min(rounds[name]), 3),
                 "predicted": round(p, 3),
                 "error": f"{error:+.0%}",
             }
-            for one, p, error in zip(measured, predicted, errors, strict=True)
+            for name, p, error in zip(runs, predicted, errors, strict=True)
         ],
     }
+
+
+def _predicted(run: Run, target: Target) -> float:
+    """The seconds of a step by its plan."""
+    milliseconds = make_plan(run, target, DEVICES).to_json()["step_time_ms"]
+    return milliseconds / 1e3 if isinstance(milliseconds, float) else math.nan
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
@@ -98,17 +128,18 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Prints a line for each row and the figures that have a bar, or one JSON object."""
+    """Prints a line for each row, the mean error and the order, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
     measured_devices(DEVICES)
     try:
-        chip = read_chip(arguments.chip)
+        target = parse_target(f"{Path(arguments.chip).stem.lower()}:1x{DEVICES}", arguments.chip)
     except InputError as error:
         sys.exit("\n".join(error.problems))
-    found = compare(chip)
-    report("calibrated", found, arguments, [*table(found["rows"]), *[f"{name}: {value}" for name, value in found["bars"].items()]])
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(target, Path(folder))
+    report("calibrated", found, arguments, [*table(found["rows"]), *[f"{name}: {found[name]}" for name in ("error", "order")]])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Whether the layout that a search chooses for CPU devices is the fastest: all layouts of small models, measured.
 
-    jgt calibrate --devices 8 --write runs/cpu.yaml
-    python benchmarks/chosen.py [--json] [--save] [--chip runs/cpu.yaml] [MODEL ...]
+    python benchmarks/chosen.py [--json] [--save] [MODEL ...]
 
 For each model a search chooses, as with `train.auto`, among every mesh of 8 devices with every shipped rules file, without recompute and
 accumulation; pipelines are 1f1b with 4 microbatches. Then the step of each of these layouts is measured, in rounds of which the fastest one
@@ -18,28 +17,24 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import jax
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.calibrated import DEVICES, kendall
-from benchmarks.harness import ROOT, make_parser, report, table
-from jgt.hardware.chip import Target, parse_target
+from benchmarks.calibrated import DEVICES, kendall, measured, say
+from benchmarks.harness import make_parser, report, table
+from jgt.hardware.chip import Target
 from train.calibrate.__main__ import measured_devices
-from train.calibrate.measured import Measured, Program, measure
-from train.calibrate.steps import step_of_run
+from train.calibrate.figures import unmeasured_cpu
 from train.code.files import Code
 from train.config import load
+from train.plan.make import answer_question
 from train.search.auto import fastest
-from train.search.layout import Candidate, layout_text
+from train.search.layout import Candidate
 from train.search.plans import Plans, Question
 from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
-from train.search.step import Shape
 
 MOST_OVER = 0.05
 MODELS = {
@@ -66,63 +61,42 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
     space = [one for one in candidates(opened, DEVICES) if is_tried(one)]
     search = LayoutSearch(
         question=Question.on(target, str(file), [], []),
-        target=target,
         space=space,
-        plans=Plans(None),
+        plans=Plans(answer_question, None),
         seconds=600,
         top=_TOP,
-        model=Shape.of(opened.run.config.model),
-        say=_say,
+        model=opened.run.config.model,
+        say=say,
     )
     search.run()
     ranked = search.ranked()
-    found = fastest(ranked, str(file), [f"devices.virtual_cpu={DEVICES}"], [], _say)
-    measured = _measured(file, space)
-    order = sorted(measured, key=lambda layout: measured[layout].seconds)
-    taken = layout_text(found.candidate)
-    best, chosen = measured[order[0]], measured[taken]
-    planned = [t for t in ranked if layout_text(t.candidate) in measured]
+    found = fastest(ranked, str(file), [f"devices.virtual_cpu={DEVICES}"], [], say)
+    rounds = measured({one.text: load(str(file), [*one.overrides, f"devices.virtual_cpu={DEVICES}"]) for one in space})
+    seconds = {layout: min(samples) for layout, samples in rounds.items()}
+    order = sorted(seconds, key=lambda layout: seconds[layout])
+    taken, best = found.candidate.text, rounds[order[0]]
+    planned = [t for t in ranked if t.candidate.text in seconds]
     return {
         "model": name,
-        "layouts": len(measured),
-        "chosen": f"{taken}: {chosen.seconds:.3f} s",
+        "layouts": len(seconds),
+        "chosen": f"{taken}: {seconds[taken]:.3f} s",
         "rank": order.index(taken) + 1,
-        "fastest": f"{order[0]}: {best.seconds:.3f} s",
-        "slowest": round(measured[order[-1]].seconds, 3),
-        "over": round(chosen.seconds / best.seconds - 1, 3),
-        "repeat": round((max(best.rounds) - min(best.rounds)) / best.seconds, 3),
+        "fastest": f"{order[0]}: {min(best):.3f} s",
+        "slowest": round(seconds[order[-1]], 3),
+        "over": round(seconds[taken] / min(best) - 1, 3),
+        "repeat": round((max(best) - min(best)) / min(best), 3),
         "planned": len(planned),
-        "order of plans": round(
-            kendall([t.plan.seconds for t in planned], [measured[layout_text(t.candidate)].seconds for t in planned]), 2
-        ),
+        "order of plans": round(kendall([t.plan.seconds for t in planned], [seconds[t.candidate.text] for t in planned]), 2),
     }
-
-
-def _measured(file: Path, space: list[Candidate]) -> dict[str, Measured]:
-    """The steps of all layouts that compile, by their text."""
-    devices = cast("Sequence[Any]", jax.local_devices())
-    programs: list[Program] = []
-    for candidate in space:
-        run = load(str(file), [*candidate.overrides, f"devices.virtual_cpu={DEVICES}"])
-        try:
-            programs.append(step_of_run(layout_text(candidate), run, devices))
-        except (ValueError, NotImplementedError) as error:
-            _say(f"{layout_text(candidate)}: {str(error).splitlines()[0]}")
-    return {one.name: one for one in measure(programs, _say)}
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Prints a line for each model, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (all)")
-    parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
     measured_devices(DEVICES)
-    target = parse_target(f"{Path(arguments.chip).stem}:1x{DEVICES}", arguments.chip)
+    target = Target(chip=unmeasured_cpu(DEVICES), text=f"cpu:1x{DEVICES}", num_hosts=1, per_host=DEVICES)
     with tempfile.TemporaryDirectory() as folder:
         rows = [compare(name, target, Path(folder)) for name in arguments.models or MODELS]
     report("chosen", {"most_over": MOST_OVER, "rows": rows}, arguments, table(rows))

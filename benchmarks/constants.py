@@ -1,6 +1,6 @@
 """The free constants of the cost model, and their fit to published runs.
 
-The fit is the one of `jgt calibrate` (train/calibrate/fit.py), with priors from elsewhere.
+`least_squares.py` fits them, with priors from elsewhere.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from benchmarks.least_squares import Figures, Prior
 from jgt.hardware.chip import Chip
-from train.calibrate.fit import Figures, Prior
 
 RUN = 0.12
 """The relative error that a run is expected to have with the right constants."""

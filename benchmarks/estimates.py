@@ -1,19 +1,19 @@
-"""How far the estimates of a search are from plans, for layouts that the search has not chosen. By plan, without a GPU.
+"""The estimates of a search, compared with plans of layouts that the search has not chosen. By plan, without a GPU.
 
     python benchmarks/estimates.py [--json] [--save] [ROW ...]                      from the plans in benchmarks/layouts, in seconds
     python benchmarks/estimates.py --plan [--time 300] [--sample 32] [ROW ...]      makes these plans first, for minutes
 
 The rows are the runs of runs.yaml, each without its layout. After a search, layouts are drawn at random among those that it has not
 planned and that should fit into memory, half of them among those that should also take at most twice as long as the best. They are
-planned, and compared with the estimates that the plans of the search correct. `benchmarks/search.py` compares the layouts that a search
-plans: these are nearly equal, because it chose them.
+planned, and compared with the estimates, to which the plans of the search give the scale. `benchmarks/search.py` compares the layouts that
+a search plans: these are nearly equal, because it chose them.
 
-    layouts     of the sample that compile and fit
+    layouts     the number of layouts of the sample that compile and fit
     time, memory    mean relative errors of the estimates
     bias        mean of estimate / plan - 1, in time
     kendall     rank correlation of estimated and planned seconds (Kendall's tau)
     near        whether the row has only layouts whose plan takes at most twice as long as the best
-    fitted      whether `benchmarks/fit.py` fits the constants of estimates to this model
+    top_5, top_14   the best plan of the first 5 and 14 layouts that fit, in the order of their estimates, over the best of all
 """
 
 from __future__ import annotations
@@ -35,34 +35,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
-from jgt.hardware.chip import parse_target
+from jgt.hardware.chip import Target, parse_target
 from train.code.files import Code
-from train.search.estimate import Estimate, Estimator
-from train.search.layout import Candidate, layout_text
-from train.search.plans import Answer, Plans, Question, from_json, plans_folder
+from train.plan.make import answer_question
+from train.search.estimate import Estimate, Estimator, Step, usable_bytes
+from train.search.layout import Candidate
+from train.search.plans import Answer, Plans, Question, plans_folder
 from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
-from train.search.step import SendTime, Shape, Step, send_time
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
-FITTED = (
-    "sc21-7.5B",
-    "sc21-18B",
-    "kort-22B-sel",
-    "mcore-1.7B",
-    "mcore-16B",
-    "mcore-70B",
-    "titan-8B-8-bf16",
-    "titan-8B-128-bf16",
-    "bridge-8B-8-fp8",
-    "bridge-8B-8-b200-fp8",
-    "maxtext-7B-4x8",
-    "maxtext-7B-16x8",
-)
-"""The models to whose plans the constants of estimates are fitted."""
 _NEAR = 2.0
-_LEARNED = ("seconds", "peak_bytes", "fits", "exposed", "links", "parts")
-"""What estimates learn of a plan."""
+_STORED = ("seconds", "peak_bytes", "fits", "exposed", "parts")
+"""What is stored of a plan."""
 _DIGITS = 4
 
 
@@ -79,36 +64,31 @@ class Planned:
 class Sample:
     """The plans of a search and of layouts drawn at random, for one model.
 
-    space: their layouts. found: in the order in which the search took them.
+    space: their layouts. found: the plans, in the order in which the search took them.
     """
 
     row: str
     space: Sequence[Candidate]
     step: Step
-    collective: SendTime
+    target: Target
     found: Sequence[Planned]
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether the constants of estimates are fitted to these plans."""
-        return self.row in FITTED
-
     def estimator(self) -> Estimator:
-        """What the search knew at its end."""
-        found = Estimator(self.step, self.collective, self.space)
+        """The estimates that the search had at its end."""
+        found = Estimator(self.step, self.target, self.space)
         for one in self.found:
             if not one.is_drawn:
                 found.learn(one.index, one.plan)
         return found
 
     def drawn(self, *, near: bool) -> list[Planned]:
-        """The layouts drawn at random whose step fits. near: of those, the ones that take at most twice as long as the best."""
+        """The layouts drawn at random whose step fits. near: only those that take at most twice as long as the best."""
         usable = [one for one in self.found if one.plan.is_usable]
         limit = _NEAR * min(one.plan.seconds for one in usable)
         return [one for one in usable if one.is_drawn and (not near or one.plan.seconds <= limit)]
 
     def figures(self, estimator: Estimator, *, near: bool) -> dict[str, float]:
-        """How far the estimates are from the plans."""
+        """The errors of the estimates, and the order that they give."""
         pairs = [(_figures(estimator.estimate(one.index)), _figures(one.plan)) for one in self.drawn(near=near)]
         time, memory = ([guess[key] / plan[key] - 1 for guess, plan in pairs] for key in ("seconds", "peak_bytes"))
         return {
@@ -117,7 +97,14 @@ class Sample:
             "memory": round(statistics.mean(map(abs, memory)), 4),
             "bias": round(statistics.mean(time), 4),
             "kendall": round(kendall(pairs), 3),
+            **{f"top_{count}": round(self.regret(estimator, count), 3) for count in (5, 14)},
         }
+
+    def regret(self, estimator: Estimator, count: int) -> float:
+        """The best plan of the first layouts that fit, in the order of their estimates, over the best plan of all."""
+        usable = sorted((one for one in self.found if one.plan.is_usable), key=lambda one: estimator.seconds[one.index])
+        first, best = (min(one.plan.seconds for one in some) for some in (usable[:count], usable))
+        return first / best
 
 
 def _figures(one: Estimate | Answer) -> dict[str, float]:
@@ -133,9 +120,8 @@ def read_sample(row: str, run: Mapping[str, Any]) -> Sample:
     lines = [line for line in lines if json.dumps(line["layout"]) in offered]
     # An estimate does not depend on other layouts of the space.
     space = [offered[json.dumps(line["layout"])] for line in lines]
-    found = [Planned(index=i, plan=from_json(Answer, line["plan"]), is_drawn=line["drawn"]) for i, line in enumerate(lines)]
-    step = Step(**head | {"model": Shape(**head["model"])})
-    return Sample(row=row, space=space, step=step, collective=send_time(search.target), found=found)
+    found = [Planned(index=i, plan=Answer.of_json(line["plan"]), is_drawn=line["drawn"]) for i, line in enumerate(lines)]
+    return Sample(row=row, space=space, step=Step(**head), target=search.target, found=found)
 
 
 def plan_sample(row: str, run: Mapping[str, Any], seconds: float, count: int) -> None:
@@ -144,17 +130,17 @@ def plan_sample(row: str, run: Mapping[str, Any], seconds: float, count: int) ->
         search = _search(_write_run(folder, run), run["target"], seconds)
         search.run()
         estimator = search.estimator
-        assert estimator is not None
+        assert estimator is not None and search.step is not None
         tries = [one for one in search.tries if not one.plan.problems]
-        lines = [json.dumps(asdict(estimator.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
+        lines = [json.dumps(asdict(search.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
         # A search closes its plans.
-        search.plans = Plans(plans_folder())
+        search.plans = Plans(answer_question, plans_folder())
         try:
             asked = [(i, search.ask(i)) for i in _draw(search, estimator, count)]
             for index, future in asked:
                 plan, estimate, candidate = future.result(), estimator.estimate(index), search.space[index]
                 outcome = "refused" if plan.problems else f"{plan.seconds:.4g} s, {plan.peak_bytes / 1e9:.1f} GB"
-                _say(f"{estimate.seconds:.4g} s, {estimate.peak_bytes / 1e9:.1f} GB; planned {outcome}: {layout_text(candidate)}")
+                _say(f"{estimate.seconds:.4g} s, {estimate.peak_bytes / 1e9:.1f} GB; planned {outcome}: {candidate.text}")
                 lines += [] if plan.problems else [_line(candidate, plan, is_drawn=True)]
         finally:
             search.plans.close()
@@ -177,21 +163,20 @@ def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
     target, opened = parse_target(where), Open.read(str(path), [], Code())
     return LayoutSearch(
         question=Question.on(target, str(path), [], []),
-        target=target,
         space=candidates(opened, target.num_devices),
-        plans=Plans(plans_folder()),
+        plans=Plans(answer_question, plans_folder()),
         seconds=seconds,
         top=6,
-        model=Shape.of(opened.run.config.model),
+        model=opened.run.config.model,
         say=_say,
     )
 
 
 def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:
     """Layouts by their indices: half of them near the best, the rest anywhere."""
-    assert search.best is not None and estimator.step.memory is not None
+    assert search.best is not None
     planned = {one.candidate for one in search.tries}
-    fits = np.flatnonzero(estimator.peak_bytes <= estimator.step.memory)
+    fits = np.flatnonzero(estimator.peak_bytes <= usable_bytes(search.target))
     open_ones = [int(i) for i in fits if search.space[int(i)] not in planned]
     near = [i for i in open_ones if estimator.seconds[i] <= _NEAR * search.best.plan.seconds]
     chance = random.Random(0)
@@ -201,7 +186,7 @@ def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:
 
 
 def _line(candidate: Candidate, plan: Answer, *, is_drawn: bool) -> str:
-    values = {name: _rounded(getattr(plan, name)) for name in _LEARNED}
+    values = {name: _rounded(getattr(plan, name)) for name in _STORED}
     return json.dumps({"layout": candidate.overrides, "drawn": is_drawn, "plan": values})
 
 
@@ -235,20 +220,19 @@ def main() -> None:
         sample = read_sample(name, runs[name])
         estimator = sample.estimator()
         for near in (False, True):
-            rows.append({"row": name, "fitted": sample.is_fitted, "near": near, **sample.figures(estimator, near=near)})
+            rows.append({"row": name, "near": near, **sample.figures(estimator, near=near)})
     report("estimates", {"rows": rows}, arguments, [*table(rows), *_means(rows)])
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The mean figures of fitted and of held-out models, a line each."""
+    """The mean figures over the models, a line each for all and for near layouts."""
     lines: list[str] = []
-    for fitted in (True, False):
-        for near in (False, True):
-            some = [row for row in rows if (row["fitted"], row["near"]) == (fitted, near) and row["layouts"] > 1]
-            if some:
-                means = ", ".join(f"{name} {statistics.mean(row[name] for row in some):.3f}" for name in ("time", "memory", "kendall"))
-                which = f"{'fitted' if fitted else 'held-out'} models, {'near' if near else 'all'} layouts"
-                lines.append(f"mean of {len(some)} {which}: {means}")
+    for near in (False, True):
+        some = [row for row in rows if row["near"] == near and row["layouts"] > 1]
+        if some:
+            names = ("time", "memory", "kendall", "top_5", "top_14")
+            means = ", ".join(f"{name} {statistics.mean(row[name] for row in some):.3f}" for name in names)
+            lines.append(f"mean of {len(some)} models, {'near' if near else 'all'} layouts: {means}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Layouts that a search finds, compared with those of published runs. By plan, without a GPU.
+"""Layouts that a search finds, compared with the layouts of published runs. By plan, without a GPU.
 
     python benchmarks/search.py [--json] [--save] [--time 300] [ROW ...]
 
@@ -78,7 +78,7 @@ def measure(name: str, run: Mapping[str, Any], seconds: float, *, cached: bool) 
 
 
 def errors(best: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """How far the estimates of layouts were from their plans."""
+    """The errors of the estimates of layouts, and the order that they gave."""
     pairs = [(one["estimate"], one["plan"]) for one in best if one["estimate"] is not None]
     if len(pairs) < 2:
         return {"time": None, "memory": None, "kendall": None}

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.harness import ROOT, FailedError, bar, make_parser, report, run_process, table
+from benchmarks.least_squares import Figures, Fit
 from benchmarks.published import RUNS
 from jgt.hardware.chip import Target, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.text import Module
 from jgt.planner.timeline import Timeline
-from train.calibrate.fit import Figures, Fit
 
 BARS = {"step, without pipelines": 0.15, "step, all": 0.20}
 LEAST_ORDER, LEAST_INSIDE = 0.7, 0.8

@@ -1,6 +1,7 @@
 """Which modules may import which, checked on import statements and on strings that load a module."""
 
 import ast
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -9,6 +10,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from train.config.config import Config
 
 ROOT = Path(__file__).parent.parent
 
@@ -137,6 +140,37 @@ jgt.command.commands.find_commands()
 assert not {"train", "jgt._train", "jax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def constants(path):
+    """The strings of a file that are not docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and n not in prose]
+
+
+def test_the_planner_names_no_key_no_axis_and_no_signal_of_the_trainer():
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    assert {"train", "model", "optimizer"} <= sections.keys()
+    key = re.compile(rf"\b({'|'.join(sections)})\.[a-z_]+\b|\btrain[./]")
+    names = {"data", "fsdp", "tensor", "stage", "replica", "expert", "embed", "head", "layers", "attn", "mlp"}
+    for room in ("planner", "hlo", "hardware", "profile"):
+        for path in modules(f"jgt/{room}"):
+            for text in constants(path):
+                assert not key.search(text) and text not in names, (path, text)
+    # A document shows examples of keys, and commands load the trainer.
+    for path in modules("jgt"):
+        if path.parts[-2] not in ("document", "command") and path.name != "trainer.py":
+            assert not re.search(r"\btrain[./][a-z]", path.read_text()), path
+
+
+@pytest.mark.parametrize(("room", "most"), [("planner", 8), ("hardware", 6), ("profile", 2)])
+def test_the_trainer_enters_these_rooms_by_their_doors(room, most):
+    """The trainer uses few names, all of which the `__init__.py` has. What chooses or measures a chip reads chips and their rates, too."""
+    files = [path for path in modules("train") if path.parts[-2] != "calibrate" and path.parts[-2:] != ("search", "auto.py")]
+    used = {i for path in files for i in imports(path) if i.startswith(f"jgt.{room}.")}
+    assert 0 < len(used) <= most, used
+    assert {name for name in used if name.count(".") > 2 or (ROOT / f"{name.replace('.', '/')}.py").exists()} == set()
 
 
 def public_names(package):
@@ -283,7 +317,7 @@ def test_only_these_draw():
     )
     assert offenders("train", "rich", allowed=["train/records/console.py", "train/report/table.py", "train/curves/table.py"]) == []
     assert offenders("jgt", "matplotlib", allowed=["jgt/schedule/plot.py"]) == []
-    assert offenders("train", "matplotlib", allowed=["train/curves/plot.py", "train/search/picture.py"]) == []
+    assert offenders("train", "matplotlib", allowed=["train/curves/plot.py", "train/plan/picture.py"]) == []
 
 
 def test_models_know_signals_and_nothing_else_of_jgt():

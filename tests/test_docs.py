@@ -18,7 +18,7 @@ from jgt.hardware.chip import chip_names
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.budget import LIMITS, read_budget
+from jgt.planner.budget import Budget
 from jgt.planner.findings import FindingKind
 from jgt.rules import load
 from jgt.schedule import custom, find, schedules
@@ -318,8 +318,8 @@ def test_every_finding_of_a_plan_and_every_limit_stands_there():
     text = PLAN.read_text()
     assert {row[0].strip("`") for row in rows(section(PLAN, "## What it finds"))[1:]} == set(typing.get_args(FindingKind))
     (example,) = blocks(PLAN, "yaml")
-    limits = read_budget(document.parse(example, "budget.yaml").find("budget"), problems := [])
-    assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(LIMITS)
+    limits = Budget.read(document.parse(example, "budget.yaml").find("budget"), problems := []).limits
+    assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(Budget.KEYS)
     assert all(name in text for name in chip_names())
 
 

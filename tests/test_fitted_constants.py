@@ -5,10 +5,10 @@ import math
 import pytest
 
 from benchmarks.constants import PRIORS, RUN, chip_with
+from benchmarks.least_squares import Fit
 from benchmarks.published import RUNS
 from benchmarks.truth import order_of
 from jgt.hardware.chip import load_chip, parse_target
-from train.calibrate.fit import Fit
 
 ONES = dict.fromkeys(PRIORS, 1.0)
 

@@ -8,13 +8,14 @@ import pytest
 from jgt.document import InputError
 from jgt.hardware.chip import parse_target
 from train.plan.__main__ import main
-from train.search.layout import Candidate
-from train.search.offers import Job, offer_of, print_offers, ranked
+from train.plan.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
+from train.plan.search import search_targets
+from train.search.layout import Candidate, Roles
 from train.search.plans import Answer
 from train.search.search import Try
-from train.search.targets import is_choice, parse_targets, parse_tokens, read_job, search_targets
 
-LAYOUT = Candidate(mesh=(("fsdp", 8),), rules="jgt:fsdp", batch_axes=("fsdp",), accumulate=1, rows=1, remat="block")
+FSDP = Roles(batch=("fsdp",), weights=("fsdp",))
+LAYOUT = Candidate(mesh=(("fsdp", 8),), rules="jgt:fsdp", roles=FSDP, accumulate=1, rows=1, remat="block")
 TOKENS = 1_000_000
 """In a step."""
 
@@ -32,7 +33,7 @@ class Found:
 
 
 def offer(target, seconds, job):
-    return offer_of(parse_target(target), Found(seconds), "nothing fits", job)
+    return offer_of(parse_target(target), Found(seconds).best, "nothing fits", job)
 
 
 def arguments(**values):
@@ -58,14 +59,14 @@ def test_the_cheapest_in_time_is_first_and_what_does_not_fit_last():
     prices = {"h100": 2.0, "h200": 3.0, "b200": 9.0}
     job = Job(batch_tokens=TOKENS, tokens=8.64e11, days=8, prices=prices)
     late, fast, dear, none = (offer(t, s, job) for t, s in (("h100:1x8", 1.0), ("h200:1x8", 0.7), ("b200:1x8", 0.5), ("h100:2x8", None)))
-    assert ranked([none, late, dear, fast], job) == [fast, dear, late, none]
+    assert [one for one, _ in ranked([(one, None) for one in (none, late, dear, fast)], job)] == [fast, dear, late, none]
     assert none.problem == "nothing fits"
 
 
 def test_without_prices_the_fastest_is_first():
     job = Job(batch_tokens=TOKENS)
     slow, fast = offer("h100:1x8", 2.0, job), offer("h200:1x8", 1.0, job)
-    assert ranked([slow, fast], job) == [fast, slow]
+    assert [one for one, _ in ranked([(slow, None), (fast, None)], job)] == [fast, slow]
     assert fast.days is fast.cost is fast.needed is None
 
 

@@ -9,7 +9,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.__main__ import main as jgt_main
 from train.code.files import Code
-from train.search.answer import run_document, write_run
+from train.plan.answer import run_document, write_run
 from train.search.plans import Answer
 from train.search.search import Try
 from train.search.space import Open, candidates

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError, dump
+from jgt.hardware.chip import Chip, load_chip, name_of
 
 from ..command_line import whole_number
 from ..run.folder import write_whole
-
-if TYPE_CHECKING:
-    from .figures import Calibrated
-    from .measured import Measured
 
 _DIGITS = 5
 """Enough for the figures of data sheets, which the file keeps."""
@@ -30,28 +27,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         devices = measured_devices(arguments.devices)
-        path = Path(arguments.write or f"{_chip_name(devices)}.yaml")
+        name, start = _starting_chip(devices)
+        path = Path(arguments.write or f"{name}.yaml")
         if path.suffix != ".yaml":
             raise InputError([f"command line: --write: {path} must end with .yaml, as chip files do"])
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise InputError([f"command line: --write: the folder {path.parent} cannot be written"])
-        measured, calibrated = _calibrate(devices)
-        write_whole(path, chip_text(measured, calibrated, devices))
+        from .figures import calibrated
+        from .kernels import CPU, GPU, kernels, measure
+
+        sizes = CPU if start.platform == "cpu" else GPU
+        seconds = measure(kernels(devices, sizes), lambda line: print(line, file=sys.stderr, flush=True))
+        write_whole(path, chip_text(calibrated(start, sizes, seconds, len(devices)), seconds, len(devices)))
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     except (OSError, RuntimeError) as error:
         print(f"jgt calibrate: {error}", file=sys.stderr)
         return 1
-    name = path.stem.lower()
-    print(f"Wrote {path}: steps are predicted to {calibrated.error:.0%} (90 % of them, each by a fit of the others)")
-    print(f"Use it: jgt plan run.yaml --target {name}:1x{len(devices)} --chip {path}")
+    print(f"Wrote {path}")
+    print(f"Use it: jgt plan run.yaml --target {path.stem.lower()}:1x{len(devices)} --chip {path}")
     return 0
 
 
 def measured_devices(count: int | None) -> Sequence[Any]:
-    """The devices to measure, opened with the flags of a run on them. count: of CPU devices; None takes what JAX finds."""
+    """The devices to measure, opened with the flags of a run on them. count: the number of CPU devices; None takes what JAX finds."""
     import jax
 
     from ..config import Config
@@ -67,52 +68,33 @@ def measured_devices(count: int | None) -> Sequence[Any]:
     return jax.local_devices()
 
 
-def _chip_name(devices: Sequence[Any]) -> str:
-    from jgt.hardware.chip import name_of
+def _starting_chip(devices: Sequence[Any]) -> tuple[str, Chip]:
+    """The name of the devices in a target, and what is known of them before they are measured. Raises InputError without a chip file."""
+    from .figures import unmeasured_cpu
 
     kind = devices[0].device_kind
-    found = name_of(kind) or ("cpu" if devices[0].platform == "cpu" else None)
-    if found is None:
-        raise InputError([f"jgt has no chip file for the device {kind}. Only CPU devices can be measured without one"])
-    return found
+    if (name := name_of(kind)) is not None:
+        return name, load_chip(name)
+    if devices[0].platform == "cpu":
+        return "cpu", unmeasured_cpu(len(devices), kind)
+    raise InputError([f"jgt has no chip file for the device {kind}. Only CPU devices can be measured without one"])
 
 
-def _calibrate(devices: Sequence[Any]) -> tuple[list[Measured], Calibrated]:
-    """Measures all programs, a line on stderr each, and fits the figures."""
-    from .figures import calibrate, starting_chip
-    from .kernels import CPU, GPU, kernels
-    from .measured import measure
-    from .steps import steps
-
-    platform = "cpu" if devices[0].platform == "cpu" else "cuda"
-    programs = itertools.chain(kernels(devices, CPU if platform == "cpu" else GPU), steps(platform, devices))
-    measured = measure(programs, lambda line: print(line, file=sys.stderr, flush=True))
-    return measured, calibrate(starting_chip(devices[0], len(devices)), measured)
-
-
-def chip_text(measured: Sequence[Measured], calibrated: Calibrated, devices: Sequence[Any]) -> str:
+def chip_text(chip: Chip, seconds: Mapping[str, float], devices: int) -> str:
     """The chip file: its figures, with the measurements behind them as comments."""
-    import jax
-
-    chip, today = calibrated.chip, datetime.datetime.now().astimezone()
     lines = [
-        f"# Measured by jgt calibrate on {today:%Y-%m-%d}: {len(devices)} x {chip.name}, jax {jax.__version__}.",
-        "# 90 % of training steps are within the error below. Milliseconds of each program, measured and by these figures:",
+        f"# Measured by jgt calibrate on {datetime.date.today()}: {devices} x {chip.name}, jax {version('jax')}.",
+        "# Microseconds of the work of each program:",
     ]
-    lines += [f"#   {one.seconds * 1e3:10.2f} {calibrated.predicted[one.name] * 1e3:10.2f}  {one.kind}: {one.name}" for one in measured]
-    figures = _plain(dataclasses.asdict(chip))
-    return "\n".join(lines) + "\n" + dump(figures)
+    lines += [f"#   {taken * 1e6:12,.1f}  {name}" for name, taken in seconds.items()]
+    return "\n".join(lines) + "\n" + dump(dict(_plain(dataclasses.asdict(chip))))
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Figures with as many digits as they have, without those that are not there."""
-    return dict(_kept(values))
-
-
-def _kept(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield key, _plain(value)
+            yield key, dict(_plain(value))
         elif isinstance(value, float):
             yield key, float(f"{value:.{_DIGITS}g}")
         elif value not in (None, ""):
@@ -121,9 +103,7 @@ def _kept(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def parser() -> CommandParser:
     """The command line of a calibration."""
-    parser = CommandParser(
-        "jgt calibrate", "Measures this machine's devices for about four minutes, and writes a chip file for plans and searches."
-    )
+    parser = CommandParser("jgt calibrate", "Measures this machine's devices, and writes a chip file for plans and searches.")
     parser.add_argument("--devices", type=whole_number, metavar="N", help="measure N CPU devices; default: the devices that JAX finds")
     parser.add_argument("--write", metavar="FILE", help="the chip file to write; default: the chip's name, such as cpu.yaml")
     return parser

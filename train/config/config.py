@@ -7,7 +7,7 @@ from typing import Any
 
 from jgt.document import Node
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.budget import Limit
+from jgt.planner import Budget
 from jgt.rules import Rules, expand, match_input
 from jgt.rules.spec import SpecRule
 
@@ -72,7 +72,7 @@ class Run:
     mesh: dict[str, int]
     rules: Rules
     pipeline: PipelineConfig | None
-    budget: tuple[Limit, ...]
+    budget: Budget
     root: Node
     rules_root: Node | None
     code: Code = field(default_factory=Code)

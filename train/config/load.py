@@ -20,7 +20,7 @@ from jgt import document
 from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.budget import read_budget
+from jgt.planner import Budget
 from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
 from jgt.rules.spec import misfit_problem
 from jgt.schedule.find import find_table
@@ -109,7 +109,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if config.pipeline is not None:
         pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder).reducing(config.optimizer.gradients or "f32")
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
-    budget = () if config.budget is None else read_budget(config.budget, problems)
+    budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
     problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
     if problems:

@@ -1,8 +1,8 @@
 """`train.auto: true`: a run takes the best layout for the devices at hand.
 
-The layout has to be known before JAX starts, because XLA reads its flags then, and a pipeline has flags of its own. So a process of its own
-looks at the devices, and a search plans for what it finds. The run directory keeps the layout. A later start on the same devices takes it
-from there, and one on other devices searches again.
+The layout has to be known before JAX starts, because XLA reads its flags then, and a pipeline has other flags. So other processes look at
+the devices, plan layouts and measure the steps of the best few. The run directory keeps the layout. A later start on the same devices takes
+it from there, and one on other devices searches again.
 """
 
 from __future__ import annotations
@@ -11,50 +11,42 @@ import argparse
 import contextlib
 import hashlib
 import json
-import math
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes
 from jgt.hardware.chip import Target, chip_names, name_of, parse_target
 
+from ..calibrate.figures import unmeasured_cpu
 from ..code.files import read_code
 from ..config import Run, load
 from ..run.folder import CHOICE, write_whole
-from .answer import why_slower
-from .layout import layout_text
-from .plans import Plans, Question, chips_folder, plans_folder
+from .plans import MakePlan, Plans, Question, in_process, plans_folder
 from .search import LayoutSearch, Try
 from .space import Open, candidates
-from .step import Shape
+from .trial import devices_at_hand, step_seconds
 
 SECONDS, TOP = 120, 5
-"""For the search at a start: its time, and the layouts that fit among which it chooses at least."""
-_NEAR, _TRIED = 1.1, 5
-"""At most so many layouts are measured, whose plans take at most this many times as long as the best one."""
+"""SECONDS: the time of the search at a start. TOP: the number of layouts that fit among which it chooses."""
+_NEAR = 1.35
+"""The best TOP layouts are measured if their plans take at most this many times as long as the best one: plans are off by as much."""
 _MAX_BYTES = 100_000
-_CALIBRATE = "import sys; from jgt.trainer import trainer; sys.exit(trainer('calibrate.__main__').main())"
-_TRIAL = "from jgt.trainer import trainer; trainer('calibrate.trial').answer_once()"
-_LOOK = "import json, jax; d = jax.local_devices(); print(json.dumps([len(d), d[0].device_kind]))"
 
 Say = Callable[[str], None]
 
 
-def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int, say: Say) -> Run:
+def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int, say: Say, make: MakePlan) -> Run:
     """The run with the best layout for this machine's devices.
 
-    arguments: the command line, with `config`, `overrides` and `code`. say: prints a line for a person. Raises InputError if the run has
-    several processes, if there are no times for these devices, and if no layout fits them.
+    arguments: the command line, with `config`, `overrides` and `code`. say: prints a line for a person. make: makes a plan. Raises
+    InputError if the run has several processes, if there are no times for these devices, and if no layout fits them.
     """
     where = f"{run.where('train.auto')}: train.auto"
     if num_processes != 1:
         remedy = "Search with jgt plan --search --write FILE, and start all processes with that file"
         raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
-    target = target_at_hand(run, where, say)
+    target = target_at_hand(run, where)
     path, code = run.config.run.path / CHOICE, read_code(arguments.code)
     opened = Open.read(arguments.config, arguments.overrides, code)
     asked = {"target": target.text, "run": _checksum(opened)}
@@ -65,15 +57,23 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     else:
         search = LayoutSearch(
             question=Question.on(target, arguments.config, arguments.overrides, arguments.code),
-            target=target,
             space=candidates(opened, target.num_devices),
-            plans=Plans(plans_folder()),
+            plans=Plans(make, plans_folder()),
             seconds=SECONDS,
             top=TOP,
-            model=Shape.of(run.config.model),
+            model=run.config.model,
             say=say,
         )
-        chosen = _chosen(search, path, asked, where, arguments, say)
+        search.run()
+        if search.best is None:
+            raise InputError([f"{where}: no layout fits {target.text}. Search with jgt plan --search to see what is missing"])
+        for line in reasons(target, search.ranked(), len(search.tries)):
+            say(line)
+        best = fastest(search.ranked(), arguments.config, arguments.overrides, arguments.code, say)
+        chosen = best.candidate.overrides
+        found = {"asked": asked, "layout": best.candidate.text, "overrides": chosen, "seconds": best.plan.seconds}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(found, indent=1) + "\n")
     return load(arguments.config, [*arguments.overrides, *chosen], code=code)
 
 
@@ -85,68 +85,42 @@ def _checksum(opened: Open) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _chosen(search: LayoutSearch, path: Path, asked: dict[str, Any], where: str, arguments: argparse.Namespace, say: Say) -> list[str]:
-    """Searches, says what is best and why, and keeps it in the run directory. Returns overrides."""
-    search.run()
-    ranked = search.ranked()
-    if not ranked:
-        raise InputError([f"{where}: no layout fits {search.target.text}. Search with jgt plan --search to see what is missing"])
-    for line in reasons(search.target, ranked, len(search.tries)):
-        say(line)
-    best = fastest(ranked, arguments.config, arguments.overrides, arguments.code, say)
-    overrides = best.candidate.overrides
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"asked": asked, "layout": layout_text(best.candidate), "overrides": overrides, "seconds": best.plan.seconds}
-    write_whole(path, json.dumps(found, indent=1) + "\n")
-    return overrides
-
-
-def fastest(ranked: list[Try], config: str, overrides: Sequence[str], code: Sequence[str], say: Say) -> Try:
-    """The layout with the fastest measured step, among those that are near the best by their plans.
+def fastest(ranked: Sequence[Try], config: str, overrides: Sequence[str], code: Sequence[str], say: Say) -> Try:
+    """The layout with the fastest measured step, among the first few by their plans.
 
     ranked: the best plan first. config, overrides, code: the run without a layout.
     """
-    near = [one for one in ranked if one.plan.seconds <= _NEAR * ranked[0].plan.seconds][:_TRIED]
+    near = [one for one in ranked[:TOP] if one.plan.seconds <= _NEAR * ranked[0].plan.seconds]
     if len(near) == 1:
         return near[0]
     say(f"train.auto: measuring {len(near)} layouts, because their plans differ by less than {_NEAR - 1:.0%}")
-    question = {"config": config, "overrides": [[*overrides, *one.candidate.overrides] for one in near], "code": list(code)}
-    seconds, said = step_seconds(question)
-    for line in said:
-        say(f"  {line}")
-    for one, measured in zip(near, seconds, strict=True):
-        found = "did not run" if measured is None else f"{measured:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
-        say(f"  {layout_text(one.candidate)}: {found}")
-    times = [math.inf if measured is None else measured for measured in seconds]
-    return near[times.index(min(times))]
+    try:
+        measured = in_process(step_seconds, config, [[*overrides, *one.candidate.overrides] for one in near], code)
+    except RuntimeError as error:
+        say(f"  the measurement failed: {error}")
+        return near[0]
+    for one, seconds in zip(near, measured, strict=True):
+        found = f"did not run: {seconds}" if isinstance(seconds, str) else f"{seconds:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
+        say(f"  {one.candidate.text}: {found}")
+    times = [(seconds, rank) for rank, seconds in enumerate(measured) if not isinstance(seconds, str)]
+    return near[min(times)[1]] if times else near[0]
 
 
-def step_seconds(question: Mapping[str, Any]) -> tuple[list[float | None], list[str]]:
-    """Asks a process of its own (`train/calibrate/trial.py`) for the measured seconds of layouts; None for those that do not run.
-
-    The second list has its lines about layouts that do not run.
-    """
-    done = subprocess.run([sys.executable, "-c", _TRIAL], input=json.dumps(question), capture_output=True, text=True, check=False)
-    answers, said = done.stdout.splitlines(), done.stderr.splitlines()
-    if done.returncode or not answers:
-        return [None] * len(question["overrides"]), [f"the measurement failed: {said[-1] if said else 'its process died'}"]
-    return json.loads(answers[-1]), [line for line in said if line.startswith("layout ")]
-
-
-def reasons(target: Target, ranked: list[Try], planned: int) -> list[str]:
-    """What was chosen, and why not the next best: lines of the log. ranked: layouts that fit, the best first."""
+def reasons(target: Target, ranked: Sequence[Try], planned: int) -> list[str]:
+    """Lines of the log: the best layout, and why the next one is slower. ranked: layouts that fit, the best first."""
     best, *others = ranked
     size = f"{best.plan.peak_bytes / 1e9:.1f} of {target.chip.hbm_gb:.0f} GB"
-    lines = [f"train.auto: {target.text}: {layout_text(best.candidate)}: {best.plan.seconds:.3g} s a step and {size} by its plan"]
-    lines += [f"  the best of {planned} plans; next: {layout_text(one.candidate)}: {why_slower(one, best)}" for one in others[:1]]
+    lines = [f"train.auto: {target.text}: {best.candidate.text}: {best.plan.seconds:.3g} s a step and {size} by its plan"]
+    lines += [f"  the best of {planned} plans; next: {one.candidate.text}: {one.why_slower(best)}" for one in others[:1]]
     return lines
 
 
-def target_at_hand(run: Run, where: str, say: Say) -> Target:
-    """The devices of this machine as a target. CPU devices without figures are measured. Raises InputError for devices without times."""
+def target_at_hand(run: Run, where: str) -> Target:
+    """The devices of this machine as a target. Raises InputError for devices without times."""
     count, kind = _devices(run, where)
     if kind == "cpu":
-        return parse_target(f"cpu:1x{count}", str(_calibrated(count, where, say)))
+        # Their times are rough, and measured steps decide.
+        return Target(chip=unmeasured_cpu(count), text=f"cpu:1x{count}", num_hosts=1, per_host=count)
     chip = name_of(kind)
     if chip is None:
         known = ", ".join(chip_names())
@@ -154,32 +128,15 @@ def target_at_hand(run: Run, where: str, say: Say) -> Target:
     return parse_target(f"{chip}:1x{count}")
 
 
-def _calibrated(count: int, where: str, say: Say) -> Path:
-    """The chip file of this machine's CPU devices. Raises InputError if they cannot be measured."""
-    # Another jaxlib compiles other programs.
-    path = chips_folder() / f"{count}-{metadata.version('jaxlib')}" / "cpu.yaml"
-    if not path.is_file():
-        say(f"train.auto: measuring {count} CPU devices once, for about four minutes ({path})")
-        command = [sys.executable, "-c", _CALIBRATE, "--devices", str(count), "--write", str(path)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            why = next(iter(reversed(done.stderr.splitlines())), "no reason given")
-            raise InputError([f"{where}: the CPU devices cannot be measured: {why}"])
-    return path
-
-
 def _devices(run: Run, where: str) -> tuple[int, str]:
-    """How many devices this process will have, and JAX's name of their kind."""
+    """The number of devices that this process will have, and JAX's name of their kind."""
     if run.config.devices.virtual_cpu is not None:
         return run.config.devices.virtual_cpu, "cpu"
-    # In this process JAX must not start yet.
-    found = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
-    lines = found.stdout.splitlines()
-    if found.returncode or not lines:
-        why = next(iter(reversed(found.stderr.splitlines())), "no reason given")
-        raise InputError([f"{where}: JAX finds no devices: {why}"])
-    count, kind = json.loads(lines[-1])
-    return int(count), str(kind)
+    try:
+        # In this process JAX must not start yet.
+        return in_process(devices_at_hand)
+    except RuntimeError as error:
+        raise InputError([f"{where}: JAX finds no devices: {error}"]) from None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,198 +1,221 @@
-"""What a layout should take, before it is planned: closed forms whose constants come from the plans that a search has made.
+"""Estimates of layouts before they are planned: one closed form for the time of a step, and one for its memory.
 
-The forms know no model. From the first plan they take what every training step has: parameters, FLOPs, and the input of a layer. From a
+The forms know no model. From a first plan they take what every training step has: parameters, FLOPs, and the input of a layer. From a
 layout they take how these divide over the mesh:
 
-    matmuls     the step's FLOPs over the devices
-    memory      kernels between matmuls, by the bytes that they read and write
-    recompute   what the backward pass computes again, as a share of the matmuls
-    launch      the starts of kernels: as many as there are parts of the batch
+    matmuls     the step's FLOPs over the devices, and a share of them that the backward pass computes again
+    memory      the bytes that the kernels between matmuls read and write, over the memory's bandwidth
+    launches    as many as there are layers and parts of the batch
     bubble      what the schedule's simulation says, of all of these
     gathers     weights that are gathered, and gradients that are scattered, for each part of the batch
     sums        gradients that are added up over the other axes of the batch
     tensor      rows around each matmul
     stage       rows between stages
 
-Of the last four, kernels hide a share. A device holds state, gradients, weights that are whole for a while, what layers keep for each
-microbatch in flight, and what one layer works with.
+Compute hides part of the first three kinds of collectives. A device holds state, gradients, weights that are whole for a while, what layers
+keep for each microbatch in flight, and what one layer works with.
 
-A plan has the same parts, and each corrects its own form (`parts.py`). What a device computes for a row of the batch is the same on any
-mesh with the same tensor parallelism, and how long a link is busy follows from bytes, so a few plans correct thousands of estimates.
+The constants are round numbers. Exact ones would not help: a plan's own time is known to about 35 %, and the answer of a search is always
+the fastest of the layouts that were compiled. So a plan corrects nothing but the scale: the medians of planned over estimated seconds and
+bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-from jgt.schedule.schedules import TRIED
+from jgt.hardware import USABLE, Network, Target
+from jgt.mesh.sizes import group_of
 
-from .columns import KEPT, Columns, bubble_of
-from .forms import MEMORY, ROWS, TRAFFIC, held, moved, state
+from ..models.config import ModelConfig, OwnModel
+from .columns import Columns, Numbers
 from .layout import Candidate
-from .links import HIDDEN, LINKS, by_part, link_seconds
-from .parts import Factor, Numbers, Portion, Sum
 from .plans import Answer
-from .step import SendTime, Step
 
-_N = TypeVar("_N", float, Numbers)
+BYTES, WIDE = 2, 4
+"""The bytes of a weight where it is multiplied, and where it is stored."""
+_HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "stage": 0.0}
+"""The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
+_READS, _KEPT_READS, _WEIGHT_READS = 300, 100, 15
+"""How often memory-bound kernels of a step read or write an array of the size of each layer's input, as often again for what is kept, and
+all weights for each part of the batch."""
+_LAUNCHES = 5e-4
+"""Seconds to launch the kernels of a layer for a part of the batch: about a hundred, at a few microseconds each."""
+_WORK, _LOGITS = 30, 3
+"""Arrays of the size of a layer's input that one layer works with, and of the logits that their loss does."""
+_LAYERS = 32
+"""The number of layers of a model that does not say it. It only divides what is known of all layers together."""
+
+
+def usable_bytes(target: Target) -> float:
+    """The bytes of a device's memory that a program may use."""
+    return USABLE * target.chip.hbm_gb * 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
-    """What the backward pass computes again, before a plan says so.
+class Step:
+    """Figures of a model's step that no mesh changes.
 
-    matmuls, memory: shares of the matmuls and of the memory-bound kernels of forward and backward pass together.
+    flops: the FLOPs of all devices. parameters: the number of parameters. state_bytes: the bytes of parameters and optimizer state.
+    layer_bytes: the bytes that `block` keeps of one row of the batch. layers: the number of layers; None if the model does not say it.
+    logits_bytes: the f32 bytes of the logits of one row.
     """
 
-    matmuls: float
-    memory: float
+    flops: float
+    parameters: float
+    state_bytes: float
+    layer_bytes: float
+    layers: int | None
+    logits_bytes: float
 
-    def share(self, memory: _N) -> _N:
-        """Seconds, over the seconds of matmuls. memory: the same for memory-bound kernels."""
-        return self.matmuls + self.memory * memory
-
-
-AGAIN = {
-    "none": Again(matmuls=0.02, memory=0.0),
-    "matmuls": Again(matmuls=0.04, memory=0.14),
-    "attention": Again(matmuls=0.1, memory=0.1),
-    "all": Again(matmuls=0.25, memory=0.15),
-}
-"""By what is recomputed: `block`, `layer` and `stage` recompute all."""
-_NARROW = 0.009
-"""By how much longer matmuls take for each further device that shares them, because each has less work at once: in plans of ten models
-1 % with two devices, 3 % with four, 7 % with eight."""
-_ROOMY = 0.7
-"""The share of the memory below which XLA overlaps whatever it can."""
-_SCHEDULES = tuple(dict.fromkeys(name for name, _ in TRIED))
+    @classmethod
+    def of(cls, candidate: Candidate, plan: Answer, parts: int, model: ModelConfig | OwnModel) -> Step:
+        """The figures that a plan shows. parts: the parts of the batch of which the plan has one. model: the section `model:`."""
+        devices = candidate.size(axis for axis, _ in candidate.mesh)
+        # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
+        parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE
+        return cls(
+            flops=plan.model_flops * devices * parts,
+            parameters=parameters,
+            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * WIDE,
+            layer_bytes=plan.activations / candidate.rows * candidate.num_stages,
+            layers=getattr(model, "layers", None),
+            logits_bytes=WIDE * (model.seq or 1) * (model.vocab or 1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Seconds of a step, and bytes of a device; parts of the seconds by name."""
+    """The seconds of a step, the bytes of a device, and the share of a pipeline's time that is idle."""
 
     seconds: float
     peak_bytes: float
-    parts: dict[str, float]
     bubble: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _All:
-    """The estimates of a space, [layouts] each."""
-
-    seconds: Numbers
-    peak_bytes: Numbers
-    parts: dict[str, Numbers]
-
-
 class Estimator:
-    """Estimates all layouts of a space, and learns from plans."""
+    """Estimates all layouts of a space on a target, in its order."""
 
-    def __init__(self, step: Step, collective: SendTime, space: Sequence[Candidate]):
-        self.step, self.space = step, space
-        c = self._columns = Columns(space, step.model.layers)
-        form = c.form
-        kernels = np.column_stack([form, np.log2(c.tensor) / 4, np.log2(c.rows) / 8, np.log2(c.expert) / 4])
-        launched = np.column_stack([form, c.remats, c.tensor > 1, np.log2(c.virtual)]).astype(float)
-        self._state = state(step, c)
-        # The other stages wait for the deepest one.
-        self._bubble = 1 - (1 - np.array([bubble_of(one) for one in space])) / c.uneven
-        schedules = [[float(one.stages is not None and one.stages.schedule == name) for name in _SCHEDULES] for one in space]
-        self._matmuls = Factor(kernels, step.flops / c.devices / step.peak * (1 + _NARROW * (c.tensor - 1)))
-        # About a hundred kernels for a layer and a part of the batch, at a few microseconds each.
-        self._launch = Factor(launched, 5e-4 * step.layers * c.parts / c.stages)
-        self._again = {name: Portion(kernels) for name in AGAIN}
-        self._again_of = [name if name in AGAIN else "all" if KEPT.get(name) == 0 else "attention" for name in c.names]
-        self._idle = Factor(np.array(schedules), np.ones(len(space)))
-        self._traffic = Sum(moved(step, c), TRAFFIC, ROWS)
-        self._memory = Sum(held(step, c), MEMORY)
-        looped = (c.stages == 1) & (c.parts > 1)
-        hidden = np.column_stack([form, c.remats / 2, np.log2(c.tensor) / 4, looped]).astype(float)
-        # Plans without a pipeline say little of one with it. So no factor is common to all layouts.
-        linked = {name: np.column_stack([form, c.remats, c.stages == 1]) for name in LINKS}
-        # Whether gradients are added up once a step, or for each part of the batch.
-        linked["sums"] = np.column_stack([linked["sums"], np.where(looped, np.log2(c.parts), 0)])
-        linked["stage"] = np.column_stack([linked["stage"], np.log2(c.virtual), np.log2(c.stages) / 4])
-        links = link_seconds(step, collective, space, c, self._bubble)
-        self._links = {name: Factor(linked[name], links[name], 0.5, 10.0) for name in LINKS}
-        self._hidden = {name: Portion(hidden) for name in LINKS}
-        self._all: _All | None = None
+    def __init__(self, step: Step, target: Target, space: Sequence[Candidate]):
+        columns = Columns(space, step.layers)
+        self._seconds = _seconds(step, target, space, columns)
+        self._peak_bytes = _peak_bytes(step, columns)
+        self._bubble = columns.bubble
+        self._ratios: list[tuple[float, float]] = []
 
     @property
     def seconds(self) -> Numbers:
-        """Of a step with each layout, in the order of the space, corrected by all plans so far."""
-        return self._estimates().seconds
+        """The seconds of a step with each layout, on the scale of the plans."""
+        return self._seconds * _scale([seconds for seconds, _ in self._ratios])
 
     @property
     def peak_bytes(self) -> Numbers:
-        """Of a device with each layout, in the order of the space, corrected by all plans so far."""
-        return self._estimates().peak_bytes
+        """The bytes of a device with each layout, on the scale of the plans."""
+        return self._peak_bytes * _scale([peak for _, peak in self._ratios])
 
     def estimate(self, index: int) -> Estimate:
-        """The estimate of a layout by its index, corrected by all plans so far."""
-        found = self._estimates()
-        return Estimate(
-            seconds=float(found.seconds[index]),
-            peak_bytes=float(found.peak_bytes[index]),
-            parts={name: float(values[index]) for name, values in found.parts.items()},
-            bubble=float(self._bubble[index]),
-        )
+        """The estimate of a layout by its index."""
+        return Estimate(seconds=float(self.seconds[index]), peak_bytes=float(self.peak_bytes[index]), bubble=float(self._bubble[index]))
 
     def learn(self, index: int, plan: Answer) -> None:
-        """Takes a plan of this layout into account."""
-        self._all = None
-        self._memory.learn(index, plan.peak_bytes - float(self._state[index]))
-        if parts := plan.parts:
-            self._learn_kernels(index, parts)
-            busy = sum(seconds for name, seconds in parts.items() if name not in ("bubble", "exposed"))
-            links, exposed = (by_part(found or {}, self.space[index]) for found in (plan.links, plan.exposed))
-            for name, found in links.items():
-                self._links[name].learn(index, found)
-                if found > 0 and busy > 0:
-                    hidden = (found - exposed.get(name, 0.0)) / min(found, busy)
-                    expected = HIDDEN[name].share(self._columns, found / busy, self._full(plan.peak_bytes))[index]
-                    # A short time says little about what is hidden of a long one.
-                    self._hidden[name].learn(index, hidden, expected, min(1.0, 10 * found / plan.seconds))
+        """Takes the scale of a layout's plan into account."""
+        self._ratios.append((plan.seconds / float(self._seconds[index]), plan.peak_bytes / float(self._peak_bytes[index])))
 
-    def _learn_kernels(self, index: int, parts: Mapping[str, float]) -> None:
-        matmuls = parts.get("matmul", 0.0) + parts.get("attention", 0.0)
-        memory, launch, again = (parts.get(name, 0.0) for name in ("memory", "launch", "recompute"))
-        self._matmuls.learn(index, matmuls)
-        self._launch.learn(index, launch)
-        self._traffic.learn(index, memory * self.step.hbm)
-        if matmuls > 0:
-            name = self._again_of[self._columns.remat[index]]
-            self._again[name].learn(index, again / matmuls, AGAIN[name].share(memory / matmuls))
-        if bubble := float(self._bubble[index]):
-            self._idle.learn(index, parts.get("bubble", 0.0) / ((matmuls + memory + launch + again) * bubble / (1 - bubble)))
 
-    def _estimates(self) -> _All:
-        """The estimates, from the forms as they are now."""
-        if self._all is not None:
-            return self._all
-        matmuls, c = self._matmuls.values(), self._columns
-        memory = self._traffic.values() / self.step.hbm
-        shares = [self._again[name].values(AGAIN[name].share(memory / matmuls)) for name in self._again_of]
-        again = np.choose(c.remat, shares)
-        parts = {"matmuls": matmuls, "memory": memory, "recompute": matmuls * again, "launch": self._launch.values()}
-        busy = sum(parts.values(), np.zeros(len(self.space)))
-        parts["bubble"] = busy * self._bubble / (1 - self._bubble) * self._idle.values()
-        peak_bytes = self._state + self._memory.values()
-        full = self._full(peak_bytes)
-        for name, links in self._links.items():
-            taken = links.values()
-            hidden = self._hidden[name].values(HIDDEN[name].share(c, taken / busy, full))
-            parts[name] = taken - np.minimum(taken, busy) * hidden
-        self._all = _All(seconds=sum(parts.values(), np.zeros(len(self.space))), peak_bytes=peak_bytes, parts=parts)
-        return self._all
+def _scale(ratios: Sequence[float]) -> float:
+    return statistics.median(ratios) if ratios else 1.0
 
-    def _full(self, peak_bytes: Numbers | float) -> Numbers | float:
-        """How near to the limit of the memory a step is. There XLA gives up overlap to save memory."""
-        if self.step.memory is None:
-            return 0.0 * peak_bytes
-        return 2 * np.clip((peak_bytes / self.step.memory - _ROOMY) / (1 - _ROOMY), 0, 1)
+
+def _seconds(step: Step, target: Target, space: Sequence[Candidate], c: Columns) -> Numbers:
+    layers = step.layers or _LAYERS
+    matmuls = (1 + c.again) * step.flops / c.devices / (0.6 * target.chip.peak_flops("bf16"))
+    rows = step.layer_bytes * c.rows * c.parts / c.stages / c.tensor
+    weights = np.where(c.parts > 1, step.parameters * BYTES / c.model_split * c.parts, 0)
+    moved = (_READS + np.where(c.kept > 0, _KEPT_READS, 0)) * rows + _WEIGHT_READS * weights
+    launches = _LAUNCHES * layers * c.parts / c.stages
+    busy = matmuls + moved / (target.chip.hbm_gbs * 1e9) + launches
+    seconds = busy / (1 - c.bubble)
+    for name, links in link_seconds(step, target, space, c).items():
+        seconds = seconds + links - _HIDDEN[name] * np.minimum(links, busy)
+    return seconds
+
+
+def _peak_bytes(step: Step, c: Columns) -> Numbers:
+    layers = step.layers or _LAYERS
+    local, whole = step.parameters / c.split, step.parameters / c.model_split
+    inputs = step.layer_bytes * c.rows * c.in_flight / c.stages
+    # Arrays between two blocks of matmuls are whole on each device, unless the rules split the sequence there: the input of a layer, and
+    # of what it keeps, two more (Korthikanti et al., arXiv 2205.05198).
+    between = np.where(c.sequence, c.tensor, 1)
+    kept = c.kept * inputs / c.tensor + np.where(c.kept > 0, 2, 0) * inputs * (1 / between - 1 / c.tensor)
+    # Sums over the parts of a batch are there beside the gradients of a part.
+    gradients = np.where(c.whole, whole * (BYTES + 2 * WIDE), local * WIDE * np.where(c.parts > 1, 2, 1))
+    state = step.state_bytes / c.split / c.state * c.uneven + 5e8
+    one_layer = 4 * BYTES * whole * c.stages / layers + _WORK * step.layer_bytes / layers * c.rows / c.tensor
+    # The trainer computes logits in as many parts as make one of them at most 1 GiB.
+    logits = _LOGITS * np.minimum(step.logits_bytes * c.rows / c.tensor / c.stages, 2**30)
+    return state + gradients + inputs / between + kept + one_layer + logits
+
+
+def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Columns) -> dict[str, Numbers]:
+    """Seconds of the collectives of each layout, hidden ones included, by what they are for."""
+    layers = (step.layers or _LAYERS) / c.stages
+    weights = step.parameters * BYTES / c.model_split
+    rows = step.layer_bytes * c.rows * c.parts / c.stages
+    passes = np.where(c.whole, 1, c.parts * c.uneven)
+    # In a pipeline gradients are f32: they are summed over microbatches first.
+    wide = np.where(c.stages > 1, WIDE / BYTES, 1)
+    # Gathered for the forward and the backward pass, and the gradients scattered.
+    copies = np.where(c.layered | ((c.stages == 1) & (c.parts == 1)), 4, 3)
+    # Both directions in each tick, also where a stage idles.
+    ticks = c.parts * c.virtual / (1 - c.bubble)
+    kinds: dict[str, tuple[Callable[[Candidate], tuple[str, ...]], Numbers | float, Numbers]] = {
+        "gathers": (
+            lambda one: one.roles.weights,
+            copies * np.where(c.whole, 1, layers * passes),
+            copies * passes * weights * (c.weights - 1) / c.weights,
+        ),
+        "sums": (lambda one: one.roles.copies, 1.0, 2 * wide * weights / c.weights * (c.copies - 1) / c.copies),
+        # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward, and what is computed again.
+        "tensor": (lambda one: one.roles.tensor, 12 * layers * c.parts, 12 * rows * c.uneven * (c.tensor - 1) / c.tensor),
+        "stage": (
+            lambda one: () if one.stages is None else (one.stages.axis,),
+            2 * ticks,
+            np.where(c.virtual > 1, 5, 10) * ticks * step.layer_bytes / (step.layers or _LAYERS) * c.rows / c.tensor,
+        ),
+    }
+    start_and_rate = _collectives(target)
+    found: dict[str, Numbers] = {}
+    for name, (axes, count, num_bytes) in kinds.items():
+        is_ring = [name == "stage" or (name == "tensor" and one.roles.overlap) for one in space]
+        rates = np.array([start_and_rate(one.mesh, axes(one), ring) for one, ring in zip(space, is_ring, strict=True)])
+        found[name] = rates[:, 0] * count + rates[:, 1] * num_bytes
+    return found
+
+
+def _collectives(target: Target) -> Callable[[tuple[tuple[str, int], ...], tuple[str, ...], bool], tuple[float, float]]:
+    """A function to the seconds of a collective along axes of a mesh without any bytes, and for each byte that a device sends.
+
+    Its third argument says whether each device sends only to its neighbour along the axes.
+    """
+    network = Network(target=target, hosts=[device // target.per_host for device in range(target.num_devices)])
+
+    # Few meshes share a space.
+    @functools.cache
+    def start_and_rate(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], is_ring: bool) -> tuple[float, float]:
+        sizes = dict(mesh)
+        if math.prod(sizes.get(axis, 1) for axis in axes) == 1:
+            return 0.0, 0.0
+        group = group_of(sizes, axes, target.per_host)
+        groups = tuple(itertools.pairwise([*group, group[0]])) if is_ring else (group,)
+        start, gigabyte = (network.seconds(groups, sent) for sent in (0, 10**9))
+        return start, (gigabyte - start) / 1e9
+
+    return start_and_rate

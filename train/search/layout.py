@@ -1,61 +1,95 @@
-"""One layout of a run: mesh, rules, parts of the batch, recompute and pipeline.
-
-Imports no JAX.
-"""
+"""One layout of a run: mesh, rules, parts of the batch, recompute and pipeline, and what the rules make of the mesh's axes."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from jgt.pipeline.config import PipelineConfig
-
-STAGE = "stage"
+from jgt.rules import Rules, expand, match_input
+from jgt.rules.spec import axes_in, axes_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
-    """A pipeline. gather: whether weights become whole once a step or layer by layer."""
+class Roles:
+    """The roles that rules give to the axes of a mesh, read from their specs. Names of axes and of files mean nothing here.
 
-    schedule: str
-    virtual: int | None
-    microbatches: int
-    remat: str
-    gather: str
+    batch: the axes that split the batch. state: those that also split the optimizer's state, but no weights (ZeRO-1). weights: those that
+    also split weights, which are gathered for their use (ZeRO-3). experts: axes that hold experts. tensor: axes outside of the batch that
+    split weights where they are multiplied. others: the remaining axes that a spec names. sequence: whether the activations between blocks
+    are split along their second dim over an axis of `tensor`. overlap: whether matmuls hide the sends of one.
+    """
+
+    batch: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    sequence: bool = False
+    overlap: bool = False
 
     @classmethod
-    def of(cls, pipeline: PipelineConfig) -> Stages:
-        """The section `pipeline:` of a run."""
-        p = pipeline
-        return cls(schedule=p.schedule, virtual=p.virtual, microbatches=p.microbatches, remat=p.remat, gather=p.gather)
+    def of(cls, rules: Rules, stage: str) -> Roles:
+        """The roles of all axes that the rules name. stage: the axis along which a pipeline would have its stages, one of `others`."""
+        rule = match_input(rules, "batch/inputs", 2).rule
+        batch = () if rule is None else expand(rule.spec, 2)[0]
+        experts = {signal.experts.axis for signal in rules.signals if signal.experts}
+        overlap = {signal.overlap.axis for signal in rules.signals if signal.overlap}
+        optimizer = [*rules.optimizer, *(spec for signal in rules.signals for spec in signal.optimizer)]
+        in_state = {axis for spec in optimizer for axis in axes_in(spec.spec)}
+        in_weights = rules.axes_of_parameters() - {*experts, stage}
+        named = list(dict.fromkeys([*(axis for spec in rules.spec_rules() for axis in axes_in(spec.spec)), *experts, *overlap]))
+        weights = [axis for axis in batch if axis in in_weights]
+        state = [axis for axis in batch if axis in in_state and axis not in (*weights, *experts)]
+        tensor = [axis for axis in named if axis in in_weights and axis not in batch]
+        # [batch, seq, embed]
+        outs = [signal.out.spec for signal in rules.signals if signal.out is not None]
+        along = {axis for spec in outs if len(spec) > 1 and ... not in spec[:2] for axis in axes_of(spec[1])}
+        return cls(
+            batch=batch,
+            state=tuple(state),
+            weights=tuple(weights),
+            experts=tuple(axis for axis in named if axis in experts),
+            tensor=tuple(tensor),
+            others=tuple(axis for axis in named if axis not in (*batch, *tensor, *experts)),
+            sequence=not along.isdisjoint(tensor),
+            overlap=not overlap.isdisjoint(tensor),
+        )
 
     @property
-    def text(self) -> str:
-        """Such as `interleaved 2 x 16, layer`."""
-        chunks = "" if self.virtual is None else f" {self.virtual}"
-        remat = "" if self.remat == "none" else f", {self.remat}"
-        return f"{self.schedule}{chunks} x {self.microbatches}{remat}{', gather layer' if self.gather == 'layer' else ''}"
+    def copies(self) -> tuple[str, ...]:
+        """The axes of the batch along which each device has all weights that its neighbour has."""
+        return tuple(axis for axis in self.batch if axis not in (*self.weights, *self.experts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One layout. mesh: axes outermost first. rules: `jgt:fsdp`, or None for the rules of the run's file. remat: None for the file's.
 
-    batch_axes: the axes that split the batch. rows: the rows of the batch that a device computes at once.
+    rows: the rows of the batch that a device computes at once.
     """
 
     mesh: tuple[tuple[str, int], ...]
     rules: str | None
-    batch_axes: tuple[str, ...]
+    roles: Roles
     accumulate: int
     rows: int
     remat: str | None
-    stages: Stages | None = None
+    stages: PipelineConfig | None = None
+
+    def size(self, axes: Iterable[str]) -> int:
+        """The number of devices along some axes together."""
+        sizes = dict(self.mesh)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The mesh as a mapping."""
-        return dict(self.mesh)
+    def num_stages(self) -> int:
+        """1 without a pipeline."""
+        return 1 if self.stages is None else self.size([self.stages.axis])
 
     @property
     def parts(self) -> int:
@@ -63,59 +97,44 @@ class Candidate:
         return self.accumulate if self.stages is None else self.stages.microbatches
 
     @property
+    def rows_at_once(self) -> int:
+        """The rows of the batch that all devices compute at once."""
+        return self.size(self.roles.batch) * self.rows
+
+    @property
     def overrides(self) -> list[str]:
         """The layout as assignments of a command line, which `load` takes."""
-        found = [f"mesh={{{', '.join(f'{axis}: {size}' for axis, size in self.mesh)}}}", f"train.accumulate={self.accumulate}"]
-        if self.rules is not None:
-            found.append(f"rules={self.rules}")
-        if self.remat is not None:
-            found.append(f"train.remat={self.remat}")
-        if (s := self.stages) is not None:
-            values = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, "remat": s.remat}
-            values |= {} if s.virtual is None else {"virtual": s.virtual}
-            values |= {"gather": s.gather}
-            found.append(f"pipeline={{{', '.join(f'{key}: {value}' for key, value in values.items())}}}")
-        return found
+        sections = self.to_document()
+        train = {f"train.{key}": value for key, value in sections.pop("train").items()}
+        # JSON is YAML.
+        return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in {**sections, **train}.items()]
 
     def to_document(self) -> dict[str, Any]:
         """The layout as the sections of a run's file."""
-        train: dict[str, Any] = {"accumulate": self.accumulate}
-        found: dict[str, Any] = {"mesh": self.sizes}
-        if self.rules is not None:
-            found["rules"] = self.rules
-        if (s := self.stages) is not None:
-            virtual = {} if s.virtual is None else {"virtual": s.virtual}
-            pipeline = {"signal": "layers", "axis": STAGE, "schedule": s.schedule, "microbatches": s.microbatches, **virtual}
-            found["pipeline"] = {**pipeline, "remat": s.remat, "gather": s.gather}
-        if self.remat is not None:
-            train["remat"] = self.remat
-        return {**found, "train": train}
+        rules = {} if self.rules is None else {"rules": self.rules}
+        pipeline: dict[str, Any] = {}
+        if self.stages is not None:
+            keys = ("signal", "axis", "schedule", "microbatches", "virtual", "remat", "gather")
+            pipeline = {"pipeline": {key: value for key in keys if (value := getattr(self.stages, key)) is not None}}
+        remat = {} if self.remat is None else {"remat": self.remat}
+        return {"mesh": dict(self.mesh), **rules, **pipeline, "train": {"accumulate": self.accumulate, **remat}}
 
     @property
-    def mesh_text(self) -> str:
-        """Such as `fsdp 8 x tensor 4`; axes of size 1 are left out."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
+    def text(self) -> str:
+        """The layout in one line; axes of size 1 are left out."""
+        rules = "" if self.rules is None else f"{self.rules.removeprefix('jgt:')}: "
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh if size > 1) or "1 device"
+        stages = "" if self.stages is None else f", {_pipeline_text(self.stages)}"
+        parts = f" x {self.accumulate}" if self.accumulate > 1 else ""
+        remat = "" if self.remat in (None, "none") and self.stages else f", remat {self.remat or 'as set'}"
+        return f"{rules}{mesh}{stages}, rows {self.rows}{parts}{remat}"
 
 
-def simplicity(candidate: Candidate) -> tuple[object, ...]:
-    """Layouts that need little memory and few collectives come first."""
-    sizes = candidate.sizes
-    split = sizes.get("fsdp", 1) * sizes.get("tensor", 1) * sizes.get("expert", 1)
-    # A loop needs a second plan, without the loop.
-    is_looped = candidate.accumulate > 1
-    return (candidate.stages is not None, is_looped, candidate.remat not in ("block", None), -split, sizes.get("tensor", 1), candidate.rows)
-
-
-def kind_of(candidate: Candidate) -> tuple[object, ...]:
-    """Layouts of one kind have programs of one form."""
-    sizes, stages = candidate.sizes, candidate.stages
-    return (sizes.get("tensor", 1) > 1, candidate.remat, None if stages is None else stages.remat)
-
-
-def form_of(candidate: Candidate) -> tuple[object, ...]:
-    """Of layouts of one form, only sizes differ."""
-    s = candidate.stages
-    return (candidate.rules, candidate.remat, None if s is None else (s.schedule, s.remat, s.gather))
+def _pipeline_text(p: PipelineConfig) -> str:
+    """Text such as `interleaved 2 x 16, layer`."""
+    chunks = "" if p.virtual is None else f" {p.virtual}"
+    remat = "" if p.remat == "none" else f", {p.remat}"
+    return f"{p.schedule}{chunks} x {p.microbatches}{remat}{', gather layer' if p.gather == 'layer' else ''}"
 
 
 def num_changes(one: Candidate, other: Candidate) -> int:
@@ -128,12 +147,3 @@ def num_changes(one: Candidate, other: Candidate) -> int:
         return (frozenset(pair for pair in c.mesh if pair[1] > 1), c.rules, c.rows, c.remat, *pipeline)
 
     return sum(a != b for a, b in zip(things(one), things(other), strict=True))
-
-
-def layout_text(candidate: Candidate) -> str:
-    """A layout in one line."""
-    rules = "" if candidate.rules is None else f"{candidate.rules.removeprefix('jgt:')}: "
-    stages = "" if candidate.stages is None else f", {candidate.stages.text}"
-    parts = f" x {candidate.accumulate}" if candidate.accumulate > 1 else ""
-    remat = "" if candidate.remat in (None, "none") and candidate.stages else f", remat {candidate.remat or 'as set'}"
-    return f"{rules}{candidate.mesh_text}{stages}, rows {candidate.rows}{parts}{remat}"

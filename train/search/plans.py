@@ -1,7 +1,7 @@
-"""Plans of candidates, made in processes of their own, and remembered.
+"""Plans of layouts, made in other processes, and remembered.
 
-A plan takes seconds and most of a core. Workers (`train/plan/worker.py`) compile side by side, while the searching process imports no JAX
-and can answer a Ctrl-C. A worker that dies takes only its plan with it.
+A plan takes seconds and most of a core. So processes plan side by side, while the searching process can answer a Ctrl-C, and one that dies
+takes only its plan with it. What makes a plan is a function that the search is given: this room knows the question and the answer.
 
 A plan is stored by everything that it depends on: the resolved run, the target, the flags, the versions of JAX and the code of jgt.
 """
@@ -13,72 +13,60 @@ import contextlib
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jgt
 from jgt.document import InputError
-from jgt.hardware.chip import Target, parse_target
+from jgt.hardware import Target
+from jgt.trainer import trainer
 
 from ..code.files import read_code
-from ..compiled.programs import default_folder
 from ..config import load
 
 WORKERS = 2
-_PLANS, _GROWN = 6, 1e9
-"""A worker makes this many plans, or grows to this many bytes, before another takes its place: XLA does not give all memory back."""
-
-_WORKER = "from jgt.trainer import trainer; trainer('plan.worker').serve()"
-_T = TypeVar("_T")
+_PLANS = 6
+"""A process makes this many plans before another takes its place: XLA does not give all memory back."""
 _DIED = "the process that planned this layout died; it may have run out of memory"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A run's file with overrides, on a target, as `parse_target` reads it. devices: of the target."""
+    """A run's file with overrides, on a target. code: the files of the user's own code."""
 
     config: str
     overrides: tuple[str, ...]
     code: tuple[str, ...]
-    target: str
-    devices: int
-    chip: str | None = None
-    changes: tuple[str, ...] = ()
+    target: Target
 
     @classmethod
     def on(cls, target: Target, config: str, overrides: Sequence[str], code: Sequence[str]) -> Question:
         """A run on a target, without a pipeline: what each layout of a search changes."""
-        return cls(
-            config=config,
-            overrides=(*overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}"),
-            code=tuple(code),
-            target=target.text.partition(" ")[0],
-            devices=target.num_devices,
-            chip=target.file,
-            changes=target.changes,
-        )
+        overrides = (*overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}")
+        return cls(config=config, overrides=overrides, code=tuple(code), target=target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a search needs of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
+    """The figures of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
-    parameters: their number, on all devices together. activations: what the forward pass leaves for the backward pass. exposed: seconds of
-    waiting, by axes. sent: bytes by axes. links: seconds of all collectives, by axes. parts: the seconds by what they are spent on, as in a
-    plan's `parts_ms`.
+    parameters: the number of parameters on all devices together. activations: what the forward pass leaves for the backward pass. exposed:
+    seconds of waiting, by axes. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
     """
 
     seconds: float = 0.0
     peak_bytes: int = 0
     args_bytes: int = 0
-    gradient_bytes: int = 0
     activations: int = 0
     fits: bool = False
     flops: float = 0.0
@@ -86,12 +74,15 @@ class Answer:
     parameter_bytes: int = 0
     parameters: int = 0
     exposed: dict[str, float] | None = None
-    sent: dict[str, int] | None = None
-    links: dict[str, float] | None = None
     parts: dict[str, float] | None = None
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    took: float = 0.0
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Answer:
+        """An answer from JSON, which has lists for tuples. Raises TypeError for other keys."""
+        tuples: dict[str, Any] = {key: tuple(values.get(key, ())) for key in ("warnings", "problems")}
+        return cls(**{**values, **tuples})
 
     @property
     def is_usable(self) -> bool:
@@ -99,18 +90,23 @@ class Answer:
         return not self.problems and self.fits
 
 
-class Plans:
-    """Plans made by worker processes. folder: where they are stored; None stores none."""
+MakePlan = Callable[[Question], Answer]
+"""Answers a question, in another process. It is a function of a module, by whose name the process finds it."""
 
-    def __init__(self, folder: Path | None, workers: int = WORKERS):
-        self._folder = folder
+
+class Plans:
+    """Plans made by `make`. folder: where they are stored; None stores none."""
+
+    def __init__(self, make: MakePlan, folder: Path | None, workers: int = WORKERS):
+        self._make, self._folder = make, folder
         self.workers = max(1, min(workers, os.cpu_count() or 1))
-        self._threads = concurrent.futures.ThreadPoolExecutor(self.workers)
-        # A worker belongs to the thread that speaks to it.
+        # Each thread has one process, whose death does not take the other's plan with it. Processes inherit the signals that a
+        # thread blocks: Ctrl-C is for the searching process, and a pipe to a process that was killed must not end it.
+        block = (signal.SIG_BLOCK, [signal.SIGINT, signal.SIGPIPE])
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, initializer=signal.pthread_sigmask, initargs=block)
         self._local = threading.local()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._asked: list[concurrent.futures.Future[Answer]] = []
         self._is_closed = False
-        self.num_made = 0
         self.num_found = 0
 
     def ask(self, question: Question) -> concurrent.futures.Future[Answer]:
@@ -121,81 +117,80 @@ class Plans:
             done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
             done.set_result(stored)
             return done
-        self.num_made += 1
-        return self._threads.submit(self._made, question, path)
+        self._asked.append(self._threads.submit(self._plan, question, path))
+        return self._asked[-1]
 
     def close(self) -> None:
-        """Ends the workers at once, also in the middle of a plan."""
+        """Ends the processes at once, also in the middle of a plan."""
         self._is_closed = True
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for process in self._processes:
-            process.communicate()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while True:
+            for process in multiprocessing.active_children():
+                process.kill()
+            if all(one.done() for one in self._asked):
+                return
+            # A thread may have begun a process meanwhile.
+            time.sleep(0.05)
 
-    def _made(self, question: Question, path: Path | None) -> Answer:
-        process = self._worker()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            print(json.dumps(asdict(question)), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-        except (OSError, ValueError):
-            line = ""
-        if not line:
-            process.kill()
-            self._local.process = None
+    def _plan(self, question: Question, path: Path | None) -> Answer:
+        if self._is_closed:
             return Answer(problems=(_DIED,))
-        values, self._local.peak = json.loads(line)
-        found = from_json(Answer, values)
+        local = self._local
+        if getattr(local, "pool", None) is None or local.count == _PLANS:
+            local.pool, local.count = _process(), 0
+        local.count += 1
+        try:
+            found = local.pool.submit(_call, self._make, question).result()
+        except BrokenProcessPool:
+            local.pool = None
+            return Answer(problems=(_DIED,))
         if path is not None and not found.problems:
             _write(path, found)
         return found
-
-    def _worker(self) -> subprocess.Popen[str]:
-        """This thread's worker; a new one after some plans, or if it has grown or died."""
-        process = getattr(self._local, "process", None)
-        if process is not None and self._local.plans < _PLANS and self._local.peak < _GROWN and process.poll() is None:
-            self._local.plans += 1
-            return process
-        if process is not None:
-            process.kill()
-        command = [sys.executable, "-c", _WORKER]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self._processes.append(process)
-        self._local.process, self._local.plans, self._local.peak = process, 1, 0
-        if self._is_closed:
-            process.kill()
-        return process
 
     def _path(self, question: Question) -> Path | None:
         if self._folder is None:
             return None
         with contextlib.suppress(InputError):
             run = load(question.config, question.overrides, code=read_code(question.code))
-            chip = asdict(parse_target(question.target, question.chip, question.changes).chip)
-            parts = [run.resolved(), run.code.checksum, question.target, chip, question.devices, _versions()]
+            target = question.target
+            parts = [run.resolved(), run.code.checksum, target.text, asdict(target.chip), target.num_devices, _versions()]
             key = json.dumps(parts, sort_keys=True, default=str)
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         return None
 
 
+def in_process(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Calls a function of a module in a new process. Raises what it raises, and RuntimeError if the process dies."""
+    try:
+        with _process() as process:
+            return process.submit(_call, function, *arguments).result()
+    except BrokenProcessPool:
+        raise RuntimeError("its process died") from None
+
+
+def _process() -> concurrent.futures.ProcessPoolExecutor:
+    """A process that calls functions of the trainer. It starts afresh, because JAX cannot be forked, and has to find the trainer first."""
+    return concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=trainer)
+
+
+def _call(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Calls a function whose libraries write what they like to stdout and stderr."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    return function(*arguments)
+
+
 def plans_folder() -> Path:
     """The user's folder of stored plans: `$XDG_CACHE_HOME/jgt/plans`, or `~/.cache/jgt/plans`."""
-    return _user_cache() / "plans"
-
-
-def chips_folder() -> Path:
-    """The user's folder of measured chips, beside the plans: one for each kind of CPU."""
-    return _user_cache() / "chips" / default_folder().name
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt" / "plans"
 
 
 def _read(path: Path) -> Answer | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return from_json(Answer, json.loads(path.read_text()))
+        return Answer.of_json(json.loads(path.read_text()))
     return None
 
 
@@ -208,20 +203,11 @@ def _write(path: Path, found: Answer) -> None:
         draft.replace(path)
 
 
-def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A dataclass of plain fields, from JSON that has lists for its tuples."""
-    return kind(**{key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value for key, value in values.items()})
-
-
 @functools.cache
 def _versions() -> list[str]:
     """JAX's versions, and the code of jgt and of the trainer."""
     text = hashlib.sha256()
     for package in (Path(jgt.__file__).parent, Path(__file__).parents[1]):
-        for file in _sources(package):
+        for file in sorted(file for kind in ("*.py", "*.yaml") for file in package.rglob(kind)):
             text.update(file.read_bytes())
     return [metadata.version("jax"), metadata.version("jaxlib"), text.hexdigest()]
-
-
-def _sources(package: Path) -> Iterator[Path]:
-    yield from sorted(file for kind in ("*.py", "*.yaml") for file in package.rglob(kind))

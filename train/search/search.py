@@ -1,8 +1,8 @@
-"""The search: estimate all layouts, plan the most promising, learn from the plan, and begin again.
+"""The search: estimate all layouts, plan the most promising one, and begin again.
 
-The first plans are of different kinds of layouts, so that each kind has been compiled once before the estimates decide. Then whatever
-should be fastest is planned next, until nothing is left that should be faster than what was found, or until the time is over. So the
-answer is always a plan of the real program, and estimates only say in which order to look.
+Layouts are planned in the order of their estimates. Every other one is the most promising neighbour of the best plan so far, which differs
+from it in one thing, because a plan knows more than an estimate. The search ends after some plans in a row that are not faster, or when the
+time is over. So the answer is always a plan of the real program, and estimates only say in which order to look.
 
 Invariant: a search that is interrupted has the best layout of all plans that were ready.
 """
@@ -10,7 +10,6 @@ Invariant: a search that is interrupted has the best layout of all plans that we
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -20,28 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target
+from jgt.hardware import Target
 
-from .estimate import Estimate, Estimator
-from .layout import STAGE, Candidate, form_of, kind_of, layout_text, num_changes, simplicity
+from ..models.config import ModelConfig, OwnModel
+from .estimate import Estimate, Estimator, Step, usable_bytes
+from .layout import Candidate, num_changes
 from .plans import Answer, Plans, Question
-from .step import Shape, Step, rows_at_once, send_time
 
-_MARGIN = 1.25
-"""A layout is planned if its estimated peak is at most this many times the memory: estimates are wrong, too."""
-_GAIN = 1.02
-"""A search ends where no estimate is shorter than the best plan by less than this."""
-_NEW = 1.3
-"""A kind of layout that has no plan yet is planned if its estimate is at most this many times the best."""
-_NEAR = 1.12
-"""At the end, layouts are planned whose estimate is at most this many times the best plan."""
 _FIRST, _REFUSED = 6, 2
-"""So many layouts are tried for the first plan, which needs to compile and not to fit. A size of an axis is given up after so many
-refused layouts, if none with it has compiled: it does not divide what it would split."""
-_EXTRA, _FASTER = 0.4, 0.995
-"""A search also plans layouts that should be a little slower, because estimates of layouts that differ by little are often in the wrong
-order. It ends after so many of them, as a share of the other plans, that did not bring the best below this share of its seconds."""
-_POLL = 0.5
+"""_FIRST: how many layouts to try until one compiles. _REFUSED: an axis size is dropped after this many refusals without a success."""
+_PATIENCE, _FASTER = 14, 0.995
+"""The search ends after _PATIENCE plans in a row of which none has brought the best below _FASTER of its seconds."""
+_NOTABLE, _POLL = 0.01, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +41,43 @@ class Try:
     plan: Answer
     estimate: Estimate | None
 
+    def why_slower(self, best: Try) -> str:
+        """The largest part of the difference to the best plan: `+9%: waits 4.9 s for tensor, the best 0`."""
+        mine, its = self.plan, best.plan
+        differences: list[tuple[float, str]] = []
+        for axes in {*(mine.exposed or {}), *(its.exposed or {})}:
+            here, there = ((p.exposed or {}).get(axes, 0.0) for p in (mine, its))
+            differences.append((here - there, f"waits {here:.2g} s for {axes}, the best {there:.2g}"))
+        compute = [p.seconds - sum((p.exposed or {}).values()) for p in (mine, its)]
+        work = mine.flops / its.flops - 1 if its.flops else 0.0
+        what = f"computes {work:.0%} more" if work > _NOTABLE else "its kernels are slower"
+        _, text = max([*differences, (compute[0] - compute[1], what)])
+        return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
+
 
 @dataclass(kw_only=True)
 class LayoutSearch:
-    """A search over the layouts of one run on one target.
+    """A search over the layouts of one run.
 
     question: the run, without overrides of its layout. begin: the index of a layout to plan early, such as the one that the run's file has.
-    model: what is known of it. say: prints a line of progress. top: the number of plans that fit which the answer should have at least.
+    model: the run's section `model:`. say: prints a line of progress. top: the number of plans that fit which the answer should have at
+    least.
     """
 
     question: Question
-    target: Target
     space: Sequence[Candidate]
     plans: Plans
     seconds: float
     top: int
     say: Callable[[str], None]
+    model: ModelConfig | OwnModel
     begin: int | None = None
-    model: Shape = field(default_factory=Shape)
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
-    _estimator: Estimator | None = None
-    _extra: int = 0
+    step: Step | None = None
+    estimator: Estimator | None = None
+    _without_gain: int = 0
     _pending: deque[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(
         default_factory=deque[tuple[int, "concurrent.futures.Future[Answer]", Estimate]]
     )
@@ -97,6 +100,11 @@ class LayoutSearch:
             self.plans.close()
 
     @property
+    def target(self) -> Target:
+        """The devices that the layouts are for."""
+        return self.question.target
+
+    @property
     def best(self) -> Try | None:
         """The fastest plan that fits."""
         return next(iter(self.ranked()), None)
@@ -105,71 +113,58 @@ class LayoutSearch:
         """The plans that fit, the fastest first."""
         return sorted((t for t in self.tries if t.plan.is_usable), key=lambda t: t.plan.seconds)
 
-    @property
-    def estimator(self) -> Estimator | None:
-        """What estimates layouts; None before the first plan."""
-        return self._estimator
-
     def pruned(self) -> dict[str, int]:
-        """How many layouts were not planned, by reason."""
-        if (estimator := self._estimator) is None:
+        """The numbers of layouts that were not planned, by reason."""
+        if self.estimator is None:
             return {}
-        best = math.inf if self.best is None else self.best.plan.seconds
-        is_refused, is_open = self._refused(), self._open()
-        is_slower = estimator.seconds * _GAIN >= best
-        small = self._may_fit()
+        is_refused, is_open, may_fit = self._refused(), self._open(), self._may_fit()
         found = {
             "of sizes that were refused": is_refused,
-            "too large for the memory, by estimate": is_open & ~small,
-            "slower than the best, by estimate": is_open & small & is_slower,
-            "not reached": is_open & small & ~is_slower,
+            "too large for the memory, by estimate": is_open & ~may_fit,
+            "less promising, by estimate": is_open & may_fit,
         }
         return {reason: int(count) for reason, these in found.items() if (count := np.count_nonzero(these))}
 
     # -- steps ------------------------------------------------------------------------------------------------------------
 
     def _first(self) -> None:
-        """The first plan, of a layout that needs little memory and is likely to compile: what any step of this model has."""
+        """The first plan, of a layout that needs little memory and is likely to compile, says what any step of this model has.
+
+        It is a plan of one part of the batch as if that were the whole: a plan does not know what a loop over parts keeps inside.
+        """
         problems: list[str] = []
-        for index in sorted(range(len(self.space)), key=lambda index: simplicity(self.space[index]))[:_FIRST]:
-            asked = self.ask(index)
-            whole = self._ask_without_parts(self.space[index]) if self.space[index].accumulate > 1 else asked
-            plan, step = asked.result(), whole.result()
-            if not plan.problems and not step.problems:
-                self._estimator = Estimator(Step.of(self.space[index], step, self.target, self.model), send_time(self.target), self.space)
-                self._take(index, plan, None)
+        for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
+            one = self.space[index]
+            part = [*one.overrides, "train.accumulate=1", f"train.batch={one.rows_at_once}"]
+            plan = (self.ask(index) if one.accumulate == 1 else self.plans.ask(self._question(part))).result()
+            if not plan.problems:
+                self.step = Step.of(one, plan, one.accumulate, self.model)
+                self.estimator = Estimator(self.step, self.target, self.space)
+                if one.accumulate == 1:
+                    self._take(index, plan, None)
                 return
-            problems += plan.problems or step.problems
+            problems += plan.problems
         raise InputError(list(dict.fromkeys(problems)))
 
-    def _ask_without_parts(self, candidate: Candidate) -> concurrent.futures.Future[Answer]:
-        """The plan of one part of the batch as if it were the whole. A plan does not know what a loop over parts keeps inside."""
-        overrides = [*candidate.overrides, "train.accumulate=1", f"train.batch={rows_at_once(candidate)}"]
-        return self.plans.ask(self._question(overrides))
-
     def _rest(self) -> None:
-        assert self._estimator is not None
+        assert self.estimator is not None
         while True:
             # One more than there are workers, so that none of them waits for an older plan.
             while not self._is_late and len(self._pending) <= self.plans.workers:
                 if (index := self._next()) is None:
                     break
-                self._pending.append((index, self.ask(index), self._estimator.estimate(index)))
+                self._pending.append((index, self.ask(index), self.estimator.estimate(index)))
             if not self._pending:
                 return
             concurrent.futures.wait([self._pending[0][1]], timeout=_POLL)
-            self._take_ready()
+            # In the order of the questions and one before each decision, so that a search whose plans are stored decides the same again.
+            while self._pending and self._pending[0][1].done():
+                index, plan, estimate = self._pending.popleft()
+                self._take(index, plan.result(), estimate)
+                if not self._is_late:
+                    break
             if self._is_late and self._pending:
                 self.say(f"{self.seconds:g} s are over: {len(self._pending)} plans were not ready")
-                return
-
-    def _take_ready(self) -> None:
-        """Takes plans in the order of their questions, so that a search whose plans are stored makes the same decisions again."""
-        while self._pending and self._pending[0][1].done():
-            index, plan, estimate = self._pending.popleft()
-            self._take(index, plan.result(), estimate)
-            # The next decision follows each plan, even if more are ready. Without time for another, all of them count.
-            if not self._is_late:
                 return
 
     @property
@@ -178,42 +173,17 @@ class LayoutSearch:
 
     def _next(self) -> int | None:
         """The index of the layout to plan next; None if no other is worth it."""
-        assert self._estimator is not None
+        assert self.estimator is not None
         if self.begin is not None and self.begin not in self._asked:
             return self.begin
-        seconds, best = self._estimator.seconds, self.best
-        open_ones = np.flatnonzero(self._open() & self._may_fit())
-        if not len(open_ones):
+        if self._without_gain >= _PATIENCE and len(self.ranked()) >= self.top:
             return None
-        open_ones = open_ones[np.argsort(seconds[open_ones], kind="stable")]
-        found = int(open_ones[0])
-        limit = seconds[found] if best is None else min(seconds[found], best.plan.seconds)
-        known = {kind_of(one) for one in self._seen}
-        # A kind that nobody has compiled may be better than its estimate, but not by any factor.
-        for index in open_ones[seconds[open_ones] < _NEW * limit]:
-            if kind_of(self.space[index]) not in known:
-                return int(index)
-        if best is None or len(self.ranked()) < self.top or seconds[found] * _GAIN < best.plan.seconds:
-            return found
-        return self._near(open_ones[seconds[open_ones] < _NEAR * best.plan.seconds], best)
-
-    def _near(self, indices: npt.NDArray[np.intp], best: Try) -> int | None:
-        """What to plan of layouts that should be a little slower than the best, the fastest first; None after enough of them."""
-        # An estimate that is a little wrong may hide a better layout next to the best one.
-        if (found := next((i for i in indices if num_changes(self.space[i], best.candidate) == 1), None)) is not None:
-            return int(found)
-        if self._extra >= _EXTRA * (len(self.tries) - self._extra):
-            return None
-        self._extra += 1
-        # The forms with the fewest times are the most likely to surprise. A layout that did not fit has none.
-        unusable = {one.candidate for one in self.tries if not one.plan.is_usable}
-        planned = Counter(form_of(one) for one in self._seen if one not in unusable)
-        return min(map(int, indices), key=lambda i: planned[form_of(self.space[i])], default=None)
-
-    @property
-    def _seen(self) -> list[Candidate]:
-        """The layouts that have a plan, or will have."""
-        return [*(one.candidate for one in self.tries), *(self.space[index] for index, _, _ in self._pending)]
+        indices = np.flatnonzero(self._open() & self._may_fit())
+        indices = indices[np.argsort(self.estimator.seconds[indices], kind="stable")]
+        if len(self._asked) % 2 and (best := self.best) is not None:
+            neighbours = (index for index in indices if num_changes(self.space[index], best.candidate) == 1)
+            return int(next(neighbours, indices[0])) if len(indices) else None
+        return int(indices[0]) if len(indices) else None
 
     def _open(self) -> npt.NDArray[np.bool_]:
         """Whether each layout is still to be planned."""
@@ -227,10 +197,9 @@ class LayoutSearch:
         return np.array([index not in self._asked and not bad.isdisjoint(one.mesh) for index, one in enumerate(self.space)])
 
     def _may_fit(self) -> npt.NDArray[np.bool_]:
-        """Whether the estimate of each layout fits, with a margin."""
-        assert self._estimator is not None
-        memory = self._estimator.step.memory
-        return np.ones(len(self.space), bool) if memory is None else self._estimator.peak_bytes <= _MARGIN * memory
+        """Whether each layout fits, by estimate."""
+        assert self.estimator is not None
+        return self.estimator.peak_bytes <= usable_bytes(self.target)
 
     def ask(self, index: int) -> concurrent.futures.Future[Answer]:
         """Asks for the plan of a layout by its index."""
@@ -241,19 +210,27 @@ class LayoutSearch:
         return replace(self.question, overrides=(*self.question.overrides, *overrides))
 
     def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
-        assert self._estimator is not None
+        assert self.estimator is not None
         candidate, best = self.space[index], self.best
         self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
-        if plan.is_usable and (best is None or plan.seconds < _FASTER * best.plan.seconds):
-            self._extra = 0
-        # The dims of a model do not divide by every size. The space has only numbers of stages that its layers allow.
-        sizes = [(axis, size) for axis, size in candidate.mesh if axis not in (*candidate.batch_axes, STAGE)]
+        # The dims of a model do not divide by every size. The space has only numbers of rows and of stages that are possible.
+        possible = (*candidate.roles.batch, *([] if candidate.stages is None else [candidate.stages.axis]))
+        sizes = [(axis, size) for axis, size in candidate.mesh if axis not in possible]
         if plan.problems:
             self._refusals.update(sizes)
         else:
             self._compiled.update(sizes)
-            self._estimator.learn(index, plan)
-        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {layout_text(candidate)}")
+            self.estimator.learn(index, plan)
+            is_faster = plan.is_usable and (best is None or plan.seconds < _FASTER * best.plan.seconds)
+            self._without_gain = 0 if is_faster or best is None else self._without_gain + 1
+        self.say(f"[{time.monotonic() - self.started:4.0f} s] {len(self.tries):3}  {_outcome(plan):24} {candidate.text}")
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Layouts that need little memory and few collectives come first."""
+    roles, tensor = candidate.roles, candidate.size(candidate.roles.tensor)
+    split = candidate.size((*roles.weights, *roles.tensor, *roles.experts))
+    return (candidate.stages is not None, candidate.accumulate > 1, candidate.remat not in ("block", None), -split, tensor, candidate.rows)
 
 
 def _outcome(plan: Answer) -> str:

@@ -6,8 +6,6 @@
 A key that the file or the command line sets stays as it is, and `null` frees a key that the file sets: `mesh=null`. Model, batch, optimizer
 and data are never touched. Rules that the file names stay, and their axes are then the axes of the mesh. Without rules, the shipped ones
 are candidates.
-
-Imports no JAX.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from pathlib import Path
 
 from jgt.document import InputError, Node, collect, locate, override, read
 from jgt.mesh.sizes import read_sizes
-from jgt.rules import SHIPPED_RULES, Rules, expand, match_input, rules_from_node
-from jgt.rules.spec import axes_in
+from jgt.pipeline.config import PipelineConfig
+from jgt.rules import SHIPPED_RULES, Rules, rules_from_node
 from jgt.schedule.schedules import TRIED
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
-from .layout import STAGE, Candidate, Stages
+from .layout import Candidate, Roles
 
 LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
 """The keys that are a layout."""
-SHIPPED = ("fsdp", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
-"""The shipped rules that a search tries. The others are special cases of these."""
+SHIPPED = ("fsdp", "replicated", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
+"""The shipped rules that a search tries, the simplest first: of layouts with the same program, the first one counts."""
 MOST_ROWS = 16
 """The most rows that a device computes at once. With more, matmuls are not faster, and activations are larger."""
 RECOMPUTE = ("matmuls", "block", "none")
@@ -42,13 +40,15 @@ class Open:
     """A run whose layout is open, and what of the layout is set.
 
     run: without mesh, rules and pipeline. mesh: the sizes that are set, by axis. axes: the only axes there may be; None if a size is -1 or
-    there is no mesh. rules: the run's own. remat, accumulate: None if they are open. given: the keys of the layout that are set.
+    there is no mesh. rules: the run's own. stage: the axis that the run's file gives to its pipeline. remat, accumulate: None if they are
+    open. given: the keys of the layout that are set.
     """
 
     run: Run
     mesh: Mapping[str, int]
     axes: tuple[str, ...] | None
     rules: Rules | None
+    stage: str
     remat: str | None
     accumulate: int | None
     given: tuple[str, ...]
@@ -57,6 +57,7 @@ class Open:
     def read(cls, config: str, overrides: Sequence[str], code: Code, free: Collection[str] = ()) -> Open:
         """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
         root, problems = read(locate(config)), list[str]()
+        stage = root.find("pipeline.axis").value
         for assignment in overrides:
             with collect(problems):
                 root = override(root, assignment)
@@ -85,6 +86,7 @@ class Open:
             # A mesh without a -1 has no room for another axis.
             axes=None if mesh is None or -1 in sizes.values() else tuple(sizes),
             rules=rules,
+            stage=stage if isinstance(stage, str) else PipelineConfig.axis,
             remat=None if remat in (None, "auto") else str(remat),
             accumulate=accumulate,
             given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
@@ -98,25 +100,26 @@ def _given_sizes(root: Node) -> dict[str, int]:
     return {axis: node.value for axis, node in axes.items() if isinstance(node.value, int) and node.where.startswith("command line")}
 
 
-def rules_of(fixed: Open) -> dict[str | None, Rules]:
-    """The rules to try by their name: the run's own, under None, or the shipped ones."""
+def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
+    """The rules to try with their name, the roles of their axes and the axis of a pipeline: the run's own rules, or the shipped ones."""
     if fixed.rules is not None:
-        return {None: fixed.rules}
+        yield None, fixed.rules, Roles.of(fixed.rules, fixed.stage), fixed.stage
+        return
     has_experts = getattr(fixed.run.config.model, "experts", None) is not None
-    names = [name for name in SHIPPED if (name == "experts") is has_experts]
-    return {f"jgt:{name}": rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES))) for name in names}
+    for name in SHIPPED:
+        if (name == "experts") is has_experts:
+            rules = rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES)))
+            yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 
 def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
-    """All layouts of a run on so many devices that its file leaves open. Raises InputError if the file leaves nothing that fits."""
+    """All layouts on a number of devices that a run's file leaves open. Raises InputError if it leaves nothing that fits."""
     run = fixed.run
-    found: list[Candidate] = []
-    for name, rules in rules_of(fixed).items():
-        batch, others = _axes_of(rules)
-        for mesh in _meshes((*batch, *others), fixed, num_devices):
-            if _is_special_case(name, batch, others, mesh):
-                continue
-            found += _splits(fixed, name, batch, mesh)
+    found: dict[object, Candidate] = {}
+    for name, _, roles, stage in layouts_of(fixed):
+        for mesh in _meshes(roles, stage, fixed, num_devices):
+            for one in _splits(fixed, name, roles, stage, mesh):
+                found.setdefault(_program_of(one), one)
     if not found:
         shown = ", ".join(f"{axis}={size}" for axis, size in fixed.mesh.items()) or "no fixed size"
         batch_size = run.config.train.batch
@@ -126,52 +129,55 @@ def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
                 "Each axis has to divide the number of devices, and the axes of the batch its rows. Free more keys with KEY=null"
             ]
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(found.values())
 
 
 def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
     """The index of the layout that a run has; None if it is not among these. fixed: the same run with its layout open."""
-    names = [name for name, rules in rules_of(fixed).items() if rules == run.rules]
+    train = run.config.train
     rest = (run.config.devices.virtual_cpu or 1) // math.prod(size for size in run.mesh.values() if size != -1)
-    mesh = frozenset((axis, rest if size == -1 else size) for axis, size in run.mesh.items() if size != 1 and (size != -1 or rest > 1))
-    stages, train = None if run.pipeline is None else Stages.of(run.pipeline), run.config.train
-
-    def is_own(one: Candidate) -> bool:
-        same = one.rules in names and one.stages == stages and frozenset(pair for pair in one.mesh if pair[1] > 1) == mesh
-        return same and (one.accumulate, one.remat or train.remat) == (train.accumulate, train.remat)
-
-    return next((index for index, one in enumerate(space) if is_own(one)), None)
-
-
-def _axes_of(rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that split the batch, and the other ones that the rules name."""
-    rule = match_input(rules, "batch/inputs", 2).rule
-    batch = () if rule is None else expand(rule.spec, 2)[0]
-    named = {axis for rule in rules.spec_rules() for axis in axes_in(rule.spec)}
-    named |= {rule.experts.axis for rule in rules.signals if rule.experts} | {rule.overlap.axis for rule in rules.signals if rule.overlap}
-    return batch, tuple(axis for axis in sorted(named) if axis not in batch)
+    mesh = tuple((axis, rest if size == -1 else size) for axis, size in run.mesh.items())
+    # Every layout has the run's own value of a key that is not searched.
+    remat = None if all(one.remat is None for one in space) else str(train.remat)
+    programs = [_program_of(one) for one in space]
+    for name, rules, roles, _ in layouts_of(fixed):
+        own = Candidate(mesh=mesh, rules=name, roles=roles, accumulate=train.accumulate, rows=1, remat=remat, stages=run.pipeline)
+        own = replace(own, rows=train.batch // (own.rows_at_once * own.parts))
+        if rules == run.rules and _program_of(own) in programs:
+            return programs.index(_program_of(own))
+    return None
 
 
-def _meshes(axes: Sequence[str], fixed: Open, num_devices: int) -> Iterator[dict[str, int]]:
-    """All sizes of these axes, outermost first, that multiply to the number of devices."""
+def _program_of(one: Candidate) -> tuple[object, ...]:
+    """Everything that a layout's program depends on: rules with an axis of size 1 say the same as rules without it."""
+    roles, tensor = one.roles, one.size(one.roles.tensor)
+    others = frozenset(pair for pair in one.mesh if pair[0] in roles.others and pair[1] > 1)
+    sizes = [one.size(axes) for axes in (roles.copies, roles.state, roles.weights, roles.experts)]
+    flags = (tensor > 1 and roles.sequence, tensor > 1 and roles.overlap)
+    return (*sizes, tensor, one.num_stages, others, *flags, one.accumulate, one.rows, one.remat, one.stages)
+
+
+def _meshes(roles: Roles, stage: str, fixed: Open, num_devices: int) -> Iterator[dict[str, int]]:
+    """All sizes of the rules' axes, outermost first, that multiply to the number of devices."""
     # Axes that talk most are innermost, next to each other on a host.
-    ordered = sorted(axes, key=lambda axis: _ORDER.get(axis, 1))
+    weights = [axis for axis in roles.batch if axis in roles.weights]
+    experts = [axis for axis in roles.experts if axis not in weights]
+    rest = [axis for axis in roles.batch if axis not in (*weights, *experts)]
+    others = sorted(roles.others, key=lambda axis: axis != stage)
+    ordered = list(dict.fromkeys([*rest, *weights, *experts, *others, *roles.tensor]))
     if any(size > 1 and axis not in ordered for axis, size in fixed.mesh.items()):
         return
     open_axes = [axis for axis in ordered if axis not in fixed.mesh]
-    rest, over = divmod(num_devices, math.prod(fixed.mesh.get(axis, 1) for axis in ordered))
-    if over or (fixed.axes is not None and rest != 1):
+    devices, over = divmod(num_devices, math.prod(fixed.mesh.get(axis, 1) for axis in ordered))
+    if over or (fixed.axes is not None and devices != 1):
         return
-    for sizes in _factors(rest, len(open_axes)):
+    for sizes in _factors(devices, len(open_axes)):
         chosen = dict(zip(open_axes, sizes, strict=True))
         yield {axis: fixed.mesh.get(axis, chosen.get(axis, 1)) for axis in ordered}
 
 
-_ORDER = {"replica": 0, "data": 1, "fsdp": 2, "expert": 3, STAGE: 4, "context": 5, "tensor": 6}
-
-
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of so many factors."""
+    """All ways to write a number as an ordered product of `count` factors."""
     if count == 0:
         if number == 1:
             yield ()
@@ -181,33 +187,22 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _is_special_case(name: str | None, batch: Sequence[str], others: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Whether other rules say the same on this mesh: shipped rules with an axis of size 1 are those without it."""
-    if name is None:
-        return False
-    # A pipeline may do without tensor, and experts are on any number of devices.
-    needed = [axis for axis in others if axis != "tensor" or STAGE not in others]
-    needed += ["replica", "fsdp"] if "replica" in batch else []
-    return any(mesh[axis] == 1 for axis in needed) or (name == "jgt:pipeline_sequence" and mesh["tensor"] == 1)
-
-
-def _splits(fixed: Open, name: str | None, batch: tuple[str, ...], mesh: Mapping[str, int]) -> Iterator[Candidate]:
+def _splits(fixed: Open, name: str | None, roles: Roles, stage: str, mesh: Mapping[str, int]) -> Iterator[Candidate]:
     """The ways to compute the batch on a mesh: parts, pipeline, recompute."""
     run = fixed.run
-    rows, over = divmod(run.config.train.batch, math.prod(mesh[axis] for axis in batch))
+    rows, over = divmod(run.config.train.batch, math.prod(mesh[axis] for axis in roles.batch))
     if over:
         return
-    own = not hasattr(run.config.model, "layers")
-    remats: tuple[str | None, ...] = (None,) if own or fixed.remat is not None else RECOMPUTE
+    layers: int | None = getattr(run.config.model, "layers", None)
+    remats: tuple[str | None, ...] = (None,) if layers is None or fixed.remat is not None else RECOMPUTE
     for at_once in (n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0 and n & (n - 1) == 0):
         parts = rows // at_once
-        plain = Candidate(mesh=tuple(mesh.items()), rules=name, batch_axes=batch, rows=at_once, accumulate=1, remat=None)
-        if mesh.get(STAGE, 1) > 1:
+        plain = Candidate(mesh=tuple(mesh.items()), rules=name, roles=roles, rows=at_once, accumulate=1, remat=None)
+        if mesh.get(stage, 1) > 1:
             if fixed.accumulate in (None, 1):
-                layers = getattr(run.config.model, "layers", None)
                 # A pipeline recomputes by its own key, whose `layer` is the trainer's `block`, or a layer by the trainer's.
                 kept = [remat for remat in remats if remat != "block" or len(remats) == 1]
-                for remat, stages in itertools.product(kept, _pipelines(mesh, parts, layers)):
+                for remat, stages in itertools.product(kept, _pipelines(plain, stage, parts, layers)):
                     if stages.remat == "none" or remat in (None, "none"):
                         yield replace(plain, remat=remat, stages=stages)
         elif fixed.accumulate in (None, parts):
@@ -215,16 +210,17 @@ def _splits(fixed: Open, name: str | None, batch: tuple[str, ...], mesh: Mapping
                 yield replace(plain, accumulate=parts, remat=remat)
 
 
-def _pipelines(mesh: Mapping[str, int], microbatches: int, layers: int | None) -> Iterator[Stages]:
-    num_stages = mesh[STAGE]
-    # With fewer microbatches than stages, more than half of a step is bubble.
+def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | None) -> Iterator[PipelineConfig]:
+    num_stages = plain.size([stage])
+    # Fewer microbatches than stages leave more than half of a step to the bubble.
     if microbatches < num_stages:
         return
-    gathers = ("step", "layer") if mesh.get("fsdp", 1) > 1 else ("step",)
+    gathers = ("step", "layer") if plain.size(plain.roles.weights) > 1 else ("step",)
     for (schedule, virtual), remat, gather in itertools.product(TRIED, ("none", "layer"), gathers):
         chunks = num_stages * (virtual or 1)
         if layers is not None and (layers < chunks or (virtual is not None and layers % chunks)):
             continue
         if virtual is not None and microbatches % num_stages:
             continue
-        yield Stages(schedule=schedule, virtual=virtual, microbatches=microbatches, remat=remat, gather=gather)
+        how = PipelineConfig(signal="layers", microbatches=microbatches, axis=stage, schedule=schedule, virtual=virtual)
+        yield replace(how, remat=remat, gather=gather)

@@ -1,85 +1,75 @@
-"""`jgt calibrate`: figures are fitted to times, written as a chip file, and make plans for CPU devices."""
+"""`jgt calibrate`: figures follow from the times of kernels, are written as a chip file, and make plans for CPU devices."""
 
-import dataclasses
 import json
+from dataclasses import replace
 
 import jax
 import pytest
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target, read_chip
+from jgt.hardware.chip import Link, Target, load_chip, parse_target, read_chip
+from jgt.hardware.network import Network
+from jgt.hardware.rates import MatmulWork
 from train.calibrate import __main__ as command
-from train.calibrate.figures import calibrate, starting_chip
-from train.calibrate.fit import Fit, Prior
-from train.calibrate.kernels import Sizes, kernels
-from train.calibrate.measured import ROUNDS, Measured, measure
-from train.calibrate.steps import StepLayout, layouts, step_of
+from train.calibrate.figures import calibrated, unmeasured_cpu
+from train.calibrate.kernels import GPU, Sizes, kernels, measure
 from train.plan.__main__ import main as plan
 
-TINY = Sizes(
-    matmuls={"float32": ((1, 32, 32, 32),)}, attention=(), memory=(1 << 10,), sent=(1 << 10,), launches=3, flops=1e5, num_bytes=1e4
-)
+TINY = Sizes(matmuls={"f32": 32, "bf16": 16}, memory=1 << 10, sent=(1 << 10, 1 << 12), launches=3, flops=1e5, num_bytes=1e4)
 MODEL = {"kind": "gpt", "layers": 2, "embed": 32, "heads": 2, "vocab": 64, "seq": 16}
 
 
-@pytest.fixture(scope="module")
-def programs():
-    """A program of each kind for 8 CPU devices."""
-    sections = {"model": MODEL, **StepLayout(name="fsdp", sizes={"fsdp": 8}, rules="fsdp").document}
-    return [*kernels(jax.devices(), TINY), step_of("gpt, fsdp", sections, jax.devices())]
+def seconds_on(chip, sizes, devices):
+    """What the programs would take on a chip."""
+    network = Network(target=Target(chip=chip, text="", num_hosts=1, per_host=devices), hosts=[0] * devices)
+    group, ring = (tuple(range(devices)),), tuple((i, (i + 1) % devices) for i in range(devices))
+    found = {f"matmul {dtype}": chip.matmul_seconds(MatmulWork(dtype, 1, n, n, n)) for dtype, n in sizes.matmuls.items()}
+    found |= {"memory": chip.memory_seconds(8 * sizes.memory), "launch": chip.rates.launch_us * 1e-6}
+    for which, num_bytes in zip(("small", "large"), sizes.sent, strict=True):
+        found[f"{which} all-gather"] = network.seconds(group, num_bytes * (devices - 1) // devices)
+        found[f"{which} collective-permute"] = network.seconds(ring, num_bytes, "collective-permute")
+    return found
 
 
-def test_figures_are_found_again():
-    def predict(program, figures):
-        work, traffic = program
-        return work / figures["speed"] + traffic / figures["width"]
-
-    true = {"speed": 300.0, "width": 7.0}
-    programs = [(1.0, 0.01), (1.0, 1.0), (0.01, 1.0), (5.0, 2.0)]
-    fit = Fit(
-        predict,
-        {program: predict(program, true) for program in programs},
-        {name: Prior(value=20.0, width=3.0, why="") for name in true},
-        dict.fromkeys(programs, 0.05),
-        looks=6,
-    )
-    assert fit.of(programs) == pytest.approx(true, rel=0.03)
+@pytest.mark.parametrize("devices", [2, 8])
+def test_figures_are_found_again(devices):
+    start = unmeasured_cpu(devices)
+    link = Link(gbs=3.0, domain="all", share=1.0, start_us=70.0, hop_us=2.0)
+    known = replace(start, hbm_gbs=2.0, tflops={"tf32": 0.02, "bf16": 0.03}, links={"memory": link})
+    found = calibrated(start, GPU, seconds_on(known, GPU, devices), devices)
+    assert found.tflops == pytest.approx(known.tflops)
+    assert found.hbm_gbs == pytest.approx(2.0, rel=1e-3)
+    assert found.links["memory"].gbs == pytest.approx(3.0, rel=1e-2)
+    if devices > 2:
+        assert (found.links["memory"].start_us, found.links["memory"].hop_us) == pytest.approx((70.0, 2.0), rel=0.1)
 
 
-def test_a_chip_is_fitted_to_programs_and_written(programs, tmp_path):
-    start = starting_chip(jax.devices()[0], 8)
-    known = dataclasses.replace(start, hbm_gbs=2.0, fresh_gbs=0.3, tflops={"tf32": 0.02, "bf16": 0.02})
-    measured = [Measured(program, [0.0]) for program in programs]
-    measured = [Measured(program, [9.0, one.predicted(known)]) for program, one in zip(programs, measured, strict=True)]
-    found = calibrate(start, measured)
-    for one in measured:
-        assert one.predicted(found.chip) == pytest.approx(one.seconds, rel=0.1)
+def test_with_a_data_sheet_shares_of_its_peaks_are_found():
+    start = load_chip("h100")
+    rates = replace(start.rates, memory=replace(start.rates.memory, share=0.5), launch_us=9.0)
+    rates = replace(rates, matmul={**rates.matmul, "bf16": replace(rates.matmul["bf16"], share=0.4)})
+    known = replace(start, rates=rates)
+    found = calibrated(start, GPU, seconds_on(known, GPU, 8), 8)
+    assert found.rates.matmul["bf16"].share == pytest.approx(0.4, rel=1e-3)
+    assert found.rates.memory.share == pytest.approx(0.5, rel=1e-3)
+    assert found.rates.launch_us == pytest.approx(9.0)
+    # The network between hosts, and the peaks, are not measured.
+    assert found.links["nic"] == start.links["nic"]
+    assert found.tflops == start.tflops
+
+
+def test_kernels_are_run_in_rounds_and_written(tmp_path):
+    said = []
+    seconds = measure(kernels(jax.devices(), TINY), said.append)
+    assert len(said) == 3 * len(seconds)
+    assert all(one > 0 for one in seconds.values())
     path = tmp_path / "cpu.yaml"
-    path.write_text(command.chip_text(measured, found, jax.devices()))
+    found = calibrated(unmeasured_cpu(8), TINY, seconds, 8)
+    path.write_text(command.chip_text(found, seconds, 8))
+    assert "matmul f32" in path.read_text()
     again = read_chip(path)
     assert again.devices == 8
-    assert again.hbm_gbs == pytest.approx(found.chip.hbm_gbs, rel=1e-2)
-    assert "step: gpt, fsdp" in path.read_text()
-
-
-def test_programs_are_run_in_rounds(programs):
-    said = []
-    measured = measure(programs[:2], said.append)
-    assert [len(one.rounds) for one in measured] == [ROUNDS, ROUNDS]
-    assert all(one.seconds == min(one.rounds) > 0 for one in measured)
-    assert [line.split("round ")[1][0] for line in said] == ["1", "1", "2", "2", "3", "3", "4", "4"]
-
-
-def test_every_number_of_devices_has_layouts():
-    for devices in range(1, 17):
-        found = list(layouts(devices))
-        assert found
-        for layout in found:
-            product = 1
-            for size in layout.sizes.values():
-                product *= size
-            assert product == devices
-            assert layout.document["train"]["batch"] == layout.rows * devices
+    assert again.hbm_gbs == pytest.approx(found.hbm_gbs, rel=1e-2)
 
 
 def test_a_plan_for_cpu_devices_has_times(tmp_path, capsys):

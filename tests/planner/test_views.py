@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jgt.planner.needs.views import View, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
-from jgt.program.views import View, contractions, into, out_of, through
 
 STACK = View(0, (("stage",), ("fsdp",), ("tensor",)), Fraction(1))
 

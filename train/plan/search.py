@@ -1,4 +1,4 @@
-"""`jgt plan --search`: the command around a search."""
+"""`jgt plan --search`: the command around searches, on one target or on several."""
 
 from __future__ import annotations
 
@@ -8,78 +8,98 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.document import InputError, collect
-from jgt.hardware.chip import Target
+from jgt.hardware import Target, parse_target
 
 from ..code.files import read_code
-from ..config import Run, load
+from ..config import load
+from ..search.estimate import usable_bytes
+from ..search.plans import Answer, MakePlan, Plans, Question, plans_folder
+from ..search.search import LayoutSearch, Try
+from ..search.space import LAYOUT, Open, candidates, index_of
 from .answer import answer_json, print_answer, run_document, write_run
-from .layout import layout_text
-from .plans import Answer, Plans, Question, plans_folder
-from .search import LayoutSearch, Try
-from .space import LAYOUT, Open, candidates, index_of
-from .step import Shape
-from .targets import is_choice, read_job, read_target, search_targets, show_offers
+from .offers import Job, Offer, is_choice, offer_of, print_offers, ranked, read_job
 
 
-def search(arguments: argparse.Namespace) -> int:
-    """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong."""
-    if is_choice(arguments):
-        return _choose(arguments)
+def search(arguments: argparse.Namespace, make: MakePlan) -> int:
+    """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong. make: makes a plan."""
     try:
-        found = _search(arguments, _target(arguments))
+        if is_choice(arguments):
+            return _choose(arguments, make)
+        found = _search(arguments, _target(arguments), make)
         _say_given(arguments)
-        own_run = _own_run(arguments, found.target)
-        found.begin = None if own_run is None else index_of(own_run, _opened(arguments), found.space)
-        # Raises if not even the simplest layouts can be compiled, with what is wrong with them.
-        own = None if own_run is None or found.begin is not None else _plan_of(found, arguments.overrides)
-        found.run()
+        own = _find(arguments, found)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
-    if found.begin is not None:
-        own = next((t.plan for t in found.tries if t.candidate == found.space[found.begin]), None)
-    config, tokens = arguments.config, _tokens(arguments)
-    best = found.best
+    best, tokens = found.best, _tokens(arguments)
     if best is None:
         print(_nothing_fits(found), file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps({**answer_json(found, tokens), "own": None if own is None else asdict(own)}, indent=1))
     else:
-        print_answer(found, Path(config).stem, batch_tokens=tokens)
+        print_answer(found, Path(arguments.config).stem, batch_tokens=tokens)
         if own is not None and own.is_usable:
             gain = f"the best takes {best.plan.seconds / own.seconds:.2f} of its time"
-            print(f"{config} as it is: {own.seconds:.3g} s, {own.peak_bytes / 1e9:.1f} GB; {gain}")
+            print(f"{arguments.config} as it is: {own.seconds:.3g} s, {own.peak_bytes / 1e9:.1f} GB; {gain}")
     return _write(arguments, found, best)
 
 
-def _choose(arguments: argparse.Namespace) -> int:
-    """Searches on one or several targets, and says what they cost; exit codes as in `search`."""
+def _find(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | None:
+    """Searches. Returns the plan of the layout that the run's file has, if the search was to leave it. Raises InputError."""
+    own, overrides = None, (*arguments.overrides, f"devices.virtual_cpu={found.target.num_devices}")
+    if arguments.free:
+        # A file without a layout for this target has none.
+        with contextlib.suppress(InputError):
+            found.begin = index_of(load(arguments.config, overrides, code=read_code(arguments.code)), _opened(arguments), found.space)
+            own = None if found.begin is not None else found.plans.ask(replace(found.question, overrides=overrides))
+    found.run()
+    if found.begin is not None:
+        return next((one.plan for one in found.tries if one.candidate == found.space[found.begin]), None)
+    return own.result() if own is not None and own.done() and not own.cancelled() else None
 
-    def begin(target: Target) -> LayoutSearch:
-        return _search(arguments, target)
 
-    try:
-        _check(arguments)
-        targets, job = read_job(arguments, _tokens(arguments))
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
+def _choose(arguments: argparse.Namespace, make: MakePlan) -> int:
+    """Searches on one or several targets, and says what they cost; exit codes as in `search`. Raises InputError."""
+    _check(arguments)
+    targets, job = read_job(arguments, _tokens(arguments))
     _say_given(arguments)
-    found = search_targets(targets, job, begin)
+    found = search_targets(targets, job, lambda target: _search(arguments, target, make))
     first = found[0][1]
     if len(targets) == 1 and first is not None and first.best is not None and not arguments.json:
         print_answer(first, Path(arguments.config).stem, batch_tokens=job.batch_tokens)
-    show_offers([offer for offer, _ in found], job, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps({"version": 1, "targets": [offer.to_json() for offer, _ in found]}, indent=1))
+    else:
+        print_offers([offer for offer, _ in found], job)
     if first is None or first.best is None:
         print("jgt plan: no target has a layout that fits. Use more or larger devices, or a smaller train.batch", file=sys.stderr)
         return 1
     return _write(arguments, first, first.best)
+
+
+def search_targets(targets: Sequence[Target], job: Job, begin: Callable[[Target], LayoutSearch]) -> list[tuple[Offer, LayoutSearch | None]]:
+    """Searches on one target after another, until Ctrl-C. Returns the offers, the best first, each with its search."""
+    found: list[tuple[Offer, LayoutSearch | None]] = []
+    is_interrupted = False
+    for target in targets:
+        search, problem = None, "not reached"
+        if not is_interrupted:
+            print(f"{target.text}:", file=sys.stderr, flush=True)
+            try:
+                search = begin(target)
+                search.run()
+                is_interrupted, problem = search.is_interrupted, "nothing fits"
+            except InputError as error:
+                # Another target may have a layout.
+                search, problem = None, error.problems[0]
+        found.append((offer_of(target, None if search is None else search.best, problem, job), search))
+    return ranked(found, job)
 
 
 def _say_given(arguments: argparse.Namespace) -> None:
@@ -127,29 +147,26 @@ def _target(arguments: argparse.Namespace) -> Target:
     with collect(problems):
         _check(arguments)
     target = None
-    with collect(problems):
-        if arguments.target is None:
-            raise InputError(
-                ["command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare"]
-            )
-        target = read_target(arguments)
+    if arguments.target is None:
+        problems.append("command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare")
+    else:
+        with collect(problems):
+            target = parse_target(arguments.target, arguments.chip, arguments.set)
     if problems or target is None:
         raise InputError(problems)
     return target
 
 
-def _search(arguments: argparse.Namespace, target: Target) -> LayoutSearch:
+def _search(arguments: argparse.Namespace, target: Target, make: MakePlan) -> LayoutSearch:
     """A search that has not begun. Raises InputError if there is nothing to search."""
     opened = _opened(arguments)
-    space = candidates(opened, target.num_devices)
     return LayoutSearch(
         question=Question.on(target, str(arguments.config), arguments.overrides, arguments.code),
-        target=target,
-        space=space,
-        plans=Plans(None if arguments.no_cache else plans_folder()),
+        space=candidates(opened, target.num_devices),
+        plans=Plans(make, None if arguments.no_cache else plans_folder()),
         seconds=arguments.time,
         top=arguments.top,
-        model=Shape.of(opened.run.config.model),
+        model=opened.run.config.model,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
 
@@ -158,25 +175,6 @@ def _opened(arguments: argparse.Namespace) -> Open:
     given = {text.partition("=")[0] for text in arguments.overrides}
     free = [key for key in LAYOUT if arguments.free and key not in given]
     return Open.read(arguments.config, arguments.overrides, read_code(arguments.code), free)
-
-
-def _own_run(arguments: argparse.Namespace, target: Target) -> Run | None:
-    """The run with the layout that its file has; None if it has none for this target, or if the search was not to leave it."""
-    if arguments.free:
-        with contextlib.suppress(InputError):
-            overrides = (*arguments.overrides, f"devices.virtual_cpu={target.num_devices}")
-            return load(arguments.config, overrides, code=read_code(arguments.code))
-    return None
-
-
-def _plan_of(found: LayoutSearch, overrides: Sequence[str]) -> Answer:
-    """The plan of the run as its file has it."""
-    try:
-        question = replace(found.question, overrides=(*overrides, f"devices.virtual_cpu={found.target.num_devices}"))
-        return found.plans.ask(question).result()
-    except KeyboardInterrupt:
-        found.plans.close()
-        raise
 
 
 def _tokens(arguments: argparse.Namespace) -> int:
@@ -190,7 +188,6 @@ def _nothing_fits(found: LayoutSearch) -> str:
     if not planned:
         return "jgt plan: no layout was planned in the time there was. Give it more with --time"
     nearest = min(planned, key=lambda t: t.plan.peak_bytes)
-    limit = found.target.chip.hbm_gb * 0.95
-    needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {layout_text(nearest.candidate)}"
+    needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {nearest.candidate.text}"
     remedy = "Use more or larger devices, or a smaller train.batch"
-    return f"jgt plan: none of {len(planned)} planned layouts fits into {limit:.0f} GB. {needs}. {remedy}"
+    return f"jgt plan: none of {len(planned)} planned layouts fits into {usable_bytes(found.target) / 1e9:.0f} GB. {needs}. {remedy}"

@@ -1,4 +1,4 @@
-"""What a search found, for people, for programs and for the trainer: a table, JSON, a picture, and a run's file."""
+"""The answer of a search for people, for programs and for the trainer: a table, JSON, and a run's file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from jgt.console import make_console, make_table
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
-from .layout import layout_text
-from .search import LayoutSearch, Try
+from ..search.estimate import usable_bytes
+from ..search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
 """What the budget of a written file allows beyond its own plan."""
-_NOTABLE = 0.01
 
 
 def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
@@ -40,14 +39,14 @@ def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
     plan, estimate = one.plan, one.estimate
     return [
         str(rank),
-        layout_text(one.candidate),
+        one.candidate.text,
         f"{plan.seconds:.3g}",
         "" if estimate is None else f"{estimate.seconds:.3g}",
         f"{batch_tokens / plan.seconds:,.0f}",
         f"{plan.peak_bytes / 1e9:.1f}",
         waits_text(plan.exposed or {}),
         "" if estimate is None or not estimate.bubble else f"{estimate.bubble:.0%}",
-        "" if one is best else why_slower(one, best),
+        "" if one is best else one.why_slower(best),
     ]
 
 
@@ -55,21 +54,6 @@ def waits_text(exposed: Mapping[str, float]) -> str:
     """The axes that a device waits for most: `tensor 1.2, fsdp 0.3`."""
     notable = sorted(((seconds, axes) for axes, seconds in exposed.items() if seconds >= 0.001), reverse=True)[:2]
     return ", ".join(f"{axes} {seconds:.2g}" for seconds, axes in notable) or "none"
-
-
-def why_slower(one: Try, best: Try) -> str:
-    """The largest part of the difference between two plans: `+9 %: waits 4.9 s for tensor, the best 0`."""
-    mine, its = one.plan, best.plan
-    differences: list[tuple[float, str]] = []
-    for axes in {*(mine.exposed or {}), *(its.exposed or {})}:
-        here, there = ((p.exposed or {}).get(axes, 0.0) for p in (mine, its))
-        differences.append((here - there, f"waits {here:.2g} s for {axes}, the best {there:.2g}"))
-    compute = [p.seconds - sum((p.exposed or {}).values()) for p in (mine, its)]
-    work = mine.flops / its.flops - 1 if its.flops else 0.0
-    what = f"computes {work:.0%} more" if work > _NOTABLE else "its kernels are slower"
-    differences.append((compute[0] - compute[1], what))
-    _, text = max(differences)
-    return f"+{mine.seconds / its.seconds - 1:.0%}: {text}"
 
 
 def _notes(search: LayoutSearch) -> Iterator[str]:
@@ -81,11 +65,11 @@ def _notes(search: LayoutSearch) -> Iterator[str]:
     yield f"{planned}; not planned: {'; '.join(parts) or 'none'}"
     if too_large:
         nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
-        limit = search.target.chip.hbm_gb * 0.95
-        size = nearest.plan.peak_bytes / 1e9
-        yield f"{len(too_large)} do not fit into {limit:.0f} GB, the nearest with {size:.0f}: {layout_text(nearest.candidate)}"
+        what = "1 layout does not fit" if len(too_large) == 1 else f"{len(too_large)} layouts do not fit"
+        limit, size = usable_bytes(search.target) / 1e9, nearest.plan.peak_bytes / 1e9
+        yield f"{what} ({limit:.0f} GB usable); the closest needs {size:.0f} GB: {nearest.candidate.text}"
     if refused:
-        yield f"{len(refused)} were refused, such as {layout_text(refused[0].candidate)}: {refused[0].plan.problems[0]}"
+        yield f"{len(refused)} were refused, such as {refused[0].candidate.text}: {refused[0].plan.problems[0]}"
     errors = accuracy(search.tries)
     if errors:
         yield f"The estimates differ from their plans by {errors['time']:.0%} in time and {errors['memory']:.0%} in memory (medians)"
@@ -106,7 +90,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
     """The answer as plain values. Seconds and bytes are one device's in a step."""
 
     def one(t: Try) -> dict[str, Any]:
-        values = {"layout": layout_text(t.candidate), **t.candidate.to_document(), "plan": asdict(t.plan)}
+        values = {"layout": t.candidate.text, **t.candidate.to_document(), "plan": asdict(t.plan)}
         estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
         return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
 
@@ -128,7 +112,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
 def run_document(config: str, overrides: Sequence[str], best: Try, folder: Path) -> dict[str, Any]:
     """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
 
-    folder: of the file that will be written, to which the path of the user's file is relative.
+    folder: the folder of the file that will be written, to which the path of the user's file is relative.
     """
     root = Node({}, "search")
     for assignment in overrides:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jgt.planner.needs.sends import CPU, GPU, is_gather, sent
 from jgt.program import jaxpr as jx
-from jgt.program.sends import CPU, GPU, is_gather, sent
 
 SIZES = {"data": 2, "tensor": 4, "alone": 1}
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)

@@ -1,7 +1,7 @@
 """Arrays made of exactly one parameter, and the equations that read them.
 
 A program seldom reads a parameter as it is stored. It slices a layer off a stack, casts it, transposes it, pins it with a constraint. A
-matmul still reads that parameter in the end, or a part of it. A `View` says which part, and over which mesh axes each dim is split.
+matmul still reads that parameter in the end, or a part of it. A `View` is such a part, with the mesh axes over which each dim is split.
 
 Invariant: a view is made of one parameter alone, so that the mesh axes of its dims follow from the layout. The trail ends where another
 array is involved. A scan over four stacked layers makes four views of a quarter each: one use in all.
@@ -9,6 +9,7 @@ array is involved. A scan over four stacked layers makes four views of a quarter
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,23 +24,19 @@ from jgt.program.jaxpr import Equation, Var
 class View:
     """An array made of one parameter alone.
 
-    index: the parameter. dims: the mesh axes of each dim. share: the part of the parameter (1/4: one of four layers). times: how
-    often XLA makes it whole in a step.
+    index: the number of the parameter. dims: the mesh axes of each dim. share: the part of the parameter (1/4: one of four layers). times:
+    how often XLA makes it whole in a step. is_pinned: whether it is the result of a constraint.
     """
 
     index: int
     dims: Dims
     share: Fraction
     times: Fraction = Fraction(1)
+    is_pinned: bool = False
 
-    def axes_of(self, dims: Iterable[int]) -> set[str]:
-        """The mesh axes of some dims."""
-        return {axis for d in dims for axis in self.dims[d]}
-
-    @property
-    def axes(self) -> set[str]:
-        """The mesh axes of all dims."""
-        return self.axes_of(range(len(self.dims)))
+    def axes(self, dims: Iterable[int] | None = None) -> set[str]:
+        """The mesh axes of some dims, or of all."""
+        return {axis for d in (range(len(self.dims)) if dims is None else dims) for axis in self.dims[d]}
 
 
 Views = dict[Var, View]
@@ -78,7 +75,8 @@ def through(equation: Equation, views: Mapping[Var, View], times: Fraction) -> t
         return None
     # Slices are a smaller part of the parameter, but a broadcast is not a larger one.
     share = view.share * min(Fraction(math.prod(after), max(math.prod(before), 1)), Fraction(1))
-    return sources[0], View(view.index, dims, share, times if equation.primitive.name == "sharding_constraint" else view.times)
+    is_pinned = equation.primitive.name == "sharding_constraint"
+    return sources[0], View(view.index, dims, share, times if is_pinned else view.times, is_pinned)
 
 
 def contractions(equation: Equation, views: Mapping[Var, View]) -> Iterator[tuple[Var, set[str]]]:
@@ -92,7 +90,7 @@ def contractions(equation: Equation, views: Mapping[Var, View]) -> Iterator[tupl
     # A gather has the table first, then indices, which are not a parameter.
     for atom, dims in zip(equation.invars, summed, strict=False):
         if jx.is_var(atom) and atom in views:
-            yield atom, views[atom].axes_of(dims)
+            yield atom, views[atom].axes(dims)
 
 
 def _dims_after(equation: Equation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
@@ -104,7 +102,6 @@ def _dims_after(equation: Equation, dims: Dims, before: tuple[int, ...], after: 
     if len(after) == len(before):
         return dims
     # Layers are taken apart and stacked along leading dims; the dim that a matmul sums over is among the last, which stay.
-    same = 0
-    while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
-        same += 1
+    ends = zip(reversed(before), reversed(after), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     return ((),) * (len(after) - same) + dims[len(dims) - same :] if same else None

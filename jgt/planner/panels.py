@@ -84,8 +84,8 @@ def _drawn(spans: Sequence[Span], seconds: float, name: Callable[[str], str]) ->
     narrow = _NARROWEST * seconds
     for lane in ("device", "links"):
         joined: list[Span] = []
-        for found in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start):
-            span = replace(found, signal=name(found.signal))
+        for one in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start):
+            span = replace(one, signal=name(one.signal))
             last = joined[-1] if joined else None
             if last is None or span.start - last.end >= narrow:
                 joined.append(span)
