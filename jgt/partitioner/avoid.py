@@ -31,7 +31,7 @@ from jaxlib.mlir.dialects import sdy
 from jgt.partitioner.faults import READERS, better_layouts
 from jgt.partitioner.shardy import (
     AxisGrid,
-    Layout,
+    Splits,
     SubAxis,
     choose_layouts,
     inline_calls,
@@ -127,8 +127,8 @@ class OperationLayout:
 
     number: int
     arrays: tuple[int, ...]
-    given: tuple[Layout, ...]
-    better: tuple[Layout, ...]
+    given: tuple[Splits, ...]
+    better: tuple[Splits, ...]
     grid: AxisGrid
     mesh: Any
 
@@ -212,7 +212,7 @@ def _line_of(op: Any) -> str:
     return f"{place.filename}:{place.start_line}"
 
 
-def shown(layouts: Sequence[Layout]) -> str:
+def shown(layouts: Sequence[Splits]) -> str:
     """Layouts as PartitionSpecs are written: `[d, f], [f, null] -> [d, null]`."""
 
     def dim(axes: Sequence[SubAxis]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jgt.partitioner.shardy import AxisGrid, Layout, SubAxis, num_parts, type_shape
+from jgt.partitioner.shardy import AxisGrid, Splits, SubAxis, num_parts, type_shape
 
 _Factor = tuple[int | None, ...]
 
@@ -97,20 +97,20 @@ READERS: dict[str, Callable[[Any], Dims]] = {
 }
 
 
-def better_layouts(dims: Dims, layouts: tuple[Layout, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid) -> tuple[Layout, ...]:
+def better_layouts(dims: Dims, layouts: tuple[Splits, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid) -> tuple[Splits, ...]:
     """Layouts of an operation's arrays that are computed correctly: the given ones, unless they are known to be wrong."""
     moves = any(layout[d] for n, layout in enumerate(layouts) for d in dims.moving(n, len(layout)))
     is_wrong = moves or (dims.num_summed > 0 and _sums_wrongly(dims, layouts, grid))
     return _compatible(dims, layouts, shapes) if is_wrong else layouts
 
 
-def _axes(layouts: Sequence[Layout], factor: _Factor, n: int) -> tuple[SubAxis, ...]:
+def _axes(layouts: Sequence[Splits], factor: _Factor, n: int) -> tuple[SubAxis, ...]:
     """The sub-axes that split a factor in array n."""
     d = factor[n]
     return () if d is None else layouts[n][d]
 
 
-def _sums_wrongly(dims: Dims, layouts: Sequence[Layout], grid: AxisGrid) -> bool:
+def _sums_wrongly(dims: Dims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
     """Whether a matmul, or a convolution as one, has one of the layouts that the partitioner sums wrongly."""
     batch = dims.factors[: dims.num_batch]
     if any(len({_axes(layouts, factor, n) for n in range(3)}) > 1 for factor in batch):
@@ -134,7 +134,7 @@ def _sums_wrongly(dims: Dims, layouts: Sequence[Layout], grid: AxisGrid) -> bool
     )
 
 
-def _only_gathers(dims: Dims, layouts: Sequence[Layout], array: int) -> bool:
+def _only_gathers(dims: Dims, layouts: Sequence[Splits], array: int) -> bool:
     """Whether a matmul only needs to gather, or to cut, some dims of one array.
 
     With four axes there are too many layouts to try them all, so only these count as right.
@@ -149,7 +149,7 @@ def _only_gathers(dims: Dims, layouts: Sequence[Layout], array: int) -> bool:
     return len(split) == len(set(split))
 
 
-def _within_equal_rows(dims: Dims, layouts: Sequence[Layout]) -> Sequence[Layout]:
+def _within_equal_rows(dims: Dims, layouts: Sequence[Splits]) -> Sequence[Splits]:
     """The layouts within groups of devices that have the same rows, if the partitioner makes these groups before it looks at the sum.
 
     It does for the free dims of an operand that are split as in the result, if the result splits none of the other operand's.
@@ -163,7 +163,7 @@ def _within_equal_rows(dims: Dims, layouts: Sequence[Layout]) -> Sequence[Layout
     return layouts
 
 
-def _reorders(grid: AxisGrid, layouts: Sequence[Layout], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
+def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
     """Whether the result is split by the same groups of devices as the sum, but orders the devices of a group differently.
 
     The partitioner computes a matmul for each part of the sum, in a group of devices that have the order of an operand. A result that is
@@ -186,7 +186,7 @@ def _reorders(grid: AxisGrid, layouts: Sequence[Layout], operand: int, batch: Se
     return False
 
 
-def _compatible(dims: Dims, layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...]]) -> tuple[Layout, ...]:
+def _compatible(dims: Dims, layouts: Sequence[Splits], shapes: Sequence[tuple[int, ...]]) -> tuple[Splits, ...]:
     """Layouts in which each sub-axis splits one factor, in all arrays that have it: the factor of which it splits the most elements now."""
     sizes = [next(shapes[n][d] for n, d in enumerate(factor) if d is not None) for factor in dims.factors]
     chosen: list[list[SubAxis]] = [[] for _ in dims.factors]

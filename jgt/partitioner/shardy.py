@@ -24,7 +24,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 SubAxis = tuple[str, int, int]
 """A part of a mesh axis: its name, the number of parts before it, and its own size."""
-Layout = tuple[tuple[SubAxis, ...], ...]
+Splits = tuple[tuple[SubAxis, ...], ...]
 """The sub-axes that split each dim, major to minor."""
 
 
@@ -170,7 +170,7 @@ class AxisGrid:
         ids = ids.reshape([size for _, _, size in sub_axes])[tuple(0 if name in manual else slice(None) for name, _, _ in sub_axes)]
         return cls(sub_axes=tuple(sub_axis for sub_axis in sub_axes if sub_axis[0] not in manual), devices=ids)
 
-    def layout(self, sharding: Any, rank: int) -> Layout:
+    def layout(self, sharding: Any, rank: int) -> Splits:
         """The layout of an array of this rank."""
         if sharding is None:
             return ((),) * rank
@@ -182,7 +182,7 @@ class AxisGrid:
             if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
                 yield name, low, size
 
-    def groups(self, layout: Layout, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
+    def groups(self, layout: Splits, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
         """The devices that have the same part of these dims, in the order of the other dims.
 
         and_copies: devices that have the same part of the whole array are in different groups.
@@ -194,7 +194,7 @@ class AxisGrid:
         order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
         return self.devices.transpose(order).reshape(num_parts(front), -1).tolist()
 
-    def constrained(self, value: Any, layout: Layout, mesh: Any) -> Any:
+    def constrained(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
         dims = [sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in joined(axes)], is_closed=True) for axes in layout]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
