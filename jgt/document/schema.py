@@ -57,7 +57,7 @@ def descriptions(cls: type[Any]) -> dict[str, Schema]:
         text = " ".join(inspect.cleandoc(base.__doc__ or "").split())
         if not names:
             continue
-        # What stands between two keys belongs to the first of them.
+        # The text between two keys belongs to the first of them.
         keys = list(re.finditer(rf"(?<![\w`])((?:{names})(?:, (?:{names}))*): ", text))
         ends = [*(key.start() for key in keys[1:]), len(text)]
         for key, end in zip(keys, ends[: len(keys)], strict=True):

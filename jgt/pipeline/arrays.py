@@ -1,6 +1,6 @@
 """Lists of arrays: which of them have gradients, and how each of them travels between stages.
 
-The executor passes arrays in lists whose order is that of variables in a split program (see the table in this package's
+The executor passes arrays in lists, in the order of the variables of a split program (see the table in this package's
 docstring). JAX differentiates floats only, so a list is separated into floats and other arrays before `jax.vjp` and merged
 again inside the differentiated function. Random keys cannot be sent with `ppermute`, so they travel as their raw bits.
 """
@@ -54,7 +54,7 @@ def raw_shape(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def folded(key: jax.Array, number: Integers) -> jax.Array:
-    """A random key folded with a number; of an array of keys, each one. Keys are typed, or their bits [..., 2]."""
+    """A random key folded with a number, or each key of an array of keys. Keys are typed, or their bits [..., 2]."""
     fold = jax.random.fold_in
     for _ in range(key.ndim - (0 if _is_key(key) else 1)):
         fold = jax.vmap(fold, (0, None))

@@ -59,8 +59,8 @@ class Batch:
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind == "rows":
                 return row(x, microbatch)
-            # Each part of the batch has a number, and so a key, of its own. The data shard counts too, or all shards
-            # would draw the same numbers.
+            # Each part of the batch has its own number, and so its own key. The data shard counts too, or all shards would draw
+            # the same numbers.
             return folded(x, (self.first + microbatch) * self.num_shards + self.shard) if kind == "key" else x
 
         values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]

@@ -111,7 +111,7 @@ class Executor:
         """The totals of a batch and, with seeds, the gradients of Σ seed · total.
 
         shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
-        in both lists has two gradients, to be added. seeds: one for each total; those of totals that are not floats are ignored.
+        in both lists has two gradients, to be added. seeds: one for each total; seeds of totals that are not floats are ignored.
         """
         split, layout, moves = self.split, self._layout, self._moves
         split_heads_in_stages()
@@ -156,7 +156,7 @@ class Executor:
         if self.pipeline.parts == 1:
             carry = loop.run(carry)
         else:
-            # What a part leaves in the buffers is overwritten before it is read, as within a part, and the sums continue.
+            # The values that a part leaves in the buffers are overwritten before they are read, and the sums continue.
             def run(carry: Carry, part: jax.Array) -> tuple[Carry, None]:
                 return loop_of(batch_of(part))[1].run(carry), None
 
@@ -177,8 +177,8 @@ class Executor:
     def _batch_of_part(self, inputs: Arrays, statistics: Arrays, num_microbatches: int, part: Integers) -> Batch:
         """The microbatches of one part of the rows of a data shard."""
 
-        # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → those of the part: a microbatch is neighbouring rows, which
-        # `jgt.batch` relies on.
+        # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → [microbatches, rows of one, ...]: a microbatch is
+        # neighbouring rows, which `jgt.batch` relies on.
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind != "rows":
                 return x

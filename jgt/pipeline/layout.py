@@ -35,9 +35,9 @@ class Layout:
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
-    held: by value, an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
-    replicas: the axes of a vmap around, over which each replica has a batch of its own; `batch_axes` split that one.
+    the dims of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where it differs from the value's.
+    held: the axis of the batch whose devices have different parts of a value, such as experts, that are not brought together.
+    replicas: the axes of a vmap around, over which each replica has its own batch, which `batch_axes` split.
     """
 
     mesh: Mesh | AbstractMesh
@@ -61,7 +61,7 @@ class Layout:
         """The manual axes of the outer shard_map: the batch's, and some of one device.
 
         Axes of one device are manual, too, here or in the stages: if none is left to the partitioner, kernels that JAX
-        cannot split run unchanged. XLA wants the axes of the outer shard_map before those of the inner one.
+        cannot split run unchanged. XLA wants the axes of the outer shard_map before the axes of the inner one.
         """
         sizes = dict(self.mesh.shape)
         last = max((list(sizes).index(axis) for axis in (*self.replicas, *self.batch_axes)), default=-1)

@@ -4,7 +4,7 @@ One scan runs the whole table, and its body is one tick: embed the microbatch th
 item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
 the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
 when devices disagree about collectives. A stage without an item therefore computes garbage, which is dropped: it is
-written to a slot that nobody reads and masked out of every sum. Embedding and head are skipped by all devices together in
+written to a slot that is never read and masked out of every sum. Embedding and head are skipped by all devices together in
 ticks that have no microbatch for them, where that is worth a branch.
 
 The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
@@ -45,8 +45,8 @@ OnEach = Callable[[OnStage[_Item], Everywhere], StageResults]
 class Loop:
     """One table, one program, one data shard.
 
-    remat: what backward computes again. weights: [stages, layers of a stage, ...]. seeds: the derivative of the loss by the
-    totals of one microbatch, for those that are floats; None without gradients.
+    remat: the values that backward computes again. weights: [stages, layers of a stage, ...]. seeds: the derivative of the loss by the
+    totals of one microbatch that are floats; None without gradients.
     """
 
     def __init__(self, ends: Ends, moves: Moves, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
@@ -105,8 +105,8 @@ class Loop:
     ) -> _T:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
 
-        All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires. The zeros
-        of the other branch have no layout of their own.
+        All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires; the zeros
+        of the other branch have none.
         """
         if item is None:
             return skip()
@@ -160,8 +160,8 @@ class Loop:
     def _added_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
         """The sums of the gradients of common values, each where its value is.
 
-        The first carry is pinned, too, but in a branch of its own the partitioner would not see that, and gather the table's gradient
-        in every tick.
+        The first carry is pinned, too, but inside a branch the partitioner would not see that, and gather the table's gradient in
+        every tick.
         """
         return self._pinned_common(_added(carry.common, self._pinned_common(gradients), on))
 
@@ -176,7 +176,7 @@ class Loop:
     ) -> tuple[Carry, Arrays]:
         """The carry with the buffers that `work` changed on every stage, and the values that it shows on all of them.
 
-        buffers: those that `work` reads. ends, is_read: see `Everywhere`.
+        buffers: the buffers that `work` reads. ends, is_read: fields of `Everywhere`.
         """
         results = self._on_every_stage(work, item, buffers, ends, (True, False), is_read)
         # XLA dissolves a loop over one layer, fuses what one item writes into what the next one reads, and copies whole
@@ -239,7 +239,7 @@ class Loop:
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[StageBuffers]:
             return (self._stage.empty_buffers(ends.travel_shapes, own.weights, everywhere.common),)
 
-        # The zeros are made inside the shard_map, in which all shapes are those of one stage.
+        # The zeros are made inside the shard_map, in which all shapes belong to one stage.
         (staged,) = self._on_every_stage(make, None, StageBuffers(), [], (True,))
         totals = ends.no_totals()
         if self._seeds is None:

@@ -1,4 +1,4 @@
-"""How values move in a pipeline: gathered over the batch's axes, laid out over the stages, their gradients reduced again.
+"""Values move in a pipeline: they are gathered over the batch's axes and laid out over the stages, and their gradients are reduced.
 
 The batch's axes are manual inside the pipeline, where the partitioner cannot gather over them, so every value crosses two borders here. On
 the way in it becomes whole over the batch's axes: once a step, outside of the shard_map, where the partitioner gathers best, or layer by
@@ -83,7 +83,7 @@ class Moves:
     def row_major(self, x: jax.Array) -> jax.Array:
         """x in row-major order in memory, where a stage computes its rows alone.
 
-        Without this, XLA gives all of a buffer the order that one reader of its rows prefers, by a copy in every tick. Where other axes
+        Without this, XLA gives a whole buffer the order that a single reader of its rows prefers, by a copy in every tick. Where other axes
         split a stage's work, the partitioner would gather x for the constraint.
         """
         if self.layout.axes_inside or x.ndim < 2:

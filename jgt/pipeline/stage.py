@@ -1,4 +1,4 @@
-"""What one stage does with the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
+"""The work of one stage on the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
 
 These functions run on one stage, inside a shard_map over the stage axis: arrays have no dim of stages, collectives go along
 the stage axis, and the other mesh axes belong to the partitioner or to the shard_map around. All stages run the same
@@ -46,8 +46,9 @@ InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
 class Stage:
     """One stage's programs.
 
-    local: computes what layers read of inputs alone. wire, wire_back: for what travels, and for its cotangents. keep_input: only
-    the chunk's input is saved, and backward runs it forward again. trains: backward items follow, for which forward items save values.
+    local: the part that computes what layers read of inputs alone. wire, wire_back: the links for what travels, and for its cotangents.
+    keep_input: whether only the chunk's input is saved, and backward runs it forward again. trains: whether backward items follow, for
+    which forward items save values.
     """
 
     split: Split
@@ -90,7 +91,7 @@ class Stage:
         """
         item, travel, saved = own.item, everywhere.ends, own.buffers.saved
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.forward
-        # With one stage and one chunk nothing is ever received, and there is no inbox to read.
+        # There is no inbox with one stage and one chunk: nothing is ever received.
         if sends.inbox.num_slots:
             travel = [jnp.where(item.first, x, row(box, item.read)) for x, box in zip(travel, own.buffers.inbox, strict=True)]
         if self.trains and not self.keep_input:
@@ -199,7 +200,7 @@ class Stage:
         return inputs_of
 
     def _kept(self, buffer: jax.Array, slot: Integers, i: jax.Array) -> jax.Array:
-        """What the layer at a position has kept in a slot."""
+        """The values that the layer at a position has left in a slot, in row-major order."""
         return self.moves.row_major(_at(buffer, slot, i))
 
     def _if_wanted(self, item: StageItem, run: Callable[[], _T]) -> _T:
@@ -231,7 +232,7 @@ class Stage:
     def _send(self, wire: Wire, item: SendingItem, pairs: Mapping[int, Pairs], values: Arrays, inbox: Arrays) -> Arrays:
         """The inbox after every stage sent its values along each shift of the table.
 
-        pairs: for each shift the stages that ever need it.
+        pairs: the (sender, receiver) stages of each shift.
         """
         # A shift is static, because ppermute needs its pairs at compile time; which slot a stage writes is data.
         for shift, slot in item.into.items():

@@ -1,4 +1,4 @@
-"""What stages send to each other: activations and cotangents along the ring, and from one stage to all.
+"""The links between stages, which send activations and cotangents along the ring, and from one stage to all.
 
 All devices of a stage (tensor, expert) have the same activation, or parts of it, if rules split it over them. If each of them
 sent all of it, the network would carry the same bytes as many times as a stage has devices. Here each device sends one part,
@@ -42,7 +42,7 @@ class Wire:
     dims: tuple[Dims, ...]
 
     def sent(self, values: Arrays, pairs: Pairs) -> Arrays:
-        """The values of the stage that sends to this one. Stages that nothing is sent to receive zeros."""
+        """The values of the stage that sends to here. Stages that nothing is sent to receive zeros."""
         return self._by_parts(lambda x: cast(jax.Array, jax.lax.ppermute(x, self.moves.layout.axis, pairs)), values)
 
     def shown(self, flag: Flags, values: Arrays) -> Arrays:

@@ -23,7 +23,7 @@ AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[Gather
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one program contains that rules can name, and the answers that it got.
+    """The parts of a program that rules can name, and the answers that it got.
 
     signals: the paths of its signals. params: the signals that use each parameter. tensors: the signals around each tensor name.
     out_ranks: the ranks of the floating values that leave each signal.
@@ -71,7 +71,7 @@ class _Coverage:
         yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason, params)
         reason = "no parameter used below this signal, and nowhere else, matches"
         yield from self.silent(f"{label}gather", rule.gather, (*at, "gather"), reason, params)
-        # For the advice in messages: the names that a rule of this signal can reach.
+        # The names that a rule of this signal can reach, as advice in messages.
         below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
         yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
         yield from self._tensors(f"{label}backward", rule.backward_tensors, (*at, "backward_tensors"), below)
@@ -122,7 +122,7 @@ class _Coverage:
             yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), about)
 
     def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:
-        # A rule that got its turn and did not fit counts as decided, because a problem of its own says so.
+        # A rule that got its turn and did not fit counts as decided, because another problem says so.
         if slot in self._decided:
             return
         by = self._shadowed.get(slot)

@@ -169,7 +169,7 @@ class _Reader:
         if node is None:
             if "batch" not in self.groups:
                 return ()
-            # The implicit rule for inputs has no line of its own. It gets the line of the group, which the user wrote.
+            # The implicit rule for inputs has no line. It gets the line of the group, which the user wrote.
             where = root.find("axes.batch").where
             return (SpecRule(pattern="**", spec=(self.groups["batch"], ...), where=where),)
         if isinstance(node.value, list):

@@ -6,7 +6,7 @@ answer depends on the rules and the question alone. A match also says which late
 `jgt.rules.coverage` adds these up and reports rules that never decide anything.
 
 The order of precedence is the same everywhere. For parameters and optimizer state, the rules at the top of the file
-come first, then those of each signal, in file order. A rule of a signal covers everything below that signal, except
+come first, then the rules of each signal, in file order. A rule of a signal covers everything below that signal, except
 `out`, which is about the values that leave exactly that signal.
 """
 

@@ -99,8 +99,8 @@ class Sends:
 class Buffers:
     """All buffers of a table.
 
-    saved: the values that forward saves for backward and for weight gradients. stashed: the values that backward leaves for weight gradients.
-    forward, backward: the inboxes for activations and for cotangents. head_waits: whether the head's cotangent waits in the
+    saved: the values that forward saves for backward and for weight gradients. stashed: the values that backward leaves for weight
+    gradients. forward, backward: the inboxes for activations and for cotangents. head_waits: whether the head's cotangent waits in the
     backward inbox, because some backward item of the last chunk runs in a later tick than its forward item.
     """
 
