@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jgt.document.files import is_file, read_text, similar_file
+from jgt.document.files import is_file, locate, read_text, similar_file
 from jgt.document.node import InputError, Node, collect, describe, dotted_key, from_python, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
-from jgt.document.shipped import locate
 
 MAX_BYTES = 1_000_000
 """The largest YAML file, and more than any person writes."""

@@ -35,7 +35,7 @@ from jgt.partitioner.shardy import (
     SubAxis,
     choose_layouts,
     inline_calls,
-    joined,
+    join_parts,
     meshes_of,
     operations,
     sharding_of,
@@ -183,18 +183,18 @@ def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Av
         op = readable[layout.number]
         name = op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
         if layout.given != layout.better:
-            avoided.append(Avoided(name=name, line=_line_of(op), before=shown(layout.given), after=shown(layout.better)))
+            avoided.append(Avoided(name=name, line=_line_of(op), before=layout_text(layout.given), after=layout_text(layout.better)))
         with ir.Location.name(f"{name}/{MARK}", childLoc=op.location):
             for n, given, better in zip(layout.arrays, layout.given, layout.better, strict=True):
                 if n < len(op.operands):
                     with ir.InsertionPoint(op):
-                        op.operands[n] = layout.grid.constrained(op.operands[n], better, layout.mesh)
+                        op.operands[n] = layout.grid.constrain(op.operands[n], better, layout.mesh)
                     continue
                 result = op.results[n - len(op.operands)]
                 with ir.InsertionPoint.after(op):
-                    first = last = layout.grid.constrained(result, better, layout.mesh)
+                    first = last = layout.grid.constrain(result, better, layout.mesh)
                     if given != better:
-                        last = layout.grid.constrained(first, given, layout.mesh)
+                        last = layout.grid.constrain(first, given, layout.mesh)
                 result.replace_all_uses_except(last, first.owner.operation)
     return avoided
 
@@ -212,11 +212,11 @@ def _line_of(op: Any) -> str:
     return f"{place.filename}:{place.start_line}"
 
 
-def shown(layouts: Sequence[Splits]) -> str:
+def layout_text(layouts: Sequence[Splits]) -> str:
     """Layouts as PartitionSpecs are written: `[d, f], [f, null] -> [d, null]`."""
 
     def dim(axes: Sequence[SubAxis]) -> str:
-        names = [name for name, _, _ in joined(axes)]
+        names = [name for name, _, _ in join_parts(axes)]
         return "null" if not names else names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
     *operands, result = ("[" + ", ".join(map(dim, layout)) + "]" for layout in layouts)

@@ -194,9 +194,11 @@ class AxisGrid:
         order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
         return self.devices.transpose(order).reshape(num_parts(front), -1).tolist()
 
-    def constrained(self, value: Any, layout: Splits, mesh: Any) -> Any:
+    def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
-        dims = [sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in joined(axes)], is_closed=True) for axes in layout]
+        dims = [
+            sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in join_parts(axes)], is_closed=True) for axes in layout
+        ]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
 
     def _reference(self, sub_axis: SubAxis) -> Any:
@@ -210,7 +212,7 @@ def num_parts(sub_axes: Iterable[SubAxis]) -> int:
     return math.prod(size for _, _, size in sub_axes)
 
 
-def joined(axes: Sequence[SubAxis]) -> list[SubAxis]:
+def join_parts(axes: Sequence[SubAxis]) -> list[SubAxis]:
     """The sub-axes of a dim, with neighbouring parts of one axis as one."""
     result: list[SubAxis] = []
     for name, low, size in axes:

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flattened, raw, row, vjp, whole_like
+from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flatten_tree, from_raw, raw, row, vjp
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -65,7 +65,7 @@ class Body:
         """The values that travel on to the next layer. A layer of padding returns its own input."""
         split, travel, num_moving = self.split, inputs.travel, len(self.split.travel)
         num_consts, num_carry = jx.scan_sizes(split.scan)
-        moving = [whole_like(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
+        moving = [from_raw(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
         ys = travel[num_moving:]
         known: dict[Atom, jax.Array] = dict(zip([*split.in_layers, *split.local.outputs], [*inputs.common, *inputs.local], strict=True))
         known |= {atom: value for atom, value in zip(split.travel, moving, strict=True) if jx.is_var(atom) and atom not in known}
@@ -121,7 +121,7 @@ class Layer:
     def __init__(
         self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
     ):
-        leaves, inputs_of = flattened(shapes)
+        leaves, inputs_of = flatten_tree(shapes)
         weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
         # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.
         without = (False,) * (len(shapes.local) + 1)
@@ -231,8 +231,8 @@ class _Backward:
             # A constant, or a value that the travelling cotangent needs as well: it costs nothing to have it now.
             return not apart or not jx.is_var(atom) or atom in on_the_way
 
-        now, self._now = flattened(among(is_ready))
-        later, self._later = flattened(among(lambda atom: not is_ready(atom)))
+        now, self._now = flatten_tree(among(is_ready))
+        later, self._later = flatten_tree(among(lambda atom: not is_ready(atom)))
         self._finish = extract_part(flat, later, list(on_the_way))
         # Saved residuals outlive backward; whatever else the weight gradients read is stashed.
         self.stash = tuple(v for v in self._finish.inputs if v not in self._residuals)

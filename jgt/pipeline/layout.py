@@ -108,11 +108,6 @@ class Layout:
         others = self.other_dims(var)
         return None if others is None else [(*(o or ()), *h) or None for o, h in zip(others, self.held_dims(var), strict=True)]
 
-    def dims_inside(self, var: Var) -> Dims | None:
-        """As `other_dims`, in the form that rules have."""
-        dims = self.other_dims(var)
-        return None if dims is None else tuple(axes or () for axes in dims)
-
     def other_dims(self, var: Var) -> list[Axes | None] | None:
         """The axes of each dim that are not the batch's, None for a dim without one; None for a value of unknown layout."""
         if var not in self.dims:

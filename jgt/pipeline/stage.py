@@ -40,9 +40,7 @@ InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
 """(a position in the item's chunk, what travels) → what the layer at that position reads."""
 
 
-# Static, and compared by identity: a traced function can return its stage as a pytree without leaves.
-@jax.tree_util.register_static
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One stage's programs.
 
@@ -151,7 +149,7 @@ class Stage:
             inputs = inputs_of(i, [])
             residuals = [_at(b, i) for b in again] if again is not None else [self._kept(b, item.saved, i) for b in buffers.saved]
             cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
-            sums = self._added(sums, ready, item, i, inputs.index)
+            sums = self._add(sums, ready, item, i, inputs.index)
             if self.ticks.apart:
                 # Residuals that were computed again are gone after this item, so the weight gradients' item gets them too.
                 later = [*later, *(residuals if self.keep_input else [])]
@@ -174,7 +172,7 @@ class Stage:
             later = [self._kept(b, item.stashed, i) for b in buffers.stashed]
             residuals = later[num_stashed:] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
             gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
-            return self._added(sums, gradients, item, i, inputs.index), None
+            return self._add(sums, gradients, item, i, inputs.index), None
 
         return StageBuffers(sums=jax.lax.scan(step, buffers.sums, self._positions)[0]), []
 
@@ -194,7 +192,7 @@ class Stage:
             at = item.chunk * self.chunks.layers_per_chunk + i
             # One layer at a time: a slice of the whole chunk would copy all of its weights in every tick.
             sliced = [_at(w, at) for w in own.weights]
-            weights = [self.moves.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
+            weights = [self.moves.gather_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
             return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
 
         return inputs_of
@@ -216,14 +214,14 @@ class Stage:
 
         return cast(_T, jax.lax.cond(item.on, run, nothing))
 
-    def _added(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
+    def _add(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
         at = item.chunk * self.chunks.layers_per_chunk + i
         is_real = item.on & (layer >= 0)
         variables, weights, common = float_variables(self.split.weights), list(sums.weights), list(sums.common)
         for index, gradient in gradients.weights.items():
             total = weights[index]
             # Garbage may be infinite: it is dropped, not multiplied away.
-            part = jnp.where(is_real, self.moves.scattered_layer(variables[index], gradient.astype(total.dtype)), 0)
+            part = jnp.where(is_real, self.moves.scatter_layer(variables[index], gradient.astype(total.dtype)), 0)
             weights[index] = _put(total, _at(total, at) + part, at)
         for index, gradient in gradients.common.items():
             common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)
@@ -236,7 +234,7 @@ class Stage:
         """
         # A shift is static, because ppermute needs its pairs at compile time; which slot a stage writes is data.
         for shift, slot in item.into.items():
-            sent = values if shift == 0 else wire.sent(values, pairs[shift])
+            sent = values if shift == 0 else wire.send(values, pairs[shift])
             inbox = [_put(box, x, slot) for box, x in zip(inbox, sent, strict=True)]
         return inbox
 
@@ -248,14 +246,14 @@ class Stage:
         if share is None:
             return []
         if everywhere.is_read is None or self.chunks.num_stages == 1:
-            return wire.shown(flag, values) if self.chunks.num_stages > 1 else values
+            return wire.show(flag, values) if self.chunks.num_stages > 1 else values
 
         def show() -> Arrays:
             with scopes.branch_taken(share):
-                return wire.shown(flag, values)
+                return wire.show(flag, values)
 
         # The partitioner requires the same layout in both branches, and zeros have none of their own.
-        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pinned([jnp.zeros_like(x) for x in values])))
+        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pin([jnp.zeros_like(x) for x in values])))
 
 
 def keep_cotangents(own: OnStage[Integers], everywhere: Everywhere) -> Changes:

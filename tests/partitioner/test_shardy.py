@@ -36,7 +36,7 @@ lowered.compile()
 module = lowered.compiler_ir()
 with module.context, ir.Location.unknown():
     layouts = [op.given for op in avoid.layouts_of(module) if len(op.arrays) == 3]
-    print(json.dumps([avoid.shown(given[-1:] * 2).split(" -> ")[1] for given in layouts]))
+    print(json.dumps([avoid.layout_text(given[-1:] * 2).split(" -> ")[1] for given in layouts]))
 """
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.document.shipped import shipped_folder
+from jgt.document import shipped_folder
 from jgt.sharding.shard import Sharded
 from jgt.verification import TOLERANCE, Verification, verify_sharded
 
