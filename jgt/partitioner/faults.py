@@ -23,7 +23,7 @@ _Factor = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dims:
+class OperationDims:
     """Which dims of an operation's arrays belong together.
 
     arrays: the numbers of the arrays among its operands and results. factors: for each independent dim, which dim of each array it is; None
@@ -46,7 +46,7 @@ class Dims:
         return self.factors[len(self.factors) - self.num_summed :]
 
 
-def _dims_of_dot(op: Any) -> Dims:
+def _dims_of_dot(op: Any) -> OperationDims:
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
     summed = list(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
@@ -54,22 +54,22 @@ def _dims_of_dot(op: Any) -> Dims:
     free = [(d, None) for d in range(len(type_shape(op.operands[0]))) if d not in bound[0]]
     free += [(None, d) for d in range(len(type_shape(op.operands[1]))) if d not in bound[1]]
     factors = [*((*pair, out) for out, pair in enumerate([*batch, *free])), *((*pair, None) for pair in summed)]
-    return Dims(arrays=(0, 1, 2), factors=tuple(factors), num_batch=len(batch), num_summed=len(summed))
+    return OperationDims(arrays=(0, 1, 2), factors=tuple(factors), num_batch=len(batch), num_summed=len(summed))
 
 
-def _dims_of_convolution(op: Any) -> Dims:
+def _dims_of_convolution(op: Any) -> OperationDims:
     n = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     groups, batches = (ir.IntegerAttr(op.attributes[name]).value for name in ("feature_group_count", "batch_group_count"))
     rows = (n.input_batch_dimension, None, n.output_batch_dimension)
     if groups > 1 or batches > 1:
         # A group is a part of a dim, which no spec can name.
-        return Dims(arrays=(0, 1, 2), factors=(rows,) if batches == 1 else ())
+        return OperationDims(arrays=(0, 1, 2), factors=(rows,) if batches == 1 else ())
     features = (None, n.kernel_output_feature_dimension, n.output_feature_dimension)
     inner = (n.input_feature_dimension, n.kernel_input_feature_dimension, None)
-    return Dims(arrays=(0, 1, 2), factors=(rows, features, inner), num_summed=1)
+    return OperationDims(arrays=(0, 1, 2), factors=(rows, features, inner), num_summed=1)
 
 
-def _dims_of_window(op: Any) -> Dims:
+def _dims_of_window(op: Any) -> OperationDims:
     """reduce_window has n operands, n initial values, n results; select_and_scatter an operand, a source, an initial value, a result."""
     half = len(op.operands) // 2
     if op.name == "stablehlo.select_and_scatter":
@@ -78,26 +78,29 @@ def _dims_of_window(op: Any) -> Dims:
         arrays, moving = (*range(half), *range(2 * half, 3 * half)), ("base_dilations", "window_dilations")
     numbers = [[*ir.DenseI64ArrayAttr(op.attributes[name])] for name in moving if name in op.attributes]
     still = [d for d in range(len(type_shape(op.operands[0]))) if all(sizes[d] == 1 for sizes in numbers)]
-    return Dims(arrays=arrays, factors=tuple((d,) * len(arrays) for d in still))
+    return OperationDims(arrays=arrays, factors=tuple((d,) * len(arrays) for d in still))
 
 
-def _dims_of_pad(op: Any) -> Dims:
+def _dims_of_pad(op: Any) -> OperationDims:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     padding = zip(*(ir.DenseI64ArrayAttr(op.attributes[name]) for name in names), strict=True)
     still = [d for d, (low, high, inner) in enumerate(padding) if low >= 0 and high >= 0 and inner == 0]
-    return Dims(arrays=(0, 2), factors=tuple((d, d) for d in still))
+    return OperationDims(arrays=(0, 2), factors=tuple((d, d) for d in still))
 
 
-READERS: dict[str, Callable[[Any], Dims]] = {
+READERS: dict[str, Callable[[Any], OperationDims]] = {
     "stablehlo.dot_general": _dims_of_dot,
     "stablehlo.convolution": _dims_of_convolution,
     "stablehlo.reduce_window": _dims_of_window,
     "stablehlo.select_and_scatter": _dims_of_window,
     "stablehlo.pad": _dims_of_pad,
 }
+"""The operations that may be computed wrongly, and the functions that read their dims."""
 
 
-def better_layouts(dims: Dims, layouts: tuple[Splits, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid) -> tuple[Splits, ...]:
+def better_layouts(
+    dims: OperationDims, layouts: tuple[Splits, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid
+) -> tuple[Splits, ...]:
     """Layouts of an operation's arrays that are computed correctly: the given ones, unless they are known to be wrong."""
     moves = any(layout[d] for n, layout in enumerate(layouts) for d in dims.moving(n, len(layout)))
     is_wrong = moves or (dims.num_summed > 0 and _sums_wrongly(dims, layouts, grid))
@@ -110,7 +113,7 @@ def _axes(layouts: Sequence[Splits], factor: _Factor, n: int) -> tuple[SubAxis, 
     return () if d is None else layouts[n][d]
 
 
-def _sums_wrongly(dims: Dims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
+def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
     """Whether a matmul, or a convolution as one, has one of the layouts that the partitioner sums wrongly."""
     batch = dims.factors[: dims.num_batch]
     if any(len({_axes(layouts, factor, n) for n in range(3)}) > 1 for factor in batch):
@@ -134,7 +137,7 @@ def _sums_wrongly(dims: Dims, layouts: Sequence[Splits], grid: AxisGrid) -> bool
     )
 
 
-def _only_gathers(dims: Dims, layouts: Sequence[Splits], array: int) -> bool:
+def _only_gathers(dims: OperationDims, layouts: Sequence[Splits], array: int) -> bool:
     """Whether a matmul only needs to gather, or to cut, some dims of one array.
 
     With four axes there are too many layouts to try them all, so only these count as right.
@@ -149,7 +152,7 @@ def _only_gathers(dims: Dims, layouts: Sequence[Splits], array: int) -> bool:
     return len(split) == len(set(split))
 
 
-def _within_equal_rows(dims: Dims, layouts: Sequence[Splits]) -> Sequence[Splits]:
+def _within_equal_rows(dims: OperationDims, layouts: Sequence[Splits]) -> Sequence[Splits]:
     """The layouts within groups of devices that have the same rows, if the partitioner makes these groups before it looks at the sum.
 
     It does for the free dims of an operand that are split as in the result, if the result splits none of the other operand's.
@@ -186,7 +189,7 @@ def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Se
     return False
 
 
-def _compatible(dims: Dims, layouts: Sequence[Splits], shapes: Sequence[tuple[int, ...]]) -> tuple[Splits, ...]:
+def _compatible(dims: OperationDims, layouts: Sequence[Splits], shapes: Sequence[tuple[int, ...]]) -> tuple[Splits, ...]:
     """Layouts in which each sub-axis splits one factor, in all arrays that have it: the factor of which it splits the most elements now."""
     sizes = [next(shapes[n][d] for n, d in enumerate(factor) if d is not None) for factor in dims.factors]
     chosen: list[list[SubAxis]] = [[] for _ in dims.factors]
