@@ -17,7 +17,7 @@ from jgt.command.commands import find_commands
 from jgt.hardware.chip import chip_names
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import LIMITS, read_budget
 from jgt.planner.findings import FindingKind
 from jgt.rules import load
@@ -393,7 +393,7 @@ def test_every_limit_of_a_key_stands_there(name):
     """Checks integers and floats. The page states the limit of all floats, 1e30, only once."""
     page = section(PIPELINE, "## Keys") if name == "pipeline" else section(TRAINING, f"## {name}")
     types = {row[0].strip("`"): row[1] for row in rows(page) if len(row) == 4}
-    for key, bound in limits({"pipeline": Pipeline, **SECTIONS}[name]):
+    for key, bound in limits({"pipeline": PipelineConfig, **SECTIONS}[name]):
         limit = f"> 0, ≤ {bound.high:,}" if bound.above is not None else f"{bound.low} to {bound.high:,}"
         assert bound.high == 1e30 or limit in types[key], (key, types[key])
     assert "A float is at most 1e30" in TRAINING.read_text()
@@ -430,7 +430,7 @@ def test_the_limits_of_files_stand_there():
 
 def test_every_key_of_a_pipeline_stands_with_its_default():
     documented = keys_and_defaults(section(PIPELINE, "## Keys"))
-    fields = {f.name: f.default for f in dataclasses.fields(Pipeline) if f.init}
+    fields = {f.name: f.default for f in dataclasses.fields(PipelineConfig) if f.init}
     required = {name for name, default in fields.items() if default is dataclasses.MISSING}
     assert {key for key, default in documented.items() if default == "required"} == required
     plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}

@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple
 
 from jgt.hlo.graph import consumers, producers
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION, REPLICAS
-from jgt.signal import PREFIX
+from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
 
 Phase = Literal["forward", "backward", "recompute"]
 
@@ -129,7 +128,7 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
         origin = neighbour.origin
     # What slices stacked parameters in a loop, or stacks results, is named `layers`. It belongs to the `layers/attn` next to it.
     below = op_name.rpartition(PREFIX)[2]
-    if REGION in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
+    if ON_DEVICES in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
         # What is written for a device, or stands directly under a signal inside another one, has a signal of its own.
         return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"

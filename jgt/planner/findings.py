@@ -3,9 +3,9 @@
 A plan has hundreds of rows, and a mistake in the rules looks like any other row: bytes that are sent, FLOPs that are computed. So each kind
 of finding compares two independent counts of one thing, or reads a warning that is easily lost. Memory is compared with the target's. The
 FLOPs of the compiled program are compared with a device's share of the traced program's: more means that devices repeat work. The bytes
-that are sent are compared with the formulas: more means that XLA moves a tensor between two layouts. The bytes of experts' rows are
-compared with those of the other exchange. Constraints are compared with shapes. And XLA itself warns, on stderr only and without a line of
-the program, when it can change a layout only by making a tensor whole on every device (an involuntary full rematerialization).
+that are sent are compared with the formulas: more means that XLA moves a tensor between two layouts. Constraints are compared with shapes.
+And XLA itself warns, on stderr only and without a line of the program, when it can change a layout only by making a tensor whole on every
+device (an involuntary full rematerialization).
 
 Invariant: the runs that ship have no findings. The margins below are chosen so; a finding that is mostly noise would hide the others.
 """
@@ -21,7 +21,6 @@ from fractions import Fraction
 from typing import Literal
 
 from jgt.console import size_text
-from jgt.experts.advice import ExchangeUse
 from jgt.hardware.chip import is_described
 from jgt.hlo.collectives import Collective
 from jgt.hlo.graph import runs_per_step
@@ -45,7 +44,6 @@ FindingKind = Literal[
     "computed-alike",
     "dense-experts",
     "unexplained",
-    "exchange",
     "unknown-loop",
 ]
 
@@ -118,12 +116,8 @@ def findings(
     formulas: Sequence[Expected],
     rows: Sequence[SignalRow],
     remats: Sequence[Rematerialization],
-    exchanges: Sequence[tuple[ExchangeUse, str]],
 ) -> Iterator[Finding]:
-    """All findings of a compiled function, the gravest kind first, each with the line of the rule for its signal.
-
-    exchanges: of experts, each with the line of the rule that chose it.
-    """
+    """All findings of a compiled function, the gravest kind first, each with the line of the rule for its signal."""
     misfits = [*_rematerialized(remats), *_indivisible(compiled)]
     # The bytes that a misfit causes are unexplained too, but one finding is enough for one mistake.
     covered = {finding.signal for finding in misfits}
@@ -133,14 +127,12 @@ def findings(
     repeated = [finding for finding in _repeated(rows, module) if finding.signal not in {other.signal for other in dense}]
     shards = [*_replicated(params, compiled.mesh.size), *dense, *repeated]
     rules = {row.signal: row.rule for row in rows}
-    advice = _exchanged(exchanges, sum(c.total_bytes for c in sent))
     for finding in (
         *_too_much_memory(memory),
         *_avoided(compiled, sent),
         *misfits,
         *shards,
         *unexplained,
-        *advice,
         *_unknown_loops(module),
     ):
         rule = finding.rule or rules.get(finding.signal, "")
@@ -285,12 +277,6 @@ def _unexplained(sent: Sequence[Collective], formulas: Sequence[Expected]) -> It
             "the tensor that is gathered or moved there, and give it a spec"
         )
         yield _finding("unexplained", signal, worst.source, rest, text)
-
-
-def _exchanged(exchanges: Sequence[tuple[ExchangeUse, str]], total: int) -> Iterator[Finding]:
-    for use, where in exchanges:
-        if use.saved > _NOTABLE * total:
-            yield replace(_finding("exchange", use.signal, use.source, round(use.saved), use.advice), rule=where)
 
 
 def _worst(found: Sequence[Collective], explained: collections.Counter[tuple[str, ...]]) -> Collective:

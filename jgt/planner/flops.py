@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jgt.experts import exchange_of
+from jgt.experts.exchange import exchange_of
 from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program

@@ -11,7 +11,6 @@ reduce-scatter of an array of B bytes, and twice that in an all-reduce, which is
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
     once for the forward pass and once for the backward pass (or the recompute before it): (n-1) b each. Its gradient has B = n b
     bytes before it is reduce-scattered: (n-1)/n B = (n-1) b.
-    With `gather: int8` a number has 1 byte on its way, and a block of them 4 bytes for its scale; the gradient is as before.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
     (k-1)/k b, and is gathered after the update, when each device has b/k of it: (k-1) b/k. A parameter that is stored like its state
     and gathered at the start of the step sends the same, in the type that it is read in.
@@ -36,8 +35,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-
-import numpy as np
 
 from jgt.hardware.chip import is_described
 from jgt.hlo.origin import EXCHANGED, NONE
@@ -145,11 +142,7 @@ def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: _A
         rest = tuple(a for a in axes if a not in use.brought)
         n, k = _size(mesh, brought), _size(mesh, rest)
         yield brought, Fraction(n - 1) * p.local_bytes * use.width, "parameters gathered at the start"
-        if use.gathered is None:
-            yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
-        else:
-            numbers = p.local_bytes // np.dtype(p.dtype).itemsize
-            yield rest, times * (k - 1) * n * numbers * use.gathered, "parameters gathered in int8"
+        yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
 
 
 def _gradients(

@@ -20,7 +20,6 @@ from typing import cast
 import jax
 
 from jgt.console import axes_text, size_text
-from jgt.experts.advice import rule_of
 from jgt.hardware.chip import Target, is_described, parse_target
 from jgt.hardware.network import Network
 from jgt.hlo.collectives import Collective, collectives
@@ -148,7 +147,6 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     usage = usage_of(compiled, params)
     sent = _of_replicas(sent, usage.summed)
     formulas = expected(compiled, params, usage)
-    exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
     rows = tuple(_ruled(row, schedule) for row in rows)
     remats = rematerializations(compiled.lines, module)
@@ -183,7 +181,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         timeline=tuple(panels(module.entry, timeline.tracks, lambda signal: full_signal(signal, names))),
         collectives=sent,
         rematerializations=remats,
-        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
+        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats)),
         advice=advice(facts),
         signals=rows,
         parameters=params,

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.experts import exchange_of, weights_of
-from jgt.experts.advice import ExchangeUse, sum_of
+from jgt.experts.exchange import weights_of
 from jgt.hlo.origin import NONE, origin_of, phase_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter
@@ -31,9 +30,8 @@ from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.partial import PartialSum, PartialSums
 from jgt.program.scopes import replicas_of, taken_share
-from jgt.program.sends import Backend, all_reduced, is_gather, is_region, is_sum, sent
+from jgt.program.sends import Backend, all_reduced, is_gather, is_on_devices, is_sum, sent
 from jgt.program.views import View, Views, contractions, into, out_of, through
-from jgt.regions.gathers import is_gathered, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class ParameterUse:
 
     counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
     bf16). is_manual: it enters a shard_map that splits the batch itself. is_gathered: the program gathers it there. brought: the mesh axes
-    over which the program gathers it once, before anything reads it. gathered: the bytes of a number where it is gathered in eight bits.
+    over which the program gathers it once, before anything reads it.
     held: those whose devices keep different parts of it, such as experts.
     """
 
@@ -51,7 +49,6 @@ class ParameterUse:
     is_manual: bool = False
     is_gathered: bool = False
     brought: frozenset[str] = frozenset()
-    gathered: Fraction | None = None
     held: frozenset[str] = frozenset()
 
     @property
@@ -70,7 +67,7 @@ class Usage:
     """What the walk finds: the use of each parameter, partial sums, and by signal and mesh axes the bytes that shard_map sends.
 
     again: the bytes of what the recompute makes whole, on each device, by signal and mesh axes. summed: by mesh axes, the bytes that
-    replicas along them send to each other. exchanges: of experts.
+    replicas along them send to each other.
     """
 
     parameters: tuple[ParameterUse, ...]
@@ -78,7 +75,6 @@ class Usage:
     explicit: Mapping[tuple[str, tuple[str, ...]], Fraction]
     again: Mapping[tuple[str, tuple[str, ...]], Fraction]
     summed: Mapping[tuple[str, ...], Fraction]
-    exchanges: tuple[ExchangeUse, ...] = ()
 
 
 def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str, ...], backend: Backend) -> Usage:
@@ -94,7 +90,6 @@ def find_usage(compiled: Compiled, params: Sequence[Parameter], batch: tuple[str
         explicit=dict(walk.explicit),
         again=dict(walk.again),
         summed=dict(walk.summed),
-        exchanges=tuple(sum_of(walk.exchanges)),
     )
 
 
@@ -119,7 +114,6 @@ class _Walk:
         self.explicit: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self.again: dict[tuple[str, tuple[str, ...]], Fraction] = collections.defaultdict(Fraction)
         self.summed: dict[tuple[str, ...], Fraction] = collections.defaultdict(Fraction)
-        self.exchanges: list[ExchangeUse] = []
         self._counted: set[tuple[Var, str]] = set()
         self._pinned: set[Var] = set()
 
@@ -129,9 +123,6 @@ class _Walk:
         laid: dict[Var, Dims] = {}
         for equation in jx.body(program).eqns:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
-            if is_gathered(equation):
-                self._round(equation, views)
-                continue
             self._send(equation, scope, views)
             weights = weights_of(equation)
             for var, dims in weights:
@@ -166,39 +157,6 @@ class _Walk:
         # The name stack also says how often a pipeline takes the branches around the collective.
         signal, times = origin.signal if origin else NONE, scope.times * taken_share(scope.name)
         self.explicit[signal, axes] += times * num_bytes
-        self._compare(equation, signal, times, num_bytes)
-
-    def _compare(self, equation: Equation, signal: str, times: Fraction, num_bytes: Fraction) -> None:
-        """What an exchange of experts sends, and what the other way to do it would send."""
-        if (found := exchange_of(equation)) is None:
-            return
-        plan, equation = found
-        other = plan.otherwise()
-        instead = None if other is None else other.sent(equation, self._mesh, self._backend.bytes_of)
-        if other is None or instead is None or plan.exchange.axis is None:
-            return
-        self.exchanges.append(
-            ExchangeUse(
-                signal=signal,
-                source=jx.line_of(equation),
-                axis=plan.exchange.axis,
-                num_devices=plan.exchange.num_devices,
-                num_choices=plan.num_choices(equation),
-                room=plan.exchange.room,
-                method=plan.exchange.method,
-                other=other.exchange.method,
-                bytes=times * num_bytes,
-                other_bytes=times * instead[1],
-            )
-        )
-
-    def _round(self, equation: Equation, views: Views) -> None:
-        """A weight that is rounded to eight bits and gathered: the same weight afterwards."""
-        # A checkpoint may have made constants of the call operands.
-        source = next((a for a in equation.invars if jx.is_var(a) and a in views), None)
-        if source is not None:
-            view = views[equation.outvars[0]] = views[source]
-            self.uses[view.index] = replace(self.uses[view.index], gathered=share_of(equation))
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
         """A parameter that a call of experts reads, each device its own part."""
@@ -219,7 +177,7 @@ class _Walk:
                 view = inside[var] = into(views[outer], outer, var, times)
                 if any(axis in self._batch for axis in manual):
                     self.uses[view.index] = replace(self.uses[view.index], is_manual=True)
-        in_region = scope.in_region or is_region(equation)
+        in_region = scope.in_region or is_on_devices(equation)
         self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), in_region), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:

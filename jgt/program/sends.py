@@ -48,8 +48,8 @@ class Backend:
 CPU = Backend(sends_narrow=False, scatters=False, adds_first=False)
 GPU = Backend(sends_narrow=True, scatters=True, adds_first=True)
 
-_REGION = "region"
-"""The primitive of `jgt.regions`."""
+_ON_DEVICES = "on_devices"
+"""The primitive of `jgt.replacements`."""
 
 _ALL_GATHERS = ("all_gather", "all_gather_invariant")
 _RINGS: dict[str, Callable[[int], Fraction]] = {
@@ -76,14 +76,14 @@ def is_sum(equation: Equation) -> bool:
     return equation.primitive.name in ("reduce", "reduce_sum", "psum")
 
 
-def is_region(equation: Equation) -> bool:
+def is_on_devices(equation: Equation) -> bool:
     """Whether an equation is a region, whose plan sends what its sums need."""
-    return equation.primitive.name == _REGION
+    return equation.primitive.name == _ON_DEVICES
 
 
 def sent(equation: Equation, mesh: Mapping[str, int], backend: Backend) -> tuple[_Axes, Fraction] | None:
     """The mesh axes of a collective and the bytes that a device sends in it; None if the equation sends nothing itself."""
-    if is_region(equation):
+    if is_on_devices(equation):
         return equation.params["plan"].sent(equation, mesh, backend.bytes_of)
     ring = _RINGS.get(equation.primitive.name)
     if ring is None:

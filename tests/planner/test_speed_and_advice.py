@@ -7,13 +7,13 @@ import pytest
 from jgt.console import time_text, two_digits
 from jgt.hardware.chip import parse_target
 from jgt.hlo.collectives import Collective
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.planner.memory import Memory
 from jgt.planner.step.advice import Facts, advice
 from jgt.planner.step.spans import Span, Track, panels
 from jgt.planner.step.speed import Setting, Workload, schedule_of, speed_of
 
-PIPELINE = Pipeline(signal="layers", microbatches=8)
+PIPELINE = PipelineConfig(signal="layers", microbatches=8)
 GB = 10**9
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 
 STAGE = "stage"
 
@@ -24,7 +24,7 @@ class Stages:
     gather: str
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> Stages:
+    def of(cls, pipeline: PipelineConfig) -> Stages:
         """The section `pipeline:` of a run."""
         p = pipeline
         return cls(schedule=p.schedule, virtual=p.virtual, microbatches=p.microbatches, remat=p.remat, gather=p.gather)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from jgt.hardware.chip import Target
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import Costs, simulate
 
@@ -37,7 +37,7 @@ class Workload:
     tokens: int | None = None
     flops: float | None = None
     rows: int | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineConfig | None = None
     price: float | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
 
@@ -69,7 +69,7 @@ class PipelineSchedule:
         return f"{self.name}, {self.stages} stages{chunks}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
 
 
-def schedule_of(pipeline: Pipeline, mesh: Mapping[str, int], **changes: int | str) -> PipelineSchedule:
+def schedule_of(pipeline: PipelineConfig, mesh: Mapping[str, int], **changes: int | str) -> PipelineSchedule:
     """The schedule of a pipeline on a mesh. changes: fields with other values. Raises InputError if no schedule has these numbers."""
     lines = pipeline.lines
     pipeline = replace(pipeline, **changes) if changes else pipeline

@@ -13,8 +13,8 @@ all-to-all. No split of the dim of layers would do: chunks that a stage runs are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jgt.document import InputError, collect, nearest
 from jgt.experts.local import with_local_experts
 from jgt.pipeline.chunks import Chunks
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.pipelined import Pipelined
@@ -33,49 +33,28 @@ from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Place, Program, Var
+from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.microbatches import Microbatches, find_microbatches
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 from jgt.sharding.rewrite import rewrite_part
-from jgt.sharding.storage import stored_dims
-
-Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredCall:
-    """How to run a call whose stacked parameters, by path, are stored on their stages (see `Storage`)."""
-
-    chunks: Chunks
-    stacks: frozenset[str]
-    run: Run
+from jgt.sharding.staged import Run, StagedCall, StoredCall
+from jgt.sharding.storage import Form, Stack
+from jgt.staging.microbatches import Microbatches, find_microbatches
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedCall:
-    """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
-
-    With problems, there is nothing to run. stored: the same for parameters that are stored on their stages, if they can be and are not.
-    """
-
-    parameters: tuple[ParameterPlace, ...]
-    run: Run
-    stored: StoredCall | None = None
-    problems: tuple[str, ...] = ()
-
-
-def stage(
+def staged_call(
     arguments: Arguments,
     traced: Traced,
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     rules: Rules,
     site: Surroundings,
+    replacements: Sequence[Replacement],
     parameters: tuple[ParameterPlace, ...],
 ) -> StagedCall:
-    """Puts a call with this trace into its pipeline.
+    """A call with this trace, put into its pipeline.
 
     Raises ValueError inside a shard_map, or a vmap over a mesh axis that does not split the batch.
     """
@@ -83,7 +62,7 @@ def stage(
         raise ValueError("a pipelined function cannot be called inside shard_map. Put it inside the function")
     mesh, num_params, program = site.mesh, len(parameters), traced.program
     sizes = dict(mesh.shape)
-    found = find_microbatches(
+    batch = find_microbatches(
         arguments.inputs,
         rules,
         sizes,
@@ -91,44 +70,44 @@ def stage(
         is_drawn_from=lambda index: is_random_key(program, num_params + index),
         is_scanned=lambda index: is_scanned(program, num_params + index),
     )
-    if others := sorted(site.claimed.difference(found.replicas)):
+    if others := sorted(site.claimed.difference(batch.replicas)):
         raise ValueError(
             f"a pipelined function cannot be called inside a vmap over the mesh axis {others[0]}, which does not split its batch. "
             "Put the vmap inside the function"
         )
-    problems = [*found.problems, *_axis_problems(pipeline, found, sizes), *found.division_problems(pipeline)]
+    problems = [*batch.problems, *_axis_problems(pipeline, batch, sizes), *batch.division_problems(pipeline)]
     table = _table(pipeline, sizes, problems)
     # Without a table, or with microbatches that do not divide the batch, there is no microbatch to trace.
     if problems or table is None:
         return _unstaged(parameters, problems)
     try:
-        parts = _split_call(arguments, traced, pipeline, found, num_params)
+        parts = _split_call(arguments, traced, pipeline, batch, num_params)
     except SplitError as error:
         return _unstaged(parameters, [pipeline.problem("signal", str(error))])
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*found.replicas, *found.axes), sizes)
-    parts, held = _with_local_experts(parts, parameters, rules, found.axes, sizes)
+    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*batch.replicas, *batch.axes), sizes)
+    parts, held = _with_local_experts(parts, parameters, rules, batch.axes, sizes)
     executor = Executor(
         split=parts,
         held=held,
         table=table,
         pipeline=pipeline,
         mesh=mesh,
-        batch_axes=found.axes,
-        replicas=found.replicas,
-        inputs=found.inputs,
+        batch_axes=batch.axes,
+        replicas=batch.replicas,
+        inputs=batch.inputs,
         param_dims=[site.free_dims(p.dims) for p in parameters],
         param_signals=[tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters],
         # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
-        rewrite=lambda program, place: rewrite_part(program, place, rules, site),
-        rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, arguments),
+        rewrite=lambda program, place: rewrite_part(program, place, rules, site, replacements),
+        rewrite_shared=lambda program, arguments: rewrite_part(program, Place(), rules, site, replacements, arguments),
     )
     # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).
     pipelined, places = Pipelined(executor), [(site.free_dims(p.dims), site.free_dims(p.optimizer_dims)) for p in parameters]
-    stored = _stored_call(pipelined, parameters, places, found.dims)
-    return StagedCall(parameters=parameters, run=_run_of(pipelined, places, found.dims), stored=stored)
+    stored = _stored_call(pipelined, parameters, places, batch.dims)
+    return StagedCall(parameters=parameters, run=_run_of(pipelined, places, batch.dims), stored=stored)
 
 
 def _stored_call(
@@ -141,13 +120,36 @@ def _stored_call(
     stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
     if chunks.are_neighbours or any(parameters[index].dims[0] for index in stacks) or not pipelined.can_be_stored():
         return None
-    on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
+    on_stages = [(_stored_dims(a, axis), _stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
     there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
-    return StoredCall(chunks=chunks, stacks=frozenset(parameters[i].path for i in stacks), run=_run_of(there, on_stages, inputs))
+    paths = frozenset(parameters[i].path for i in stacks)
+
+    def form_of(place: ParameterPlace) -> Form | None:
+        return _stored_form(place, chunks, axis) if place.path in paths else None
+
+    return StoredCall(form_of=form_of, run=_run_of(there, on_stages, inputs))
+
+
+def _stored_form(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
+    """The stored form of a stack of layers whose chunks are stored on their stages."""
+    stored = replace(
+        place,
+        shape=(*chunks.rows_shape, *place.shape[1:]),
+        dims=_stored_dims(place.dims, axis),
+        optimizer_dims=_stored_dims(place.optimizer_dims, axis),
+        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
+    )
+    stack = Stack(lambda x: chunks.rows(chunks.arrange(x)), lambda x: chunks.restore(chunks.staged(x)))
+    return Form(model=place, stored=stored, saved=place, stack=stack)
+
+
+def _stored_dims(dims: Dims, axis: str) -> Dims:
+    """The dims of a stored stack, from the dims of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
+    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
 
 
 def _run_of(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]) -> Run:
-    """How to run a pipelined call. places: the dims of each parameter and of its gradient. inputs: the dims of each other array."""
+    """A function that runs a pipelined call. places: the dims of each parameter and of its gradient. inputs: the dims of other arrays."""
     mesh = pipelined.executor.mesh
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -166,12 +168,12 @@ def _unstaged(parameters: tuple[ParameterPlace, ...], problems: Sequence[str]) -
     return StagedCall(parameters=parameters, run=run, problems=tuple(problems))
 
 
-def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
+def _axis_problems(pipeline: PipelineConfig, batch: Microbatches, sizes: dict[str, int]) -> Iterator[str]:
     axes = list(sizes)
     if pipeline.axis not in axes:
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {nearest(pipeline.axis, axes)}")
         return
-    split = (*found.replicas, *found.axes)
+    split = (*batch.replicas, *batch.axes)
     if pipeline.axis in split:
         yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
     inside = axes_inside(sizes, pipeline.axis, split)
@@ -191,7 +193,7 @@ def _axis_problems(pipeline: Pipeline, found: Microbatches, sizes: dict[str, int
         )
 
 
-def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Table | None:
+def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str]) -> Table | None:
     if pipeline.axis not in sizes:
         return None
     with collect(problems):
@@ -199,28 +201,28 @@ def _table(pipeline: Pipeline, sizes: dict[str, int], problems: list[str]) -> Ta
     return None
 
 
-def _split_call(arguments: Arguments, traced: Traced, pipeline: Pipeline, found: Microbatches, num_params: int) -> Split:
+def _split_call(arguments: Arguments, traced: Traced, pipeline: PipelineConfig, batch: Microbatches, num_params: int) -> Split:
     """The call's program split for microbatches, from its traces at up to three batch sizes. Raises SplitError."""
-    batched = [False] * num_params + [kind == "rows" for kind in found.inputs]
-    keys = [num_params + index for index in found.keys]
+    batched = [False] * num_params + [kind == "rows" for kind in batch.inputs]
+    keys = [num_params + index for index in batch.keys]
 
     def trace(num_rows: int) -> Program:
         try:
             return arguments.trace_rows(batched, num_rows, traced.changed)
         # Any exception: here the user's function runs at a batch size that its author may not have thought of.
         except Exception as error:
-            names = ", ".join(name for name, kind in zip(found.names, found.inputs, strict=True) if kind == "rows")
+            names = ", ".join(name for name, kind in zip(batch.names, batch.inputs, strict=True) if kind == "rows")
             raise SplitError(
-                f"with {num_rows} instead of {found.num_rows} rows in {names} the function fails: "
+                f"with {num_rows} instead of {batch.num_rows} rows in {names} the function fails: "
                 f"{str(error).splitlines()[0].rstrip('.')}. If one of them is not the batch, give it the rule [] under inputs:"
             ) from error
 
-    rows = found.num_rows // (pipeline.parts * pipeline.microbatches * found.num_shards)
+    rows = batch.num_rows // (pipeline.parts * pipeline.microbatches * batch.num_shards)
     program = traced.program
-    micro = program if rows == found.num_rows else trace(rows)
+    micro = program if rows == batch.num_rows else trace(rows)
     # The microbatch's own trace is the second batch size if it can be. That saves one call of the user's function.
-    # With a single row JAX may trace another program, because it leaves out broadcasts and indexing for a dim of size 1.
-    larger, ratio = (micro, rows / found.num_rows) if 1 < rows < found.num_rows else (trace(2 * found.num_rows), 2.0)
+    # JAX may trace another program for a single row, because it leaves out broadcasts and indexing for a dim of size 1.
+    larger, ratio = (micro, rows / batch.num_rows) if 1 < rows < batch.num_rows else (trace(2 * batch.num_rows), 2.0)
     return split_loss(micro, program, larger, pipeline, ratio=ratio, num_params=num_params, keys=keys)
 
 
@@ -240,7 +242,7 @@ def _with_local_experts(
     return replace(parts, scan=scan), held
 
 
-def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
+def _too_few_layers(pipeline: PipelineConfig, table: Table, num_layers: int) -> str:
     held = f"{table.num_stages} stages" if table.virtual == 1 else f"{table.num_stages} stages with {table.virtual} chunks each"
     layers = f"{num_layers} layer{'s' * (num_layers != 1)}"
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
@@ -249,7 +251,7 @@ def _too_few_layers(pipeline: Pipeline, table: Table, num_layers: int) -> str:
 def _staged_places(
     parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[ParameterPlace, ...]:
-    """Places of the parameters with those of the layers split over the stages: by layers if each stage runs its neighbouring layers."""
+    """Places of the parameters. Layers are split over the stages: by layers if each stage runs neighbouring layers."""
     staged = {cut.like[var] for var in cut.weights if var in cut.like}
     by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
 
@@ -272,7 +274,7 @@ def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes:
     """The dim of a stack, other than the dim of layers, to split over the stages; None if the stages divide none."""
 
     def others(dim: int) -> tuple[int, int]:
-        # From a dim that has no other axis inside the pipeline, weights go to their stages by one all-to-all.
+        # Weights go to their stages by one all-to-all from a dim that has no other axis inside the pipeline.
         return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
 
     fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]

@@ -16,7 +16,7 @@ def sorted_by_expert(choice: jax.Array, num_experts: int) -> tuple[jax.Array, ja
     """The order of all choices [..., k] by expert [n], the place of each choice in it [n], and the choices of each expert [experts]."""
     flat = choice.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    return order, inverse(order), counted(flat, num_experts)
+    return order, inverse(order), counts_of(flat, num_experts)
 
 
 def inverse(order: jax.Array) -> jax.Array:
@@ -24,12 +24,12 @@ def inverse(order: jax.Array) -> jax.Array:
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
 
 
-def counted(flat: jax.Array, num_experts: int) -> jax.Array:
-    """How often each number below `num_experts` occurs in [n]; others do not count."""
+def counts_of(flat: jax.Array, num_experts: int) -> jax.Array:
+    """The count of each number below `num_experts` in [n]; others do not count."""
     return jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
 
 
-def gathered(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> jax.Array:
+def rows_by_expert(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int) -> jax.Array:
     """A row of x [n, d] for each of its choices, in order: [n · k, d]."""
 
     @jax.custom_vjp
@@ -47,7 +47,7 @@ def gathered(x: jax.Array, order: jax.Array, place: jax.Array, num_choices: int)
     return cast(jax.Array, gather(x, order, place))
 
 
-def returned(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+def results_by_choice(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     """The results [n, d] of sorted rows, in the order of the choices."""
 
     @jax.custom_vjp
@@ -64,7 +64,7 @@ def returned(results: jax.Array, order: jax.Array, place: jax.Array) -> jax.Arra
     return cast(jax.Array, take(results, order, place))
 
 
-def summed(results: jax.Array, scale: Any) -> jax.Array:
+def weighted_sum(results: jax.Array, scale: Any) -> jax.Array:
     """The sum of results [n, k, d], times scale [n, k], in their type."""
     total = jnp.einsum("nkd,nk->nd", results, scale.astype(results.dtype), preferred_element_type=jnp.float32)
     return total.astype(results.dtype)

@@ -9,9 +9,9 @@ b rows, E experts, k choices of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Atom, Equation, Var
-from jgt.regions.proof import mesh_context
-from jgt.regions.region import SentBytes, run_region
-
-_T = TypeVar("_T")
+from jgt.program.jaxpr import Equation, Var
+from jgt.replacements.device_plan import DevicePlan, run_on_devices
+from jgt.replacements.proof import mesh_context
 
 _CASTS = ("convert_element_type", "name", "copy", "sharding_constraint", "stop_gradient")
 
@@ -37,54 +35,33 @@ class RowLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TopK:
-    """Scores [b, E] → the k largest of each row [b, k], and their places [b, k]. wanted: which of the two there are."""
+class _TopK(DevicePlan):
+    """Scores [b, E] → the k largest of each row [b, k], and their places [b, k]."""
 
     k: int
     rows: Dims
-    wanted: tuple[bool, ...] = (True, True)
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
-        return self._those(jax.lax.top_k(arrays[0], self.k))
-
-    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
-        return self.meaning(*parts)
+        return list(jax.lax.top_k(arrays[0], self.k))
 
     def axes(self) -> frozenset[str]:
-        """See `RegionPlan`."""
         return frozenset(axis for axes in self.rows for axis in axes)
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
-        """See `RegionPlan`."""
-        return [self.rows] * num_operands, self._those([self.rows, self.rows])
-
-    def sent(self, equation: Equation, sizes: Mapping[str, int], bytes_of: Callable[[Atom], int]) -> SentBytes:
-        """See `RegionPlan`."""
-        return None
-
-    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[_TopK | None, list[int]]:
-        """See `RegionPlan`."""
-        left = iter(used)
-        wanted = tuple(is_wanted and next(left) for is_wanted in self.wanted)
-        return (_TopK(k=self.k, rows=self.rows, wanted=wanted), [0]) if any(used) else (None, [])
-
-    def _those(self, results: Sequence[_T]) -> list[_T]:
-        return [result for result, is_wanted in zip(results, self.wanted, strict=True) if is_wanted]
+        return [self.rows], [self.rows, self.rows]
 
 
 def chosen_by_row(eqns: Sequence[Equation], choices: Mapping[Var, RowLayout]) -> list[Equation]:
     """The equations, with regions in place of every top_k that makes one of these choices. Between the two there may be casts and names."""
     made = {var: equation for equation in eqns for var in equation.outvars}
-    found: dict[Var, RowLayout] = {}
+    layouts: dict[Var, RowLayout] = {}
     for choice, layout in choices.items():
         top = made.get(choice)
         while top is not None and top.primitive.name in _CASTS and jx.is_var(top.invars[0]):
             top = made.get(top.invars[0])
         if top is not None and _is_top_k(top) and any(layout.rows):
-            found[top.outvars[1]] = layout
-    return [new for e in eqns for new in (_by_row(e, found[e.outvars[1]]) if e.outvars[1:2] and e.outvars[1] in found else [e])]
+            layouts[top.outvars[1]] = layout
+    return [new for e in eqns for new in (_by_row(e, layouts[e.outvars[1]]) if e.outvars[1:2] and e.outvars[1] in layouts else [e])]
 
 
 def _is_top_k(equation: Equation) -> bool:
@@ -100,10 +77,10 @@ def _by_row(equation: Equation, layout: RowLayout) -> list[Equation]:
 
     @jax.custom_vjp
     def top_k(scores: jax.Array) -> list[jax.Array]:
-        return run_region(plan, layout.mesh, scores)
+        return run_on_devices(plan, layout.mesh, scores)
 
     def forward(scores: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        values, places = run_region(plan, layout.mesh, scores)
+        values, places = run_on_devices(plan, layout.mesh, scores)
         return [values, places], places
 
     def backward(places: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax.Array]:

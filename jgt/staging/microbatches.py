@@ -1,4 +1,4 @@
-"""What each input of a pipelined call is: rows of the batch, a random key, or one value for all rows.
+"""The kinds of the inputs of a pipelined call: rows of the batch, a random key, or one value for all rows.
 
 A pipeline cuts the batch into microbatches, so it has to know which dims are the batch. Suppose a loss takes tokens
 [32, 128], weights [32, 128] and a table of frequencies [64, 16], and the rules say `inputs: [batch, ...]` with batch on the
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims
 from jgt.rules import Rules, SpecRule
@@ -29,9 +29,9 @@ from jgt.sharding.inputs import Input
 class Microbatches:
     """The inputs of a call, in order: their names, kinds and dims.
 
-    keys: the numbers of those that are random keys, also of those with a key for each row. axes: the mesh axes of size above 1 that split
-    the batch, into `num_shards` parts. replicas: axes of a vmap around, over which each entry has a batch of its own. num_rows: the rows of
-    the whole batch; 0 if no input has a batch.
+    keys: the numbers of the random keys, also of inputs with a key for each row. axes: the mesh axes of size above 1 that split the batch,
+    into `num_shards` parts. replicas: the axes of a vmap around the call, each of whose entries has another batch. num_rows: the number of
+    rows of the whole batch; 0 if no input has a batch.
     """
 
     names: tuple[str, ...]
@@ -44,12 +44,12 @@ class Microbatches:
     num_shards: int
     problems: tuple[str, ...]
 
-    def division_problems(self, pipeline: Pipeline) -> Iterator[str]:
+    def division_problems(self, pipeline: PipelineConfig) -> Iterator[str]:
         """The problem of a number of microbatches that does not divide the rows of each data shard, with the numbers that do."""
         if not self.num_rows:
             yield pipeline.problem("microbatches", "the function has no batch to split: besides the parameters it takes no array")
             return
-        # Of one part of the batch, which the schedule runs at a time.
+        # The schedule runs one part of the batch at a time.
         num_rows = self.num_rows // pipeline.parts
         if pipeline.microbatches < 1 or num_rows % (pipeline.microbatches * self.num_shards) == 0:
             return
@@ -64,7 +64,7 @@ class Microbatches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _RuledInput:
     """An input with the rule that places it. rank_of_many: the rank from which keys of its type are several."""
 
     name: str
@@ -92,7 +92,7 @@ class _Found:
         has_rows = bool(self.shape) and self.shape[0] == num_rows and not self.is_shared
         if not self.is_key:
             return "rows" if has_rows else "whole"
-        # As many keys as rows are a key for each row, unless a scan goes over them: then there is one for each layer.
+        # If there are as many keys as rows, each row has a key, unless a scan goes over them: then each layer has one.
         is_one = len(self.shape) < self.rank_of_many
         return "rows" if has_rows and not is_one and not self.is_scanned() else "key"
 
@@ -106,39 +106,39 @@ def find_microbatches(
     is_drawn_from: Callable[[int], bool],
     is_scanned: Callable[[int], bool],
 ) -> Microbatches:
-    """What each input is, by the rules and the mesh sizes.
+    """The kind of each input, by the rules and the mesh sizes.
 
     claimed: the axes of vmaps around the call.
     is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like keys (uint32[..., 2]).
     is_scanned: whether a scan of the program goes over input number i. It is asked about keys.
     """
-    found = [_find(one, rules, lambda i=i: is_drawn_from(i), lambda i=i: is_scanned(i)) for i, one in enumerate(inputs)]
-    split = [one for one in found if one.is_split]
-    free = [one for one in found if one.shape and not one.is_key and not one.is_shared]
+    ruled = [_ruled(one, rules, lambda i=i: is_drawn_from(i), lambda i=i: is_scanned(i)) for i, one in enumerate(inputs)]
+    split = [one for one in ruled if one.is_split]
+    free = [one for one in ruled if one.shape and not one.is_key and not one.is_shared]
     batch = next(iter([*split, *free]), None)
     num_rows = 0 if batch is None else batch.shape[0]
     batch_axes = split[0].dims[0] if split else ()
     # An axis of size 1 splits nothing, so the pipeline need not make it manual.
     axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1 and axis not in claimed)
     return Microbatches(
-        names=tuple(one.name for one in found),
-        inputs=tuple(one.as_input(num_rows) for one in found),
-        keys=tuple(i for i, one in enumerate(found) if one.is_key),
-        dims=tuple(tuple(tuple(a for a in axes if a not in claimed) for axes in one.dims) for one in found),
+        names=tuple(one.name for one in ruled),
+        inputs=tuple(one.as_input(num_rows) for one in ruled),
+        keys=tuple(i for i, one in enumerate(ruled) if one.is_key),
+        dims=tuple(tuple(tuple(a for a in axes if a not in claimed) for axes in one.dims) for one in ruled),
         axes=axes,
         replicas=tuple(axis for axis in batch_axes if axis in claimed),
         num_rows=num_rows,
         num_shards=math.prod(mesh[axis] for axis in axes),
-        problems=(*_row_problems(split), *_dim_problems(found, batch_axes)),
+        problems=(*_row_problems(split), *_dim_problems(ruled, batch_axes)),
     )
 
 
-def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanned: Callable[[], bool]) -> _Found:
+def _ruled(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanned: Callable[[], bool]) -> _RuledInput:
     is_typed = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key)
     # Numbers in uint32 may be keys or may be data; only the program knows whether random bits are drawn from them.
     is_bits = not is_typed and one.x.dtype == np.uint32 and one.x.shape[-1:] == (2,)
     match, dims = one.match(rules)
-    return _Found(
+    return _RuledInput(
         name=one.name,
         shape=one.x.shape,
         rule=match.rule,
@@ -150,7 +150,7 @@ def _find(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanne
     )
 
 
-def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
+def _row_problems(split: Sequence[_RuledInput]) -> Iterator[str]:
     for one in split:
         if one.shape[0] != split[0].shape[0] and one.rule is not None:
             yield (
@@ -159,8 +159,8 @@ def _row_problems(split: Sequence[_Found]) -> Iterator[str]:
             )
 
 
-def _dim_problems(found: Sequence[_Found], batch_axes: Sequence[str]) -> Iterator[str]:
-    for one in found:
+def _dim_problems(ruled: Sequence[_RuledInput], batch_axes: Sequence[str]) -> Iterator[str]:
+    for one in ruled:
         for dim, axes in enumerate(() if one.is_state else one.dims[1:], start=1):
             for axis in axes:
                 if axis in batch_axes and one.rule is not None:

@@ -21,59 +21,35 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.regions.proof import Matmul, matmul_of, mesh_context
-from jgt.regions.ring import Ring, gather_and_multiply, multiply_and_scatter
+from jgt.replacements.device_plan import MeaningPolicy, is_recomputed
+from jgt.replacements.proof import Matmul, matmul_of, mesh_context
+from jgt.replacements.replacement import Replaced, Site
+from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatter
 from jgt.rules import Match, OverlapRule, Rules, SpecRule, expand, match_out, match_overlap, match_tensor, prefixes
 
 _ELEMENTWISE = ("add", "add_any", "sub", "mul", "convert_element_type", "name", "copy")
 """What a sum may go through before it is scattered. All of it is done to each row on its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """Where a program runs: its mesh, the axes that specs may name there (`free`), and whether the backward pass finds a matmul's result.
+@dataclass(frozen=True)
+class Overlap:
+    """The replacement that `overlap:` asks for."""
 
-    recomputes(matmul): whether the backward pass computes this dot_general again.
-    """
+    rules: Rules
 
-    mesh: Mesh | AbstractMesh
-    free: Callable[[Dims, Sequence[str]], Dims]
-    recomputes: Callable[[Equation], bool]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The mesh axes and their sizes."""
-        return dict(self.mesh.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlapped:
-    """A program whose matmuls are rings where the rules say so.
-
-    split: tensors that stay split, although a rule makes them whole. matches: the rules that a matmul was found for.
-    """
-
-    program: Program
-    split: frozenset[Var] = frozenset()
-    matches: tuple[Match[OverlapRule], ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-def overlap(program: Program, around: Place, rules: Rules, site: Site) -> Overlapped:
-    """Replaces the matmuls of this program that wait for an axis, but not those of programs inside it."""
-    search = _Search(program, around, rules, site)
-    search.find()
-    return Overlapped(
-        program=_replaced(program, search.found) if search.found else program,
-        split=frozenset(search.split),
-        matches=tuple(search.matches),
-        problems=tuple(search.problems),
-    )
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        """The program with rings in it. A checkpoint of the model treats a ring as it would treat the ring's matmuls."""
+        search = _Search(program, around, self.rules, site)
+        search.find()
+        new = _with_rings(program, search.found) if search.found else program
+        return Replaced(
+            program=_with_policies(new), split=frozenset(search.split), matches=tuple(search.matches), problems=tuple(search.problems)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Replacement:
-    """Matmuls that one function computes: `run(*operands)` returns their results."""
+class _Group:
+    """Matmuls that share a ring: `run(*operands)` returns their results."""
 
     matmuls: tuple[Matmul, ...]
     operands: tuple[Var, ...]
@@ -88,7 +64,7 @@ class _Search:
     around: Place
     rules: Rules
     site: Site
-    found: list[_Replacement] = field(default_factory=list[_Replacement])
+    found: list[_Group] = field(default_factory=list[_Group])
     split: list[Var] = field(default_factory=list[Var])
     matches: list[Match[OverlapRule]] = field(default_factory=list[Match[OverlapRule]])
     problems: list[str] = field(default_factory=list[str])
@@ -123,8 +99,10 @@ class _Search:
             self.split.append(var)
             for same in _by_type(readers):
                 ring = self._ring(rule.axis, dim, behind, same[0])
-                run = gather_and_multiply(ring, self._mesh(equation), keeps=self.site.recomputes(same[0].dot))
-                self._add(_Replacement(matmuls=same, operands=(same[0].rows, *(m.weights for m in same)), run=run), rule)
+                run = gather_and_multiply(
+                    ring, self._mesh(equation), keeps=any(is_recomputed(policy, same[0].dot) for policy in self.site.policies)
+                )
+                self._add(_Group(matmuls=same, operands=(same[0].rows, *(m.weights for m in same)), run=run), rule)
 
     def _scatter(self, matmul: Matmul, match: Match[OverlapRule], rule: OverlapRule) -> None:
         """A matmul whose result becomes a value that is split along another dim than its features."""
@@ -134,10 +112,10 @@ class _Search:
                 self.matches.append(match)
                 if self._fits([matmul], 0, rule):
                     run = multiply_and_scatter(self._ring(rule.axis, dim, dims, matmul), self._mesh(matmul.equation))
-                    self._add(_Replacement(matmuls=(matmul,), operands=(matmul.rows, matmul.weights), run=run), rule)
+                    self._add(_Group(matmuls=(matmul,), operands=(matmul.rows, matmul.weights), run=run), rule)
                 return
 
-    def _add(self, one: _Replacement, rule: OverlapRule) -> None:
+    def _add(self, one: _Group, rule: OverlapRule) -> None:
         # An axis of one device sends nothing.
         if self.site.sizes[rule.axis] > 1:
             self.found.append(one)
@@ -235,8 +213,12 @@ def _not_only_matmuls(rule: OverlapRule, name: str, place: Place, others: Sequen
 
 def _split_dim(dims: Dims | None, axis: str) -> int | None:
     """The dim that this axis alone splits, if it is not the last one, which matmuls contract."""
-    found = [dim for dim, axes in enumerate(dims or ()) if axis in axes]
-    return found[0] if dims and len(found) == 1 and dims[found[0]] == (axis,) and found[0] < len(dims) - 1 and not dims[-1] else None
+    positions = [dim for dim, axes in enumerate(dims or ()) if axis in axes]
+    return (
+        positions[0]
+        if dims and len(positions) == 1 and dims[positions[0]] == (axis,) and positions[0] < len(dims) - 1 and not dims[-1]
+        else None
+    )
 
 
 def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:
@@ -251,14 +233,14 @@ def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:
 # -- the program with rings --------------------------------------------------------------------------------------
 
 
-def _replaced(program: Program, replacements: Sequence[_Replacement]) -> Program:
-    """The program in which one equation stands for the matmuls of each replacement, where the first of them stood.
+def _with_rings(program: Program, groups: Sequence[_Group]) -> Program:
+    """The program in which one equation stands for the matmuls of each group, where the first of them stood.
 
-    The others' weights may be made after that, by casts, say. So what a replacement reads comes before it.
+    The others' weights may be made after that, by casts, say. So what a ring reads comes before it.
     """
     eqns = jx.body(program).eqns
     made_by = {var: equation for equation in eqns for var in equation.outvars}
-    of = {id(m.equation): one for one in replacements for m in one.matmuls}
+    of = {id(m.equation): one for one in groups for m in one.matmuls}
     new: list[Equation] = []
     done: set[int] = set()
 
@@ -277,10 +259,21 @@ def _replaced(program: Program, replacements: Sequence[_Replacement]) -> Program
     return jx.with_body(program, eqns=new, outvars=jx.body(program).outvars)
 
 
-def _equations_of(one: _Replacement) -> Iterator[Equation]:
+def _equations_of(one: _Group) -> Iterator[Equation]:
     first = one.matmuls[0].equation
     with mesh_context(first):
         traced = jax.make_jaxpr(one.run)(*[v.aval for v in one.operands])
     for equation in jx.inlined(traced, first, one.operands, [m.result for m in one.matmuls]):
         # The signals and the line of the model, for plans and profiles.
         yield equation.replace(source_info=first.source_info)
+
+
+def _with_policies(program: Program) -> Program:
+    """The program whose checkpoints treat rings inside them as their matmuls."""
+    eqns = [_with_policy(equation) for equation in jx.body(program).eqns]
+    return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+
+
+def _with_policy(equation: Equation) -> Equation:
+    policy = equation.params["policy"] if jx.is_remat(equation) else None
+    return equation if policy is None else equation.replace(params={**equation.params, "policy": MeaningPolicy(policy)})

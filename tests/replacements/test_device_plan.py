@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.planner.flops import flops
-from jgt.regions.region import RegionPolicy, is_recomputed, run_region
+from jgt.replacements.device_plan import MeaningPolicy, is_recomputed, run_on_devices
 
 MESH = {"data": 2, "tensor": 4}
 
@@ -48,7 +48,7 @@ X, W = np.arange(12, dtype=np.float32).reshape(4, 3), np.ones((3, 8), np.float32
 
 
 def region(mesh):
-    return lambda x, w: run_region(Halves(), mesh, x, w)
+    return lambda x, w: run_on_devices(Halves(), mesh, x, w)
 
 
 def test_the_plan_runs_under_jit(mesh):
@@ -71,7 +71,7 @@ def test_flops_are_those_of_the_meaning(mesh):
 
 def test_vmap_and_second_derivatives_take_the_meaning(mesh):
     np.testing.assert_array_equal(jax.jit(jax.vmap(region(mesh), (0, None)))(X[None], W)[0][0], X @ W)
-    tangent = jax.jit(lambda x: jax.jvp(lambda x: run_region(Halves(), mesh, x, W)[0], (x,), (x,))[1])(X)
+    tangent = jax.jit(lambda x: jax.jvp(lambda x: run_on_devices(Halves(), mesh, x, W)[0], (x,), (x,))[1])(X)
     np.testing.assert_array_equal(tangent, X @ W)
 
 
@@ -93,7 +93,7 @@ def test_results_that_nothing_reads_are_not_computed(mesh):
         from jax._src.interpreters import partial_eval
 
         new, _ = partial_eval.dce_jaxpr(getattr(inner, "jaxpr", inner), [True])
-        return [(e.params["plan"].which, len(e.invars)) for e in new.eqns if e.primitive.name == "region"]
+        return [(e.params["plan"].which, len(e.invars)) for e in new.eqns if e.primitive.name == "on_devices"]
 
     assert used(lambda x: region(mesh)(x, W)[1]) == [((1,), 1)]
     assert used(lambda x: region(mesh)(x, jnp.sin(W))[0]) == [((0,), 2)]
@@ -103,10 +103,10 @@ def test_results_that_nothing_reads_are_not_computed(mesh):
 def test_a_policy_is_asked_about_the_matmul(mesh):
     equation = next(e for e in jax.make_jaxpr(region(mesh))(X, W).eqns)
     dots = jax.checkpoint_policies.dots_saveable
-    assert RegionPolicy(dots)(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
+    assert MeaningPolicy(dots)(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
     nothing = jax.checkpoint_policies.nothing_saveable
-    assert RegionPolicy(nothing)(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is False
+    assert MeaningPolicy(nothing)(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is False
     # Anything else is for the policy itself.
     dot = jax.make_jaxpr(lambda x, w: x @ w)(X, W).eqns[-1]
-    assert RegionPolicy(dots)(dot.primitive, *[v.aval for v in dot.invars], **dot.params) is True
+    assert MeaningPolicy(dots)(dot.primitive, *[v.aval for v in dot.invars], **dot.params) is True
     assert [is_recomputed(policy, dot) for policy in (None, nothing, dots)] == [True, True, False]

@@ -1,8 +1,8 @@
 """The trial that shows whether a function of experts maps each row on its own.
 
-A function that takes a maximum over rows, say, would give a device other numbers than the whole batch, because a device has other rows. No
-type tells. So the function runs once on a few rows of two experts, and again with the rows of each expert in another order and with other
-noise behind the last group: the results have to be the same, in that order.
+A function that takes a maximum over rows, say, would give a device other numbers than the whole batch, because a device has other rows.
+No type shows that. So the function runs once on a few rows of two experts, and again with the rows of each expert in another order and with
+other noise behind the last group: the results have to be the same, in that order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUM_ROWS = 12
 
 def is_row_wise(call: ExpertCall, equation: Equation) -> bool:
     """Whether the function of a call, whose equation this is, gives each row the same result whatever rows there are beside it."""
-    # A thread of its own has no trace around it, so that operations there run.
+    # A new thread has no trace around it, so operations there run.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_try, call, equation).result()
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgt.program import jaxpr as jx
-from jgt.regions.proof import matmul_of
+from jgt.replacements.proof import matmul_of
 from train.models.linear import Dot
 
 ROWS, WEIGHTS = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)

@@ -1,8 +1,8 @@
 """Proves that an equation of a program is a matmul, rows [..., k] times weights [k, m], and nothing but that.
 
-It may be a dot_general, or a function with a derivative of its own. That derivative has to be the usual one, because a ring brings its own:
-its trace has one matmul going forward and two going backward, and between them nothing but transpositions. The gradient of the weights may
-be summed in a wider type than theirs, which a ring then does too.
+It may be a dot_general, or a function with a custom derivative. That derivative has to be the usual one, because a ring replaces it: its
+trace has one matmul going forward and two going backward, and between them nothing but transpositions. The gradient of the weights may be
+summed in a wider type than theirs, which a ring then does too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Matmul:
 
     @property
     def result(self) -> Var:
-        """What it computes."""
+        """Its result."""
         return self.equation.outvars[0]
 
 
 def matmul_of(equation: Equation) -> Matmul | None:
     """The matmul rows [..., k] · weights [k, m] that an equation is; None for any other."""
-    found = _dot_of(equation)
-    if found is None or not all(jx.is_var(a) for a in equation.invars):
+    proven = _dot_of(equation)
+    if proven is None or not all(jx.is_var(a) for a in equation.invars):
         return None
     rows, weights = equation.invars
     assert jx.is_var(rows) and jx.is_var(weights)
-    dot, sums = found
+    dot, sums = proven
     return Matmul(equation=equation, rows=rows, weights=weights, dot=dot, sums=sums)
 
 
@@ -60,11 +60,11 @@ def _dot_of(equation: Equation) -> tuple[Equation, Any] | None:
     inner = jx.body(next(iter(jx.subprograms(equation))))
     if len(inner.eqns) != 1 or list(inner.eqns[0].invars) != list(inner.invars) or list(inner.eqns[0].outvars) != list(inner.outvars):
         return None
-    found = _dot_of(inner.eqns[0])
-    if found is None or jx.is_call(equation):
-        return found
+    proven = _dot_of(inner.eqns[0])
+    if proven is None or jx.is_call(equation):
+        return proven
     sums = _sums_of_derivative(equation)
-    return None if sums is None else (found[0], sums)
+    return None if sums is None else (proven[0], sums)
 
 
 def _sums_of_derivative(equation: Equation) -> Any:

@@ -1,4 +1,4 @@
-"""The door: `shard` wraps a forward or loss function, and everything else is asked of the wrapped function.
+"""A function with rules: `jgt.shard` makes it, and everything else is asked of it.
 
     loss = jgt.shard(loss_fn, rules, mesh)
     loss(params, batch)                  # the same signature, values and gradients, laid out over the mesh
@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.batch import joined_results
-from jgt.document import InputError
 from jgt.partitioner import avoid_faults
-from jgt.pipeline.config import Pipeline
+from jgt.replacements.replacement import Replacement
+from jgt.rules import Rules
 from jgt.sharding.argument_specs import check_aliases
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall, plan_call
 from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
 from jgt.sharding.inputs import Signature, StateArguments
 from jgt.sharding.placement import Placement
+from jgt.sharding.staged import Staging
 from jgt.sharding.storage import Storage
 
 _P = ParamSpec("_P")
@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 
 class Sharded(Generic[_P, _R]):
-    """A function rewritten by rules; made by `shard`. It can be differentiated, vmapped and jitted like the function itself.
+    """A function rewritten by rules. It can be differentiated, vmapped and jitted like the function itself.
 
     Like jax.jit, it calls the function once for each set of argument shapes and constants and may reuse that trace later, so values that
     the function reads from elsewhere should not change.
@@ -46,18 +46,20 @@ class Sharded(Generic[_P, _R]):
         fn: Callable[_P, _R],
         rules: RulesLike,
         mesh: Mesh | AbstractMesh,
+        replacements_of: Callable[[Rules], Sequence[Replacement]],
         *,
         partial: bool = False,
-        pipeline: Pipeline | None = None,
+        pipeline: Staging | None = None,
         state: StateArguments = None,
         pad: bool = False,
     ):
         avoid_faults()
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
-        # `updated=()` keeps the attributes of fn, which may be an object with state, out of this one's __dict__.
+        # `updated=()`: fn may be an object with state, whose attributes do not belong into this object's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
+        self._replacements_of, self._replacements = replacements_of, tuple(replacements_of(rules))
         self._partial, self._pipeline, self._pad = partial, pipeline, pad
         self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
@@ -67,9 +69,7 @@ class Sharded(Generic[_P, _R]):
         arguments = self._arguments(args, kwargs)
         check_surroundings(arguments.arrays)
         planned = self._plan(arguments)
-        results, num_results = planned.run(arguments.arrays), planned.out_tree.num_leaves
-        arguments.store(planned.changed, results[num_results:])
-        return jax.tree.unflatten(planned.out_tree, results[:num_results])
+        return self._result(arguments, planned, planned.run(arguments.arrays))
 
     def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
         """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
@@ -82,20 +82,6 @@ class Sharded(Generic[_P, _R]):
         """The arrays of a call and what it runs, for comparisons of both programs. Raises InputError as a call does."""
         arguments = self._arguments(args, kwargs)
         return arguments, self._plan(arguments)
-
-    def joined(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
-        """For each result, in the result's tree, how it is joined from parts of the batch: the first dim of the first input that has dims.
-
-        Raises InputError as a call does.
-        """
-        arguments, planned = self.planned(*args, **kwargs)
-        num_params = len(arguments.parameters)
-        shapes = [() if one.is_state or one.is_key else one.x.shape for one in arguments.inputs]
-        rows = next((shape[0] for shape in shapes if shape), 0)
-        batched = [False] * num_params + [bool(shape) and shape[0] == rows for shape in shapes]
-        larger = arguments.trace_rows(batched, 2 * rows, planned.changed)
-        results = joined_results(planned.program, larger, ratio=2.0, num_params=num_params)
-        return jax.tree.unflatten(planned.out_tree, results[: planned.out_tree.num_leaves])
 
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
         """The form in which parameters are best stored between steps; None: as the model has them."""
@@ -121,11 +107,15 @@ class Sharded(Generic[_P, _R]):
             check_surroundings(arrays)
             run = planned.run_stored if storage.has_stacks else planned.run
             assert run is not None, "a function with stacks in storage is a pipeline"
-            results, num_results = run(arrays), planned.out_tree.num_leaves
-            arguments.store(planned.changed, results[num_results:])
-            return jax.tree.unflatten(planned.out_tree, results[:num_results])
+            return self._result(arguments, planned, run(arrays))
 
         return call
+
+    def _result(self, arguments: Arguments, planned: PlannedCall, results: Sequence[jax.Array]) -> _R:
+        """The result as the function returns it. New values of state are stored in the caller's variables."""
+        num_results = planned.out_tree.num_leaves
+        arguments.store(planned.changed, results[num_results:])
+        return jax.tree.unflatten(planned.out_tree, results[:num_results])
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
         """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.
@@ -149,7 +139,7 @@ class Sharded(Generic[_P, _R]):
         return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
 
     def under(
-        self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Pipeline | None, state: StateArguments
+        self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Staging | None, state: StateArguments
     ) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own. state: None for its own."""
         rules = as_rules(rules)
@@ -157,7 +147,8 @@ class Sharded(Generic[_P, _R]):
         # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
             return self
-        return Sharded(self._fn, rules, mesh, partial=partial, pipeline=pipeline, state=signature.state, pad=self._pad)
+        state = signature.state
+        return Sharded(self._fn, rules, mesh, self._replacements_of, partial=partial, pipeline=pipeline, state=state, pad=self._pad)
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         return Arguments(self._fn, args, kwargs, self._signature)
@@ -169,125 +160,9 @@ class Sharded(Generic[_P, _R]):
             # The key does not say whether two parameters are one array.
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
-        planned = plan_call(arguments, self._rules, self._mesh, partial=self._partial, pipeline=self._pipeline, pad=self._pad)
+        planned = plan_call(
+            arguments, self._rules, self._mesh, self._replacements, partial=self._partial, pipeline=self._pipeline, pad=self._pad
+        )
         if key is not None and planned.is_reusable:
             self._planned[key] = planned
         return planned
-
-
-@overload
-def shard(
-    fn: Callable[_P, _R],
-    rules: RulesLike,
-    mesh: Mesh | AbstractMesh,
-    *,
-    partial: bool = False,
-    pipeline: Pipeline | None = None,
-    state: StateArguments = None,
-    pad: bool = False,
-) -> Sharded[_P, _R]: ...
-
-
-@overload
-def shard(
-    fn: Callable[_P, _R],
-    rules: RulesLike | None,
-    mesh: Mesh | AbstractMesh | None,
-    *,
-    partial: bool = False,
-    pipeline: Pipeline | None = None,
-    state: StateArguments = None,
-    pad: bool = False,
-) -> Callable[_P, _R]: ...
-
-
-def shard(
-    fn: Callable[_P, _R],
-    rules: RulesLike | None,
-    mesh: Mesh | AbstractMesh | None,
-    *,
-    partial: bool = False,
-    pipeline: Pipeline | None = None,
-    state: StateArguments = None,
-    pad: bool = False,
-) -> Callable[_P, _R]:
-    """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
-
-    rules: Rules, the path of a rules file, or the mapping that such a file contains.
-
-    The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
-    and jit the result. Constraints go on parameters, inputs, values that leave a signal and named tensors; the
-    gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
-
-    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
-    nothing is one, unless `partial` says that `fn` is only a part of the program that the rules describe (inference without a loss).
-
-    `state` names arguments of `fn` (or gives their positions) that are neither parameters nor batch, such as running statistics. They are
-    replicated unless a rule under `inputs:` names them. Variables of nnx that are not `nnx.Param` are state wherever they are; if `fn`
-    changes them in place, their new values are stored in the caller's variables.
-
-    With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
-    the batch, and only the first one has a gradient, with respect to the parameters.
-
-    With `pad` a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
-    """
-    if rules is None or mesh is None:
-        return fn
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
-
-
-def place(
-    fn: Callable[..., Any],
-    rules: RulesLike,
-    mesh: Mesh | AbstractMesh,
-    *args: Any,
-    partial: bool = False,
-    pipeline: Pipeline | None = None,
-    state: StateArguments = None,
-    problems: Sequence[str] = (),
-    **kwargs: Any,
-) -> Placement:
-    """Where the parameters, gradients, optimizer state and inputs of `fn(params, ...)` go: `shard(fn, ...).placement(...)`.
-
-    `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
-    rule that matches nothing (not with `partial`), and `problems`, which were found before.
-    """
-    try:
-        placement = _sharded(fn, rules, mesh, partial, pipeline, state).placement(*args, **kwargs)
-    except InputError as error:
-        raise InputError([*problems, *error.problems]) from None
-    if problems:
-        raise InputError(problems)
-    return placement
-
-
-def init(
-    init_fn: Callable[..., Any],
-    rules: RulesLike,
-    mesh: Mesh,
-    *args: Any,
-    loss: Callable[..., Any],
-    batch: Any,
-    optimizer: Any = None,
-    partial: bool = False,
-    pipeline: Pipeline | None = None,
-    state: StateArguments = None,
-) -> Any:
-    """Parameters from `init_fn(*args)`, made where `loss(params, batch)` uses them: `shard(loss, ...).init(...)`.
-
-    `loss` may be sharded already; then the trace is shared. Raises InputError.
-    """
-    return _sharded(loss, rules, mesh, partial, pipeline, state).init(init_fn, *args, batch=batch, optimizer=optimizer)
-
-
-def _sharded(
-    fn: Callable[..., Any],
-    rules: RulesLike,
-    mesh: Mesh | AbstractMesh,
-    partial: bool,
-    pipeline: Pipeline | None,
-    state: StateArguments,
-) -> Sharded[..., Any]:
-    if isinstance(fn, Sharded):
-        return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline, state)
-    return Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state)

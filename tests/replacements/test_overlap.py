@@ -68,7 +68,7 @@ def regions_in(fn, *args):
 
     def found(program):
         for equation in jx.body(program).eqns:
-            if equation.primitive.name == "region":
+            if equation.primitive.name == "on_devices":
                 yield type(equation.params["plan"]).__name__
             for inner in jx.subprograms(equation):
                 yield from found(inner)
@@ -95,7 +95,7 @@ def test_recomputed_layers_in_a_scan(policy):
     mesh = mesh_of(data=2, tensor=2)
     assert_equal(gradients(deep, stack, X, rules=RULES, mesh=mesh), gradients(deep, stack, X))
     traced = jax.make_jaxpr(jax.grad(jgt.shard(deep, RULES, mesh)))(stack, X)
-    dots = sum(e.primitive.name == "region" for e in everything(traced))
+    dots = sum(e.primitive.name == "on_devices" for e in everything(traced))
     # Forward 2, backward 2, and the first again where nothing is kept; the second is not needed again.
     assert dots == (5 if policy is None else 4)
 
@@ -172,7 +172,7 @@ def test_inside_a_pipeline(sizes, tmp_path):
     run = compiled(jax.value_and_grad(jgt.shard(nats, rules, mesh_of(**sizes), pipeline=jgt.Pipeline(signal="layers", microbatches=2))))
     assert_equal(run(p, batch), gradients(nats, p, batch))
     text = run.lower(p, batch).compile().as_text()
-    assert all(f"{signal}/shard_map/jgt.region/ppermute" in text for signal in ("sig.attn", "sig.mlp")), "the stages have rings"
+    assert all(f"{signal}/shard_map/jgt.on_devices/ppermute" in text for signal in ("sig.attn", "sig.mlp")), "the stages have rings"
 
 
 # -- what is not found ------------------------------------------------------------------------------------------

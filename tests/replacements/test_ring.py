@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgt
-from jgt.regions.ring import Ring, gather_and_multiply, multiply_and_scatter
+from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatter
 
 K = 8
 
