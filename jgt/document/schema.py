@@ -68,11 +68,9 @@ def descriptions(cls: type[Any]) -> dict[str, Schema]:
 
 def _default(field: dataclasses.Field[Any]) -> Schema:
     value = field.default
-    return {"default": list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value} if _is_plain(value) else {}
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | tuple)
+    if isinstance(value, tuple):
+        return {"default": list(cast("tuple[object, ...]", value))}
+    return {"default": value} if value is None or isinstance(value, bool | int | float | str) else {}
 
 
 def _of_hint(hint: object) -> Schema:

@@ -78,7 +78,6 @@ class _Coverage:
         yield from self._outputs(rule, at)
         if rule.overlap is not None:
             yield from self._problem(f"{rule.pattern}: overlap", rule.overlap.where, (*at, "overlap"), _nothing_to_hide(rule.overlap.axis))
-
         if rule.experts is not None:
             reason = "no jgt.signal.experts is called at this signal or below it."
             yield from self._problem(f"{rule.pattern}: experts", rule.experts.where, (*at, "experts"), reason)
@@ -102,14 +101,7 @@ class _Coverage:
                 yield from self._problem(f"{rule.pattern}: {label}", out.where, (*at, section), dims)
 
     def silent(
-        self,
-        label: str,
-        rules: Sequence[SpecRule],
-        at: Slot,
-        reason: str,
-        params: Sequence[str] = (),
-        *,
-        named: bool = True,
+        self, label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str] = (), *, named: bool = True
     ) -> Iterator[str]:
         """The problems of a list of rules of which some may have decided nothing. params: the paths that they might have meant."""
         for index, rule in enumerate(rules):
