@@ -29,8 +29,8 @@ _SHAPING = names("reshape broadcast_in_dim squeeze expand_dims transpose convert
 def align_microbatch(whole: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:
     """The index of an equation in `micro` for each index of an equation in `whole` that has a counterpart.
 
-    whole, micro: the same function traced for the whole batch and for one microbatch. growth: of `whole`. Raises AlignmentError if
-    they compute different things; the message says where.
+    whole, micro: the same function traced for the whole batch and for one microbatch. growth: the growth of `whole`. Raises
+    AlignmentError if they compute different things; the message says where.
     """
     num_rows = batch_sizes(whole, micro) or (1, 1)
     if num_rows[1] > 1 or num_rows[0] == 1:
@@ -93,7 +93,7 @@ class _Comparison:
 
 
 def _signature(equation: Equation) -> tuple[str, str, int, str]:
-    """What two equations must have in common to be taken for the same: primitive, place, number of results, source line."""
+    """The features that two equations must share to count as the same: primitive, place, number of results, source line."""
     return equation.primitive.name, jx.place_of(equation, Place()).path, len(equation.outvars), jx.source_of(equation)
 
 

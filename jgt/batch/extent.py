@@ -1,4 +1,4 @@
-"""How a value grows with the batch: like a sum over it, like a mean, or in a way that parts of the batch cannot reproduce.
+"""The growth of a value with the batch: like a sum over it, like a mean, or in a way that parts of the batch cannot reproduce.
 
 The degree of a value says what happens when the batch is repeated: 0 if the value stays as it is (a mean), 1 if it doubles
 (a sum), -1 if it halves (1 / batch size). Degrees obey the algebra of powers: a product adds them, a quotient subtracts them,
@@ -48,7 +48,7 @@ _SELECTORS: dict[str, slice] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """How a value depends on the batch.
+    """The dependence of a value on the batch.
 
     rows: where it has rows; None for a number (or an array) that describes the whole batch or does not depend on it.
     degree: the power of the batch size with which it grows. of_batch: whether it was computed from rows.

@@ -19,7 +19,7 @@ class AlignmentError(Exception):
 
 @dataclass(frozen=True)
 class Feed:
-    """A number of the whole batch that is used for rows again, or decides what is done with them: a statistic of the batch.
+    """A statistic of the batch: a number of the whole batch that is combined with rows again, or decides what becomes of them.
 
     A microbatch cannot compute it. It has to be known before the microbatches run, which is possible if it depends on inputs
     only. `equation` uses `var`; `source` is its file:line.
@@ -34,8 +34,9 @@ class Feed:
 class Growth:
     """The extents of a program's values, and what is fed back into rows.
 
-    num_rows: the batch sizes of the two traces. trusted: signals under which values are meant to be computed from the rows at
-    hand, besides the regions of which the model says so. Nothing is refused there: a plain sum is a sum, and everything else is averaged.
+    num_rows: the batch sizes of the two traces. trusted: signals under which values are meant to be computed from the rows at hand, in
+    addition to regions that the model marks with `per_microbatch`. Nothing is refused there: a plain sum is a sum, and everything else is
+    averaged.
     """
 
     num_rows: tuple[int, int]

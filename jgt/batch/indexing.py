@@ -1,12 +1,12 @@
 """Rules for gather and scatter, and for the indices of rows that go into them.
 
-A lookup by a computed index may read any row, so it is refused, with two exceptions that are common in losses. The lookup may happen in
-each row by itself: jnp.take_along_axis and jax.vmap make the rows a batching dim of the gather. Or the index may contain each
+A lookup by a computed index may read any row, so it is refused, with two exceptions that are common in losses. The lookup may happen
+within each row: jnp.take_along_axis and jax.vmap make the rows a batching dim of the gather. Or the index may contain each
 row's own place: x[jnp.arange(batch), targets] takes one element from each row. JAX builds the index of the second kind in
 several steps (negative places count from the end, the indices of all dims are concatenated), and `index_rows`
 follows a place through exactly those steps. Any other use of places is refused, because a microbatch counts its places from 0.
 
-The terms offset, collapsed, batching and window dims are those of XLA's gather and scatter:
+XLA's gather and scatter define the terms offset, collapsed, batching and window dims:
 https://openxla.org/stablehlo/spec#gather
 """
 
@@ -89,12 +89,12 @@ def gather(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Row
     x, index = operand_rows[:2]
     numbers: GatherDimensionNumbers = equation.params["dimension_numbers"]
     refuse_indices("gather", [x])
-    # The result's dims are those of the slices that are taken (offset dims) and, in order, those of the indices except the last.
+    # The result has the dims of the slices that are taken (offset dims) and, in order, the dims of the indices except the last.
     index_dims = _dims_except(equation.outvars[0], numbers.offset_dims)
-    # The last dim of the indices is that of the columns, so rows must be in another one.
+    # The last dim of the indices has the columns, so rows must be in another one.
     is_inside = index is not None and index.dim < len(jx.shape_of(indices)) - 1
     if x is None:
-        # table[arange(batch)] gives each row an entry of its own, but every microbatch would begin at entry 0.
+        # table[arange(batch)] gives each row its own entry, but every microbatch would begin at entry 0.
         refuse_indices("gather", [index])
         if index is None or not is_inside:
             raise MixingError(BY_INDEX)

@@ -7,6 +7,7 @@ a part: it has fewer rows to compare with.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jgt.batch.growth import AlignmentError, Growth
@@ -18,14 +19,14 @@ from jgt.program.parts import Flat, flatten
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedResult:
-    """degree: 0 for a mean over rows (or what does not depend on them), 1 for a sum. problem: why it is neither; empty if it is one."""
+    """A result that is a mean over rows, or does not depend on them (degree 0), or a sum (1). problem: why it is neither; else empty."""
 
     degree: int = 0
     problem: str = ""
 
 
 def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[JoinedResult]:
-    """How to join each result of a function of parameters and inputs. larger: the same function, traced at `ratio` times the rows."""
+    """The way to join each result of a function of parameters and inputs. larger: the same function, traced at `ratio` times the rows."""
     flat, twin = flatten(program), flatten(larger)
     try:
         growth = growth_of(flat, twin, ratio=ratio, num_params=num_params)
@@ -36,7 +37,7 @@ def joined_results(program: Program, larger: Program, *, ratio: float, num_param
 
 def _joined(flat: Flat, growth: Growth, atom: Atom) -> JoinedResult:
     extent = growth.of(atom)
-    needed = _needed(flat, atom)
+    needed = needed_variables(flat, [atom])
     feed = next((feed for feed in growth.feeds if any(var in needed for var in feed.equation.outvars)), None)
     if feed is not None:
         return JoinedResult(problem=f"{feed.source}: a number that is computed from all rows is used for each of them again")
@@ -49,12 +50,12 @@ def _joined(flat: Flat, growth: Growth, atom: Atom) -> JoinedResult:
     return JoinedResult(degree=extent.degree)
 
 
-def _needed(flat: Flat, output: Atom) -> set[Var]:
-    """The variables that an output is computed from, also those inside of loops and branches."""
-    needed = {output} if jx.is_var(output) else set[Var]()
+def needed_variables(flat: Flat, outputs: Iterable[Atom]) -> set[Var]:
+    """The variables that some outputs are computed from, including the ones inside of loops and branches."""
+    needed = set(filter(jx.is_var, outputs))
     for equation in reversed(flat.eqns):
         if any(var in needed for var in equation.outvars):
-            needed.update(filter(jx.is_var, equation.invars), *(_inside(program) for program in jx.subprograms(equation)))
+            needed.update(filter(jx.is_var, equation.invars), *map(_inside, jx.subprograms(equation)))
     return needed
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jgt.batch.indexing import index_rows
-from jgt.batch.moves import RULES
+from jgt.batch.row_rules import RULES
 from jgt.batch.rows import MixingError, OperandRows, Rows, common_copies, common_rows, grown_dim, names, refuse_indices, refuse_params
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
@@ -28,7 +28,7 @@ ELEMENTWISE = names(
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta"
 )
 CORE_DIMS = {
-    # How many of the last dims a primitive works on; it treats the dims in front of them independently.
+    # The number of last dims that a primitive works on; it treats the dims in front of them independently.
     **dict.fromkeys(names("bitcast_convert_type random_bits random_seed random_split random_unwrap random_wrap"), 0),
     **dict.fromkeys(
         names("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve tridiagonal"), 2

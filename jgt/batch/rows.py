@@ -2,7 +2,7 @@
 
 A microbatch is some neighbouring rows of the batch. It computes for its rows what the whole batch would have, if every equation
 makes row i of its results from row i of its operands. So the dim of the rows is followed through a program, one equation at
-a time: `primitives` has the rules, `moves`, `slices` and `indexing` the longer ones. A primitive or a case that has no rule is
+a time: `primitives` has the rules, `row_rules`, `slices` and `indexing` the longer ones. A primitive or a case that has no rule is
 assumed to mix rows, because a wrong refusal costs the user a line and a wrong acceptance costs them a model. This file
 defines `Rows` and the checks that many rules share.
 
@@ -36,7 +36,7 @@ class Rows:
     copies: 0 if all rows are equal, or random, so that they fit any order.
     index: "place" if each value is its own place along the dim (arange); "never" if it is False everywhere because it says that
     such a place is negative; "lost" if it was made of places in a way that is not followed.
-    columns: for an index into several dims, the entries of its last dim that are places.
+    columns: the entries of the last dim of an index into several dims that are places.
     """
 
     dim: int
@@ -97,7 +97,7 @@ def grown_dim(var: Atom, twin: Atom, num_rows: tuple[int, int]) -> int | None:
 
 
 def common_copies(name: str, operand_rows: Iterable[Rows | None]) -> int:
-    """How many copies of the rows each operand of a primitive has. Raises MixingError if operands differ."""
+    """The number of copies of the rows that each operand of a primitive has. Raises MixingError if operands differ."""
     # Equal or random rows (0 copies) fit any order.
     copies = {rows.copies for rows in operand_rows if rows and rows.copies}
     if len(copies) > 1:
@@ -144,7 +144,7 @@ _SIZE_PARAMS = names("shape new_sizes limit_indices start_indices slice_sizes si
 def refuse_params(equation: Equation, twin: Equation, *, has_rows: bool) -> None:
     """Raises MixingError if a param depends on the batch size: x ** batch_size has its exponent in a param."""
     for key, value in equation.params.items():
-        # Functions and programs cannot be compared here. The walk follows programs by itself.
+        # Functions and programs cannot be compared here. The walk enters programs.
         if (has_rows and key in _SIZE_PARAMS) or not (_is_plain(value) and _is_plain(twin.params.get(key))):
             continue
         # Compared as text, because nan != nan.

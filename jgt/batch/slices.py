@@ -19,7 +19,7 @@ _OTHER_PART = "{} takes another part at another batch size"
 
 
 class _Slice(NamedTuple):
-    """What a slice takes of a dim of this size."""
+    """The part of a dim of this size that a slice takes."""
 
     size: int
     start: int
@@ -41,7 +41,7 @@ def constant_slice(equation: Equation, twin: Equation, operand_rows: OperandRows
 
 
 def _slices_of(equation: Equation) -> list[list[_Slice]]:
-    """What each result takes of each dim."""
+    """The part of each dim that each result takes."""
     shape, params = jx.shape_of(equation.invars[0]), equation.params
     if "sizes" not in params:
         strides: tuple[int, ...] = params["strides"] or (1,) * len(shape)
@@ -62,7 +62,7 @@ def _sliced_rows(rows: Rows, taken: _Slice, twin_taken: _Slice) -> Rows:
     # One row of each group of `stride` neighbours, the same one of every group.
     if stride > 1 and rows.copies < 2 and all(_takes_one_of_each_group(s, start, stride) for s in both):
         return rows
-    # At both batch sizes, because constant bounds that cut out a whole copy at one of them need not do so at the other.
+    # Both batch sizes count: constant bounds that cut out a whole copy at one size need not do so at the other.
     ranges = {_range_of_copies(s, rows.copies) for s in both}
     if len(ranges) > 1:
         raise MixingError(_OTHER_PART.format("slice"))

@@ -27,7 +27,7 @@ from jgt.program.parts import Flat
 
 
 def growth_of(whole: Flat, larger: Flat, *, ratio: float, num_params: int, trusted: tuple[str, ...] = ()) -> Growth:
-    """How every value of a function of parameters and inputs grows with the batch.
+    """The growth of every value of a function of parameters and inputs with the batch.
 
     whole, larger: the function traced at one batch size and at `ratio` times as many rows. The first `num_params` arguments are
     parameters. The others are inputs; those whose shape differs between the traces have the batch in dim 0.
@@ -61,7 +61,7 @@ class _Walk:
             if kind != twin_kind:
                 raise AlignmentError(f"{jx.source_of(equation)}: {kind} at one batch size is {twin_kind} at another")
             outer = self._source
-            # What JAX traced on its own behalf has no line; the line of the region around it is the best there is.
+            # An equation that JAX adds has no line; the line of the region around it is the best there is.
             self._source = jx.source_of(equation) or outer
             self._add_results(equation, twin, jx.place_of(equation, around))
             self._source = outer
@@ -140,7 +140,7 @@ class _Walk:
         return results
 
     def _through(self, equation: Equation, twin: Equation, program: Program, twin_program: Program, place: Place) -> list[Extent]:
-        """The extents of an equation's results, from those of the outputs of a program inside it."""
+        """The extents of an equation's results, from the outputs of a program inside it."""
         inner = jx.body(program)
         if len(inner.outvars) != len(equation.outvars):
             raise MixingError(f"{equation.primitive.name} is not known to keep the rows of a batch apart")
@@ -176,7 +176,7 @@ class _Walk:
         return [self._growth.of(a, b) for a, b in pairs]
 
     def _outputs(self, program: Program, twin: Program, arguments: Sequence[Extent], place: Place) -> list[Extent]:
-        """The extents of a program's outputs, from those of its arguments."""
+        """The extents of a program's outputs, from the extents of its arguments."""
         inner, twin_inner = jx.body(program), jx.body(twin)
         self._growth.add_constants(jx.constants(program), jx.constants(twin))
         self._growth.extents.update(zip(inner.invars, arguments, strict=True))
@@ -201,7 +201,7 @@ class _Walk:
     def _check_derivative(
         self, equation: Equation, twin: Equation, operands: Sequence[Extent], results: Sequence[Extent], place: Place
     ) -> None:
-        """Raises MixingError if the gradients of a custom derivative are not those of a function that can be split."""
+        """Raises MixingError if a custom derivative does not have the gradients of a function that can be split."""
         program, twin_program = backward_program(equation), backward_program(twin)
         inner = jx.body(program)
         by_var = {a: e for a, e in zip(equation.invars, operands, strict=True) if jx.is_var(a)}
@@ -230,7 +230,7 @@ class _Walk:
 
 
 def _kind(equation: Equation) -> str:
-    """What two equations must have in common to be the same at two batch sizes."""
+    """The features that two equations must share to be the same at two batch sizes."""
     num_branches = len(list(jx.subprograms(equation)))
     return f"{equation.primitive.name} ({len(equation.invars)} operands, {len(equation.outvars)} results, {num_branches} programs)"
 
@@ -254,7 +254,7 @@ def _trusted_extent(extent: Extent, var: Var, twin: Var) -> Extent:
 
 
 def _loop_sizes(equation: Equation, program: Program) -> tuple[int, int]:
-    """How many operands a loop carries, and how many a scan goes over; (0, 0) for an equation that is not a loop."""
+    """The number of operands that a loop carries, and the number that a scan goes over; (0, 0) for an equation that is not a loop."""
     if jx.is_scan(equation):
         num_constants, num_carry = jx.scan_sizes(equation)
         return num_carry, len(jx.body(program).invars) - num_constants - num_carry

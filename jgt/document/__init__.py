@@ -3,7 +3,7 @@
 Every error message of jgt that concerns a user's file begins with `file:line: key:`. It can, because nothing downstream works
 on plain dicts: a `Node` carries its place through `extends:`, overrides and checks up to the moment it becomes a field of a
 dataclass. Read `node.py` first, then follow a file: `files.py` (bytes), `reader.py` (YAML to nodes), `compose.py` (one document
-over another), `shipped.py` (the files that jgt brings along), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
+over another), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
 """
 
 from jgt.document.bind import Bound as Bound
@@ -14,8 +14,10 @@ from jgt.document.compose import read as read
 from jgt.document.files import is_file as is_file
 from jgt.document.files import is_folder as is_folder
 from jgt.document.files import kind_problem as kind_problem
+from jgt.document.files import locate as locate
 from jgt.document.files import read_bytes as read_bytes
 from jgt.document.files import read_text as read_text
+from jgt.document.files import shipped_folder as shipped_folder
 from jgt.document.files import similar_file as similar_file
 from jgt.document.node import InputError as InputError
 from jgt.document.node import Node as Node
@@ -29,5 +31,3 @@ from jgt.document.node import shown as shown
 from jgt.document.node import suggestion as suggestion
 from jgt.document.reader import dump as dump
 from jgt.document.reader import parse as parse
-from jgt.document.shipped import locate as locate
-from jgt.document.shipped import shipped_folder as shipped_folder

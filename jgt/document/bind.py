@@ -36,7 +36,7 @@ class Bound:
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
-        """What is wrong with a value, or None."""
+        """The reason why a value is not allowed, or None."""
         # Written as "not >=", a NaN fails every bound.
         if self.low is not None and not value >= self.low:
             return f"{value} is too small; it must be at least {self.low}"

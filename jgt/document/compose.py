@@ -1,6 +1,6 @@
 """One document over another: a file over the file that it `extends:`, and a command line's overrides over both.
 
-A run is described once and varied often. `extends: base.yaml` takes everything from a file beside this one and replaces single
+A run is described once and varied often. `extends: base.yaml` takes everything from another file and replaces single
 entries; `train.steps=300` on the command line replaces one more. Both work on nodes, so that each value keeps the place it was
 really written: a wrong value that comes from the base file is reported with the base file's line.
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jgt.document.files import is_file, read_text, similar_file
+from jgt.document.files import is_file, locate, read_text, similar_file
 from jgt.document.node import InputError, Node, collect, describe, dotted_key, from_python, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
-from jgt.document.shipped import locate
 
 MAX_BYTES = 1_000_000
 """The largest YAML file, and more than any person writes."""
@@ -101,7 +100,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
     num_before = len(problems)
     node = build(text, str(path), problems)
     if node.value is None:
-        # Taken for no keys at all, it would be a run or rules that nobody wrote.
+        # Read as a file without keys, it would be a run or rules that the user did not write.
         if len(problems) == num_before:
             problems.append(f"{path}: the file is empty. Write its keys, or name another file")
         return Node({}, str(path))

@@ -3,6 +3,9 @@
 A path in a user's file may lead anywhere. Opening a named pipe blocks until someone writes to it, and /dev/zero never ends; on
 a cluster either looks like a hang. So a path is read only if it leads to a regular file, and never more of it than the caller
 expects. All functions take names that the operating system refuses (a NUL byte, 5,000 characters) as files that do not exist.
+
+Some run files and rules come with jgt, by name: `jgt:quickstart`, `jgt:rules/fsdp`. The folder configs/ of the repository is also inside
+the wheel, as jgt/configs, so a name with the prefix means the same file with and without a checkout, wherever the command runs.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import cast
 from jgt.document.node import InputError, most_similar
 
 _MAX_BESIDE = 10_000
+_PREFIX = "jgt:"
+_PACKAGE = Path(__file__).parents[1]
 _YAML = (".yaml", ".yml")
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -93,3 +98,15 @@ def read_text(path: str | Path, most: int) -> str:
         line = data[: error.start].count(b"\n") + 1
         problem = f"not UTF-8: byte {data[error.start]:#04x} at offset {error.start}. Save the file as UTF-8"
         raise InputError([f"{path}:{line}: {problem}"]) from None
+
+
+def shipped_folder() -> Path:
+    """The folder of the shipped files: inside an installed package, or beside the package in a checkout."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def locate(path: str | Path, folder: str = "") -> Path:
+    """The path; for `jgt:NAME`, the path of the shipped file of that name, which need not exist. folder: `rules` for names of rules."""
+    text = str(path)
+    return shipped_folder() / folder / f"{text.removeprefix(_PREFIX)}.yaml" if text.startswith(_PREFIX) else Path(path)

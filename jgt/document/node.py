@@ -3,7 +3,7 @@
 A YAML library returns dicts, and with them the places are lost: whoever finds a wrong value later can only say its name. Here
 every value is a Node with the place it was written (`run.yaml:12`, or `command line: train.steps=3`) and its dotted key. A check
 anywhere in the program turns a message into `node.problem(message)` and appends it to a list of problems instead of raising, so
-that one run reports all of them. At the end the list becomes one InputError, which sorts it by file and line.
+that a single run reports all of them. At the end the list becomes one InputError, which sorts it by file and line.
 
 Messages show names and values that come from the user's file, and that file may be hostile or broken. So all of them pass
 through `shown` and `printable`, which bound their length and escape what a terminal would obey.

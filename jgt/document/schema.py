@@ -57,7 +57,7 @@ def descriptions(cls: type[Any]) -> dict[str, Schema]:
         text = " ".join(inspect.cleandoc(base.__doc__ or "").split())
         if not names:
             continue
-        # What stands between two keys belongs to the first of them.
+        # The text between two keys belongs to the first of them.
         keys = list(re.finditer(rf"(?<![\w`])((?:{names})(?:, (?:{names}))*): ", text))
         ends = [*(key.start() for key in keys[1:]), len(text)]
         for key, end in zip(keys, ends[: len(keys)], strict=True):
@@ -68,11 +68,9 @@ def descriptions(cls: type[Any]) -> dict[str, Schema]:
 
 def _default(field: dataclasses.Field[Any]) -> Schema:
     value = field.default
-    return {"default": list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value} if _is_plain(value) else {}
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | tuple)
+    if isinstance(value, tuple):
+        return {"default": list(cast("tuple[object, ...]", value))}
+    return {"default": value} if value is None or isinstance(value, bool | int | float | str) else {}
 
 
 def _of_hint(hint: object) -> Schema:

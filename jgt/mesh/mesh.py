@@ -1,4 +1,4 @@
-"""From axis names and sizes to a JAX mesh: which device goes where.
+"""Makes a JAX mesh from axis names and sizes: which device goes where.
 
 The order of the axes is a statement about speed. Sizes go from the outermost axis to the innermost, and inner axes (tensor,
 expert) exchange data in every layer, so they belong inside a host, where links are fastest; outer axes (data, stage) exchange
@@ -28,7 +28,7 @@ from jgt.mesh.sizes import resolve_sizes, split_over_hosts
 
 
 class Device(Protocol):
-    """What the placement needs to know of a `jax.Device`, real or described."""
+    """The properties of a `jax.Device`, real or described, that the placement reads."""
 
     id: int
     process_index: int
@@ -58,7 +58,7 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over all devices, or over `devices`, which may be descriptions of hardware elsewhere. Its axes are Auto.
 
-    sizes: from the outermost axis to the innermost; one may be -1. axis_names: the order of the axes in the mesh, if it differs
+    sizes: the sizes by axis, outermost first; one may be -1. axis_names: the order of the axes in the mesh, if it differs
     from the order of `sizes`, which decides the placement. where: what messages begin with. Raises InputError if the product of
     the sizes is not the number of devices. Warns if an axis other than the outermost ones must cross hosts.
     """

@@ -1,8 +1,8 @@
 """Whether this machine has an NVIDIA GPU, and silence from JAX's CUDA plugin where it has none.
 
-The extra `plan-gpu` installs the plugin to compile for absent GPUs, without NVIDIA's libraries. JAX loads every installed plugin as soon as
-anything asks for devices, and logs a traceback of twenty lines if one fails, as this one does without cuDNN. Without a GPU, this is noise
-that hides the lines that matter. With a GPU, or if CUDA is asked for, it is the reason why the GPU is not used, and stays.
+The extra `plan-gpu` installs the plugin to compile for absent GPUs, without NVIDIA's libraries. JAX loads every installed plugin as soon
+as anything asks for devices, and logs a traceback of twenty lines if one fails, as the CUDA plugin does without cuDNN. Without a GPU,
+this is noise that hides the lines that matter. With a GPU, or if CUDA is asked for, it is the reason why the GPU is not used, and stays.
 """
 
 from __future__ import annotations

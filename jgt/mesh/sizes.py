@@ -89,7 +89,7 @@ def size_problem(sizes: Mapping[str, int], num_devices: int | None) -> str | Non
 
 
 def split_over_hosts(sizes: Mapping[str, int], per_host: int) -> tuple[int, ...]:
-    """For each axis the number of parts that lie on different hosts, of `per_host` devices each.
+    """The number of parts of each axis that lie on different hosts, of `per_host` devices each.
 
     With 8 devices a host, {data: 4, tensor: 4} gives (2, 1): tensor fits, and 2 of data's 4 share a host with it.
     """

@@ -3,6 +3,6 @@
 This is the door of the room; import from here only. It can be deleted when XLA is mended.
 """
 
-from jgt.partitioner.faults import MARK, Avoided, avoid_faults, avoided_faults, with_faults
+from jgt.partitioner.avoid import MARK, Avoided, avoid_faults, avoided_faults, with_faults
 
 __all__ = ["MARK", "Avoided", "avoid_faults", "avoided_faults", "with_faults"]

@@ -5,15 +5,15 @@ A lowered program names the layouts of some of its values. Shardy chooses the ot
 file turns a copy of the program into what XLA makes of it before it calls Shardy, and runs the same passes: jaxlib has them among its MLIR
 passes. tests/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
 
-A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so
-an axis is taken apart where one of the layouts of an operation does that; each piece is an *sub-axis*.
+A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so an axis is
+taken apart where one of the layouts of an operation does that. Each piece is a *sub-axis*.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ Splits = tuple[tuple[SubAxis, ...], ...]
 
 
 def operations(module: Any) -> list[Any]:
-    """All operations of a module, also those within others, in a fixed order."""
+    """All operations of a module, including nested ones, in a fixed order."""
     found: list[Any] = []
 
     def add(op: Any) -> Any:
@@ -42,68 +42,69 @@ def operations(module: Any) -> list[Any]:
 
 def meshes_of(module: Any) -> dict[str, Any]:
     """The meshes that the shardings of a module name."""
-    return {
-        ir.StringAttr(op.attributes["sym_name"]).value: sdy.MeshAttr(op.attributes["mesh"])
-        for op in module.regions[0].blocks[0].operations
-        if op.operation.name == "sdy.mesh"
-    }
+    ops = [op for op in module.operation.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
+    return {ir.StringAttr(op.attributes["sym_name"]).value: sdy.MeshAttr(op.attributes["mesh"]) for op in ops}
 
 
 def inline_calls(module: Any) -> None:
     """Puts the bodies of functions where they are called, as XLA does before Shardy chooses."""
-    functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in operations(module) if op.name == "func.func"}
+    tops = [op.operation for op in module.operation.regions[0].blocks[0].operations]
+    functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in tops if op.name == "func.func"}
     main = functions.pop("main")
-    while calls := [op for op in operations(main) if op.name == "func.call"]:
-        for call in calls:
-            body = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].operation.clone(ir.InsertionPoint(main))
-            block = body.regions[0].blocks[0]
-            for argument, operand in zip(block.arguments, call.operands, strict=True):
-                argument.replace_all_uses_with(operand)
-            *inner, end = block.operations
-            for op in inner:
-                op.operation.move_before(call)
-                _name_within(op, call.location)
-            for result, value in zip(call.results, end.operands, strict=True):
-                result.replace_all_uses_with(value)
-            call.operation.erase()
-            body.operation.erase()
+    calls = [op for op in operations(main) if op.name == "func.call"]
+    while calls:
+        call = calls.pop()
+        body = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].clone(ir.InsertionPoint(main))
+        block = body.regions[0].blocks[0]
+        inside = operations(body)
+        calls += [op for op in inside if op.name == "func.call"]
+        _add_scopes(inside, call.location)
+        for argument, operand in zip(block.arguments, call.operands, strict=True):
+            argument.replace_all_uses_with(operand)
+        *inner, end = block.operations
+        for op in inner:
+            op.operation.move_before(call)
+        for result, value in zip(call.results, end.operands, strict=True):
+            result.replace_all_uses_with(value)
+        call.operation.erase()
+        body.erase()
     for function in functions.values():
-        function.operation.erase()
+        function.erase()
 
 
-def _name_within(op: Any, place: Any) -> None:
-    """Puts the scopes of a call before the names of an operation and of those in it, as XLA does."""
-    if isinstance(place, ir.NameLoc):
-        for inner in operations(op):
-            if isinstance(inner.location, ir.NameLoc):
-                inner.location = ir.Location.name(f"{place.name_str}/{inner.location.name_str}", childLoc=inner.location.child_loc)
+def _add_scopes(ops: Iterable[Any], place: Any) -> None:
+    """Puts the scopes of a call before the names of its operations, as XLA does."""
+    for op in ops if isinstance(place, ir.NameLoc) else ():
+        if isinstance(op.location, ir.NameLoc):
+            op.location = ir.Location.name(f"{place.name_str}/{op.location.name_str}", childLoc=op.location.child_loc)
 
 
 def choose_layouts(module: Any) -> None:
     """Lets Shardy choose. The module has no calls; it is changed as XLA would change it, and every operation has its layout then."""
-    _reshape_broadcasts(module)
-    _free_invariants(module, next(iter(meshes_of(module))))
+    ops = operations(module)
+    # Both before anything changes: the name of an operation that was erased cannot be read.
+    broadcasts, loops = [[op for op in ops if op.name == f"stablehlo.{name}"] for name in ("broadcast_in_dim", "while")]
+    _reshape_broadcasts(broadcasts)
+    _free_invariants(loops, next(iter(meshes_of(module))))
     passes = PassManager.parse("builtin.module(sdy-import-pipeline,sdy-user-priority-propagate)")
-    # Verifying a copy that nobody compiles would take twice the time of all else.
+    # Verifying a copy that is never compiled would take twice the time of all else.
     passes.enable_verifier(False)
     passes.run(module.operation)
 
 
-def _reshape_broadcasts(module: Any) -> None:
+def _reshape_broadcasts(broadcasts: Iterable[Any]) -> None:
     """Makes reshapes of the broadcasts that only add dims of size 1. Shardy looks at reshapes first."""
-    for op in operations(module):
-        if op.name != "stablehlo.broadcast_in_dim" or not (shape := type_shape(op.operands[0])):
-            continue
-        if math.prod(shape) == math.prod(type_shape(op.results[0])):
+    for op in broadcasts:
+        if (shape := type_shape(op.operands[0])) and math.prod(shape) == math.prod(type_shape(op.results[0])):
             with ir.InsertionPoint(op):
                 new = stablehlo.ReshapeOp(op.results[0].type, op.operands[0]).result
             op.results[0].replace_all_uses_with(new)
             op.operation.erase()
 
 
-def _free_invariants(module: Any, mesh: str) -> None:
-    """Takes the values that a loop does not change out of what it carries. Each loop then chooses layouts of its own for them."""
-    for loop in [op for op in operations(module) if op.name == "stablehlo.while"]:
+def _free_invariants(loops: Iterable[Any], mesh: str) -> None:
+    """Takes the values that a loop does not change out of what it carries. Each loop then chooses its own layouts for them."""
+    for loop in loops:
         condition, body = (region.blocks[0] for region in loop.regions)
         end = list(body.operations)[-1]
         for n in [n for n, value in enumerate(end.operands) if value == body.arguments[n]]:
@@ -126,7 +127,7 @@ def sharding_of(value: Any) -> Any:
             attributes = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[n]) if "arg_attrs" in op.attributes else {}
             return sdy.TensorShardingAttr(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else None
         if op.name == "stablehlo.while":
-            # What a loop carries has its layout at the result.
+            # A value that a loop carries has its layout at the result.
             value = op.results[n]
     else:
         op, n, name = owner, ir.OpResult(value).result_number, "out_shardings"
@@ -137,13 +138,13 @@ def sharding_of(value: Any) -> Any:
     return None if found is None else sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(found).shardings[n])
 
 
-def manual_axes(op: Any) -> frozenset[str]:
+def _manual_axes(op: Any) -> set[str]:
     """The axes of the shard_maps around an operation, which split nothing inside."""
     found: set[str] = set()
     while (op := op.operation.parent) is not None:
         if op.name == "sdy.manual_computation":
             found |= set(cast(Any, sdy.ManualAxesAttr(op.attributes["manual_axes"])))
-    return frozenset(found)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,8 @@ class AxisGrid:
     devices: np.ndarray
 
     @classmethod
-    def of(cls, mesh: Any, shardings: Sequence[Any], manual: frozenset[str]) -> AxisGrid:
-        """The grid for arrays of these shardings. manual: the axes that split nothing there."""
+    def around(cls, op: Any, mesh: Any, shardings: Sequence[Any]) -> AxisGrid:
+        """The grid for an operation whose arrays have these shardings."""
         axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
         cuts = {axis.name: {1, axis.size} for axis in axes}
         for ref in (ref for sharding in shardings for dim in _references(sharding) for ref in dim):
@@ -164,6 +165,7 @@ class AxisGrid:
                 cuts[ref.name] |= {info.pre_size, info.pre_size * info.size}
         pairs = [(axis.name, pair) for axis in axes for pair in itertools.pairwise(sorted(cuts[axis.name]))]
         sub_axes = [(name, low, high // low) for name, (low, high) in pairs]
+        manual = _manual_axes(op)
         ids = np.array(list(mesh.device_ids) or range(math.prod(size for _, _, size in sub_axes)))
         ids = ids.reshape([size for _, _, size in sub_axes])[tuple(0 if name in manual else slice(None) for name, _, _ in sub_axes)]
         return cls(sub_axes=tuple(sub_axis for sub_axis in sub_axes if sub_axis[0] not in manual), devices=ids)
@@ -180,10 +182,6 @@ class AxisGrid:
             if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
                 yield name, low, size
 
-    def copies(self, layout: Splits) -> int:
-        """How many devices have the same part of an array."""
-        return self.devices.size // parts(sub_axis for axes in layout for sub_axis in axes)
-
     def groups(self, layout: Splits, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
         """The devices that have the same part of these dims, in the order of the other dims.
 
@@ -194,33 +192,35 @@ class AxisGrid:
         front = [sub_axis for d in dims for sub_axis in layout[d]] + (whole if and_copies else [])
         inner = [sub_axis for d, axes in enumerate(layout) if d not in dims for sub_axis in axes] + ([] if and_copies else whole)
         order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
-        return self.devices.transpose(order).reshape(parts(front), -1).tolist()
+        return self.devices.transpose(order).reshape(num_parts(front), -1).tolist()
 
-    def constrained(self, value: Any, layout: Splits, mesh: Any) -> Any:
+    def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
-        dims = [sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in joined(axes)], is_closed=True) for axes in layout]
+        dims = [
+            sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in join_parts(axes)], is_closed=True) for axes in layout
+        ]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
 
     def _reference(self, sub_axis: SubAxis) -> Any:
         name, low, size = sub_axis
-        is_whole = size == parts(a for a in self.sub_axes if a[0] == name)
+        is_whole = size == num_parts(a for a in self.sub_axes if a[0] == name)
         return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
 
 
-def parts(sub_axes: Iterator[SubAxis] | Sequence[SubAxis]) -> int:
-    """Into how many parts these sub-axes split a dim."""
+def num_parts(sub_axes: Iterable[SubAxis]) -> int:
+    """The number of parts into which these sub-axes split a dim."""
     return math.prod(size for _, _, size in sub_axes)
 
 
-def joined(axes: Sequence[SubAxis]) -> list[SubAxis]:
+def join_parts(axes: Sequence[SubAxis]) -> list[SubAxis]:
     """The sub-axes of a dim, with neighbouring parts of one axis as one."""
-    found: list[SubAxis] = []
+    result: list[SubAxis] = []
     for name, low, size in axes:
-        if found and found[-1][0] == name and found[-1][1] * found[-1][2] == low:
-            found[-1] = (name, found[-1][1], found[-1][2] * size)
+        if result and result[-1][0] == name and result[-1][1] * result[-1][2] == low:
+            result[-1] = (name, result[-1][1], result[-1][2] * size)
         else:
-            found.append((name, low, size))
-    return found
+            result.append((name, low, size))
+    return result
 
 
 def _references(sharding: Any) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """Lists of arrays: which of them have gradients, and how each of them travels between stages.
 
-The executor passes arrays in lists whose order is that of variables in a split program (see the table in this package's
+The executor passes arrays in lists, in the order of the variables of a split program (see the table in this package's
 docstring). JAX differentiates floats only, so a list is separated into floats and other arrays before `jax.vjp` and merged
 again inside the differentiated function. Random keys cannot be sent with `ppermute`, so they travel as their raw bits.
 """
@@ -43,7 +43,7 @@ def raw(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if _is_key(x) else x
 
 
-def whole_like(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def from_raw(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     """The inverse of `raw` for a value of this dtype."""
     return cast(jax.Array, jax.random.wrap_key_data(x, impl=jx.key_impl(like))) if _is_key(like) else x
 
@@ -53,8 +53,8 @@ def raw_shape(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, like) if _is_key(like) else like
 
 
-def folded(key: jax.Array, number: Integers) -> jax.Array:
-    """A random key folded with a number; of an array of keys, each one. Keys are typed, or their bits [..., 2]."""
+def fold_key(key: jax.Array, number: Integers) -> jax.Array:
+    """A random key fold_key with a number, or each key of an array of keys. Keys are typed, or their bits [..., 2]."""
     fold = jax.random.fold_in
     for _ in range(key.ndim - (0 if _is_key(key) else 1)):
         fold = jax.vmap(fold, (0, None))
@@ -117,7 +117,7 @@ def vjp(fn: Callable[[*_Args], tuple[_T, _Aux]], *args: *_Args) -> tuple[_T, Cal
     return cast("tuple[_T, Callable[[_T], tuple[*_Args]], _Aux]", jax.vjp(fn, *args, has_aux=True))
 
 
-def flattened(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def flatten_tree(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a tree, and the function that makes a tree of the same structure of other leaves."""
     return jax.tree.leaves(tree), partial(jax.tree.unflatten, cast(Any, jax.tree.structure(tree)))
 

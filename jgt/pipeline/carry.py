@@ -1,4 +1,4 @@
-"""What ticks leave for each other: the carry of the loop over a table's ticks, and the view of it that one stage has.
+"""The carry of the loop over a table's ticks, and the part of it that a stage sees.
 
 Whatever one tick computes and a later tick reads must be in the carry of the scan, at a fixed shape. Activations,
 residuals and cotangents wait in buffers with as many slots as the table ever needs at once (`jgt.schedule.buffers` assigns
@@ -14,7 +14,7 @@ in one chunk, an activation f32[4, seq, embed] and weights f32[6, embed, ffn]:
     stashed     [2, slots, 3, ...]                inputs of weight gradients that are not residuals
     sums        [2, 3, embed, ffn]                gradients of the weights, in f32 at least
 
-Every dataclass here lists its fields in alphabetical order: they are operands of the compiled loops in this order.
+The order of the fields of these dataclasses is the order of the operands of the compiled loops.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GradientSums:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StageBuffers:
-    """The buffers of the stages, or some of them: an empty list is a buffer that does not exist or is not passed."""
+    """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed."""
 
     inbox: Arrays = field(default_factory=Arrays)
     inbox_back: Arrays = field(default_factory=Arrays)
@@ -55,7 +55,7 @@ class StageBuffers:
     sums: GradientSums = field(default_factory=GradientSums)
 
     def updated(self, changed: StageBuffers) -> StageBuffers:
-        """These buffers, with those that `changed` has in the place of their old values."""
+        """These buffers, with the ones in `changed` in place of their old values."""
         # An item gets and returns only the buffers that it touches. Its other lists are empty.
         return replace(self, **{name: buffer for name, buffer in vars(changed).items() if jax.tree.leaves(buffer)})
 
@@ -73,7 +73,7 @@ class Carry:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class OnStage(Generic[_T]):
-    """What each stage has of its own in a tick: outside of the shard_map with a leading dim of stages, inside without it.
+    """The values of one stage in a tick. Outside of the shard_map they have a leading dim of stages.
 
     ids: the numbers of the stage's layers, [layers of a stage]. weights: [layers of a stage, ...]. item: the stage's work.
     """
@@ -87,10 +87,10 @@ class OnStage(Generic[_T]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Everywhere:
-    """What all stages read in a tick.
+    """The values that all stages read in a tick.
 
-    ends: what enters from the embedding, or cotangents from the head. is_read: whether this tick reads what stages show; None: it is not
-    worth a branch.
+    ends: the values that enter from the embedding, or cotangents from the head. is_read: whether this tick reads the values that stages
+    show; None if that is not worth a branch.
     """
 
     batch: Batch

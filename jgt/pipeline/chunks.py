@@ -78,8 +78,7 @@ class Chunks:
         S, k = self.num_stages, self.layers_per_chunk
         # Reshapes keep what is sharded where it is; a gather over a sharded dim would bring it together first.
         if self._is_round_robin:
-            # With v chunks on a stage: [layers, ...] → [v, S, k, ...] → [S, v, k, ...] → [S, v · k, ...].
-            return jnp.swapaxes(x.reshape(-1, S, k, *x.shape[1:]), 0, 1).reshape(S, -1, *x.shape[1:])
+            return self.staged(x.reshape(-1, S, k, *x.shape[1:]))
         if self._is_down_and_up:
             # [layers, ...] → two arrays [S, k, ...]: the first S chunks go down the stages, the others come back up.
             down, up = x.reshape(2, S, k, *x.shape[1:])
@@ -93,8 +92,7 @@ class Chunks:
         S, k = self.num_stages, self.layers_per_chunk
         rest = x.shape[2:]
         if self._is_round_robin:
-            # [S, v · k, ...] → [S, v, k, ...] → [v, S, k, ...] → [layers, ...].
-            return jnp.swapaxes(x.reshape(S, -1, k, *rest), 0, 1).reshape(self.num_layers, *rest)
+            return self.rows(x).reshape(self.num_layers, *rest)
         if self._is_down_and_up:
             x = x.reshape(S, 2, k, *rest)
             return jnp.concatenate([x[:, 0], jnp.flip(x[:, 1], 0)]).reshape(self.num_layers, *rest)

@@ -57,12 +57,12 @@ class PipelineConfig:
     def reducing(self, gradients: Literal["f32", "bf16"]) -> Self:
         """The same options, with the type in which gradients are added up over the batch's axes.
 
-        bf16: those of matrices that are read in bf16. Microbatches are added up in f32 in any case.
+        With bf16, this is so for matrices that are read in bf16. Microbatches are added up in f32 in any case.
         """
         return self._changed(gradients=gradients)
 
     def in_parts(self, count: int) -> Self:
-        """The same options, for a batch of so many equal parts of `microbatches` each, which run one after another.
+        """The same options, for a batch of `count` equal parts of `microbatches` each, which run one after another.
 
         Gradients are added up over all parts before the batch's axes see them.
         """

@@ -18,7 +18,7 @@ from typing import Literal
 
 import jax
 
-from jgt.pipeline.arrays import Arrays, Floats, Integers, call, folded, raw, raw_shape, row, vjp, whole_like, wide_zeros, zeros
+from jgt.pipeline.arrays import Arrays, Floats, Integers, call, fold_key, from_raw, raw, raw_shape, row, vjp, zeros
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
@@ -59,9 +59,9 @@ class Batch:
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind == "rows":
                 return row(x, microbatch)
-            # Each part of the batch has a number, and so a key, of its own. The data shard counts too, or all shards
-            # would draw the same numbers.
-            return folded(x, (self.first + microbatch) * self.num_shards + self.shard) if kind == "key" else x
+            # Each part of the batch has its own number, and so its own key. The data shard counts too, or all shards would draw
+            # the same numbers.
+            return fold_key(x, (self.first + microbatch) * self.num_shards + self.shard) if kind == "key" else x
 
         values = [select(kind, x) for kind, x in zip(self.kinds, self.values, strict=True)]
         return dict(zip([*split.inputs, *split.statistics], [*values, *self.statistics], strict=True))
@@ -78,7 +78,8 @@ class Ends:
         # Equations keep the signals in their name stacks, so the part itself lies at the top of the program.
         embed = split.embed.changed(lambda p: rewrite(p, Place()))
         variables = zip(jx.body(embed.program).invars, embed.inputs, strict=False)
-        tables = {var: dims for var, like in variables if (dims := moves.layout.dims_inside(like)) is not None}
+        known = ((var, moves.layout.other_dims(like)) for var, like in variables)
+        tables = {var: tuple(axes or () for axes in dims) for var, dims in known if dims is not None}
         self._embed = embed.changed(lambda p: with_whole_positions(p, tables, moves.sharding))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))
         self._floats = Floats.among(common)
@@ -89,10 +90,6 @@ class Ends:
     def no_travel(self) -> Arrays:
         """Zeros of the shapes that travel."""
         return zeros(self.travel_shapes)
-
-    def no_totals(self) -> Arrays:
-        """Zeros to which the totals of microbatches are added."""
-        return [wide_zeros(jx.struct_of(t.var)) for t in self.split.totals]
 
     def embed(self, microbatch: Integers, common_floats: Arrays | None = None) -> Arrays:
         """The values that enter the first chunk: the embedding's, then zeros for what the layers are yet to write (`ys`)."""
@@ -117,7 +114,7 @@ class Ends:
         num_carry = len(split.travel) - split.num_extras
         results = [*split.scan.outvars[:num_carry], *split.travel[num_carry:], *split.ys]
         known = self._known(microbatch, common_floats)
-        known |= {v: whole_like(x, jx.struct_of(v)) for v, x in zip(results, travel, strict=True) if jx.is_var(v)}
+        known |= {v: from_raw(x, jx.struct_of(v)) for v, x in zip(results, travel, strict=True) if jx.is_var(v)}
         return call(self._head, known)
 
     def head(self, microbatch: Integers, travel: Arrays, seeds: Arrays) -> tuple[Arrays, Arrays, Arrays]:

@@ -111,15 +111,15 @@ class Executor:
         """The totals of a batch and, with seeds, the gradients of Σ seed · total.
 
         shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
-        in both lists has two gradients, to be added. seeds: one for each total; those of totals that are not floats are ignored.
+        in both lists has two gradients, to be added. seeds: one for each total; seeds of totals that are not floats are ignored.
         """
         split, layout, moves = self.split, self._layout, self._moves
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
-        stored = [moves.narrowed(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
-        weights = stored if layout.by_layer else [moves.gathered(v, x) for v, x in zip(split.weights, stored, strict=True)]
-        common = [moves.gathered(v, values[v]) for v in split.common]
+        stored = [moves.narrow(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
+        weights = stored if layout.by_layer else [moves.gather(v, x) for v, x in zip(split.weights, stored, strict=True)]
+        common = [moves.gather(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
         rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
         weight_specs = [layout.spec(v) if layout.by_layer else layout.whole_spec(v) for v in split.weights]
@@ -128,8 +128,8 @@ class Executor:
         out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])
         run = moves.on_every_shard(self._run_on_shard, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
         totals, of_weights, of_common = run(weights, common, inputs, statistics, seeds)
-        gradients = [(v, g if layout.by_layer else moves.reduced(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
-        return totals, gradients + [(v, moves.reduced(v, g)) for v, g in zip(float_common, of_common, strict=True)]
+        gradients = [(v, g if layout.by_layer else moves.reduce(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
+        return totals, gradients + [(v, moves.reduce(v, g)) for v, g in zip(float_common, of_common, strict=True)]
 
     def _run_on_shard(
         self, weights: Arrays, common: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None
@@ -141,7 +141,7 @@ class Executor:
         chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
         num_parts = self.pipeline.parts * table.num_microbatches * layout.num_shards
-        common = [moves.pinned(v, c) for v, c in zip(split.common, common, strict=True)]
+        common = [moves.pin(v, c) for v, c in zip(split.common, common, strict=True)]
         staged = [moves.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
         ticks = arrays_of(table, skips=self._skips)
 
@@ -156,7 +156,7 @@ class Executor:
         if self.pipeline.parts == 1:
             carry = loop.run(carry)
         else:
-            # What a part leaves in the buffers is overwritten before it is read, as within a part, and the sums continue.
+            # The values that a part leaves in the buffers are overwritten before they are read, and the sums continue.
             def run(carry: Carry, part: jax.Array) -> tuple[Carry, None]:
                 return loop_of(batch_of(part))[1].run(carry), None
 
@@ -164,12 +164,12 @@ class Executor:
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         staged_sums = zip(float_weights, sums.weights, strict=True)
-        of_weights = [moves.pinned(v, self._restored(chunks, v, moves.on_stages(v, g))) for v, g in staged_sums]
+        of_weights = [moves.pin(v, self._restored(chunks, v, moves.on_stages(v, g))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
-        summed = moves.rest_summed if layout.by_layer else moves.parts
+        summed = moves.sum_rest if layout.by_layer else moves.parts
         return (
-            ends.finished([moves.summed(t) for t in carry.totals], num_parts),
+            ends.finished([moves.sum_shards(t) for t in carry.totals], num_parts),
             [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
             [moves.parts(v, g) for v, g in zip(float_common, of_common, strict=True)],
         )
@@ -177,8 +177,8 @@ class Executor:
     def _batch_of_part(self, inputs: Arrays, statistics: Arrays, num_microbatches: int, part: Integers) -> Batch:
         """The microbatches of one part of the rows of a data shard."""
 
-        # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → those of the part: a microbatch is neighbouring rows, which
-        # `jgt.batch` relies on.
+        # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → [microbatches, rows of one, ...]: a microbatch is
+        # neighbouring rows, which `jgt.batch` relies on.
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind != "rows":
                 return x
@@ -187,7 +187,7 @@ class Executor:
             return x[0] if parts == 1 else row(x, part)
 
         return Batch(
-            shard=self._moves.shard_index(),
+            shard=jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0),
             num_shards=self._layout.num_shards,
             kinds=self.inputs,
             values=[select(kind, x) for kind, x in zip(self.inputs, inputs, strict=True)],
@@ -212,6 +212,6 @@ class Executor:
         # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
         in_layers = dict(zip(float_variables(self.split.in_layers), sums.common, strict=True))
         return [
-            self._moves.pinned(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
+            self._moves.pin(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
             for v, g in zip(float_variables(self.split.common), of_ends, strict=True)
         ]

@@ -10,8 +10,8 @@ taken here, once, at the shapes of one microbatch, and cut into programs that th
 
 Two ideas keep the buffers small. A residual is saved only if it depends on what travels (the activation of this
 microbatch); residuals that follow from weights or inputs alone, such as a mask, are computed again. And where the table has
-items for weight gradients, the backward program contains only what the cotangent needs, so that the previous stage can go
-on; the rest runs later from the saved residuals and the few intermediate cotangents that are stashed (Qi et al.,
+items for weight gradients, the backward program contains only what the cotangent needs, so that the previous stage can
+continue; the rest runs later from the saved residuals and the few intermediate cotangents that are stashed (Qi et al.,
 Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
 """
 
@@ -24,7 +24,7 @@ from typing import Generic, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flattened, raw, row, vjp, whole_like
+from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flatten_tree, from_raw, raw, row, vjp
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -39,10 +39,11 @@ _T = TypeVar("_T")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs(Generic[_T]):
-    """Everything that one layer reads, as arrays, shapes or variables.
+    """The values that a layer reads, as arrays, shapes or variables.
 
-    weights: one layer's, without the dim of layers. common: the same for all layers. local: computed from the microbatch's
-    inputs. index: the layer's number, int32, negative for padding. travel: the activation and whatever else enters with it.
+    weights: the weights of one layer, without the dim of layers. common: values that are the same for all layers. local: values that are
+    computed from the microbatch's inputs. index: the layer's number, int32, negative for padding. travel: the activation and whatever
+    else enters with it.
     """
 
     weights: list[_T]
@@ -61,14 +62,14 @@ class Body:
     is_padded: bool
 
     def __call__(self, inputs: LayerInputs[jax.Array]) -> Arrays:
-        """The values that travel on to the next layer; a layer of padding returns those it was given."""
+        """The values that travel on to the next layer. A layer of padding returns its own input."""
         split, travel, num_moving = self.split, inputs.travel, len(self.split.travel)
         num_consts, num_carry = jx.scan_sizes(split.scan)
-        moving = [whole_like(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
+        moving = [from_raw(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
         ys = travel[num_moving:]
         known: dict[Atom, jax.Array] = dict(zip([*split.in_layers, *split.local.outputs], [*inputs.common, *inputs.local], strict=True))
         known |= {atom: value for atom, value in zip(split.travel, moving, strict=True) if jx.is_var(atom) and atom not in known}
-        # Those in the layers' own type become wide again, because the program casts them. XLA removes both casts.
+        # Weights in the layers' own type become wide again, because the program casts them. XLA removes both casts.
         wide = [x.astype(jx.dtype_of(v)) for v, x in zip(split.weights, inputs.weights, strict=True)]
         weights: Mapping[Atom, jax.Array] = dict(zip(split.weights, wide, strict=True))
         # Padding computes layer 0 and drops the result: -1 is not the index of a row.
@@ -120,9 +121,9 @@ class Layer:
     def __init__(
         self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
     ):
-        leaves, inputs_of = flattened(shapes)
+        leaves, inputs_of = flatten_tree(shapes)
         weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
-        # Local values and the index come from the batch, by which nothing is differentiated, floats or not.
+        # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.
         without = (False,) * (len(shapes.local) + 1)
         floats = Floats((*weights.which, *common.which, *without, *travel.which))
 
@@ -230,8 +231,8 @@ class _Backward:
             # A constant, or a value that the travelling cotangent needs as well: it costs nothing to have it now.
             return not apart or not jx.is_var(atom) or atom in on_the_way
 
-        now, self._now = flattened(among(is_ready))
-        later, self._later = flattened(among(lambda atom: not is_ready(atom)))
+        now, self._now = flatten_tree(among(is_ready))
+        later, self._later = flatten_tree(among(lambda atom: not is_ready(atom)))
         self._finish = extract_part(flat, later, list(on_the_way))
         # Saved residuals outlive backward; whatever else the weight gradients read is stashed.
         self.stash = tuple(v for v in self._finish.inputs if v not in self._residuals)

@@ -35,9 +35,9 @@ class Layout:
     dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
     that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
     layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    those of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where that is not its own.
-    held: by value, an axis of the batch whose devices have different parts of it, such as experts, which are not brought together.
-    replicas: the axes of a vmap around, over which each replica has a batch of its own; `batch_axes` split that one.
+    the dims of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where it differs from the value's.
+    held: the axis of the batch whose devices have different parts of a value, such as experts, that are not brought together.
+    replicas: the axes of a vmap around, over which each replica has its own batch, which `batch_axes` split.
     """
 
     mesh: Mesh | AbstractMesh
@@ -61,7 +61,7 @@ class Layout:
         """The manual axes of the outer shard_map: the batch's, and some of one device.
 
         Axes of one device are manual, too, here or in the stages: if none is left to the partitioner, kernels that JAX
-        cannot split run unchanged. XLA wants the axes of the outer shard_map before those of the inner one.
+        cannot split run unchanged. XLA wants the axes of the outer shard_map before the axes of the inner one.
         """
         sizes = dict(self.mesh.shape)
         last = max((list(sizes).index(axis) for axis in (*self.replicas, *self.batch_axes)), default=-1)
@@ -107,11 +107,6 @@ class Layout:
         """The axes of each dim of a value that was brought together, outside of any shard_map."""
         others = self.other_dims(var)
         return None if others is None else [(*(o or ()), *h) or None for o, h in zip(others, self.held_dims(var), strict=True)]
-
-    def dims_inside(self, var: Var) -> Dims | None:
-        """As `other_dims`, in the form that rules have."""
-        dims = self.other_dims(var)
-        return None if dims is None else tuple(axes or () for axes in dims)
 
     def other_dims(self, var: Var) -> list[Axes | None] | None:
         """The axes of each dim that are not the batch's, None for a dim without one; None for a value of unknown layout."""

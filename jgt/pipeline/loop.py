@@ -4,7 +4,7 @@ One scan runs the whole table, and its body is one tick: embed the microbatch th
 item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
 the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
 when devices disagree about collectives. A stage without an item therefore computes garbage, which is dropped: it is
-written to a slot that nobody reads and masked out of every sum. Embedding and head are skipped by all devices together in
+written to a slot that is never read and masked out of every sum. Embedding and head are skipped by all devices together in
 ticks that have no microbatch for them, where that is worth a branch.
 
 The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
@@ -45,8 +45,8 @@ OnEach = Callable[[OnStage[_Item], Everywhere], StageResults]
 class Loop:
     """One table, one program, one data shard.
 
-    remat: what backward computes again. weights: [stages, layers of a stage, ...]. seeds: the derivative of the loss by the
-    totals of one microbatch, for those that are floats; None without gradients.
+    remat: the values that backward computes again. weights: [stages, layers of a stage, ...]. seeds: the derivative of the loss by the
+    totals of one microbatch that are floats; None without gradients.
     """
 
     def __init__(self, ends: Ends, moves: Moves, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
@@ -65,7 +65,7 @@ class Loop:
     def _tick(self, segment: Segment, carry: Carry, work: Work) -> tuple[Carry, None]:
         from_head: Arrays = []
         if work.forward is not None:
-            ends, pinned = self._ends, self._stage.wire.pinned
+            ends, pinned = self._ends, self._stage.wire.pin
             entering = self._maybe(segment, "embed", work.embed, lambda m, _: ends.embed(m), ends.no_travel, pinned)
             with self._counted(segment, "forward"):
                 forward = partial(self._stage.forward, shown=_share(segment, "head"))
@@ -105,8 +105,8 @@ class Loop:
     ) -> _T:
         """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
 
-        All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires. The zeros
-        of the other branch have no layout of their own.
+        All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires; the zeros
+        of the other branch have none.
         """
         if item is None:
             return skip()
@@ -129,10 +129,10 @@ class Loop:
 
         def do(microbatch: Integers, on: Flags | bool) -> tuple[Arrays, Arrays, Arrays]:
             if seeds is None:
-                return [], _added(carry.totals, self._ends.totals(microbatch, leaving), on), []
+                return [], _add(carry.totals, self._ends.totals(microbatch, leaving), on), []
             # Loss and its derivative in one go: the head of a microbatch runs once, and its logits never leave the tick.
             totals, cotangents, gradients = self._ends.head(microbatch, leaving, seeds)
-            return self._added_common(carry, gradients, on), _added(carry.totals, totals, on), cotangents
+            return self._add_common(carry, gradients, on), _add(carry.totals, totals, on), cotangents
 
         def skip() -> tuple[Arrays, Arrays, Arrays]:
             # Both branches of a cond have to return the same shapes.
@@ -143,7 +143,7 @@ class Loop:
             if seeds is None:
                 return results
             common, totals, cotangents = results
-            return self._pinned_common(common), totals, self._stage.wire_back.pinned(cotangents)
+            return self._pin_common(common), totals, self._stage.wire_back.pin(cotangents)
 
         if item is None:
             return carry, []
@@ -153,21 +153,21 @@ class Loop:
     def _embed_back(self, segment: Segment, carry: Carry, item: EndItem | None, entered: Arrays) -> Carry:
         def do(microbatch: Integers, _: Flags | bool) -> Arrays:
             # The cotangents are zeros where nothing entered, and so are the gradients.
-            return self._added_common(carry, self._ends.embed_back(microbatch, entered), True)
+            return self._add_common(carry, self._ends.embed_back(microbatch, entered), True)
 
-        return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common, self._pinned_common))
+        return replace(carry, common=self._maybe(segment, "embed_back", item, do, lambda: carry.common, self._pin_common))
 
-    def _added_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
+    def _add_common(self, carry: Carry, gradients: Arrays, on: Flags | bool) -> Arrays:
         """The sums of the gradients of common values, each where its value is.
 
-        The first carry is pinned, too, but in a branch of its own the partitioner would not see that, and gather the table's gradient
-        in every tick.
+        The first carry is pinned, too, but inside a branch the partitioner would not see that, and gather the table's gradient in
+        every tick.
         """
-        return self._pinned_common(_added(carry.common, self._pinned_common(gradients), on))
+        return self._pin_common(_add(carry.common, self._pin_common(gradients), on))
 
-    def _pinned_common(self, gradients: Arrays) -> Arrays:
+    def _pin_common(self, gradients: Arrays) -> Arrays:
         variables = float_variables(self._split.common)
-        return [self._moves.pinned(v, g) for v, g in zip(variables, gradients, strict=True)]
+        return [self._moves.pin(v, g) for v, g in zip(variables, gradients, strict=True)]
 
     # -- the items of the stages ------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Loop:
     ) -> tuple[Carry, Arrays]:
         """The carry with the buffers that `work` changed on every stage, and the values that it shows on all of them.
 
-        buffers: those that `work` reads. ends, is_read: see `Everywhere`.
+        buffers: the buffers that `work` reads. ends, is_read: fields of `Everywhere`.
         """
         results = self._on_every_stage(work, item, buffers, ends, (True, False), is_read)
         # XLA dissolves a loop over one layer, fuses what one item writes into what the next one reads, and copies whole
@@ -202,35 +202,35 @@ class Loop:
     # -- before the first tick ----------------------------------------------------------------------------------------------
 
     def _make_stage(self, remat: str) -> Stage:
-        """The programs of a layer, traced inside the shard_map in which they run: constraints depend on the mesh around them."""
-        split, moves, rewrite = self._split, self._moves, self._ends.rewrite
-
-        def make(own: OnStage[None], everywhere: Everywhere) -> tuple[Stage]:
+        """The programs of a layer, traced as in the shard_map in which they run."""
+        split, moves, rewrite, travel = self._split, self._moves, self._ends.rewrite, self._ends.travel_shapes
+        common = dict(zip(split.common, self._ends.common, strict=True))
+        with moves.as_on_a_stage():
             local = split.local.changed(lambda p: rewrite(p, split.place))
             body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
-            dims = body.travel_dims(self._ends.travel_shapes, moves.layout.axes_inside)
+            dims = body.travel_dims(travel, moves.layout.axes_inside)
+            # One layer on one stage: without the dims of stages and of layers.
+            layers = [jax.ShapeDtypeStruct(w.shape[2:], w.dtype) for w in self._weights]
             shapes = LayerInputs(
-                weights=jax.eval_shape(lambda: [moves.gathered_layer(v, x[0]) for v, x in zip(split.weights, own.weights, strict=True)]),
-                common=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in everywhere.common],
+                weights=[jax.eval_shape(partial(moves.gather_layer, v), x) for v, x in zip(split.weights, layers, strict=True)],
+                common=[jax.ShapeDtypeStruct(common[v].shape, common[v].dtype) for v in split.in_layers],
                 local=[jx.struct_of(a) for a in local.outputs],
                 index=jax.ShapeDtypeStruct((), jnp.int32),
-                travel=self._ends.travel_shapes,
+                travel=travel,
             )
-            stage = Stage(
-                split=split,
-                moves=moves,
-                chunks=self._chunks,
-                ticks=self._ticks,
-                layer=Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart),
-                local=local,
-                wire=Wire(moves=moves, dims=tuple(dims)),
-                wire_back=Wire(moves=moves, dims=tuple(self._ends.travel_floats.select(dims))),
-                keep_input=remat == "stage",
-                trains=self._seeds is not None,
-            )
-            return (stage,)
-
-        return self._on_every_stage(make, None, StageBuffers(), [], (False,))[0]
+            layer = Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart)
+        return Stage(
+            split=split,
+            moves=moves,
+            chunks=self._chunks,
+            ticks=self._ticks,
+            layer=layer,
+            local=local,
+            wire=Wire(moves=moves, dims=tuple(dims)),
+            wire_back=Wire(moves=moves, dims=tuple(self._ends.travel_floats.select(dims))),
+            keep_input=remat == "stage",
+            trains=self._seeds is not None,
+        )
 
     def first_carry(self) -> Carry:
         """Zeros for everything that ticks carry."""
@@ -239,12 +239,12 @@ class Loop:
         def make(own: OnStage[None], everywhere: Everywhere) -> tuple[StageBuffers]:
             return (self._stage.empty_buffers(ends.travel_shapes, own.weights, everywhere.common),)
 
-        # The zeros are made inside the shard_map, in which all shapes are those of one stage.
+        # The zeros are made inside the shard_map, in which all shapes belong to one stage.
         (staged,) = self._on_every_stage(make, None, StageBuffers(), [], (True,))
-        totals = ends.no_totals()
+        totals = [wide_zeros(jx.struct_of(t.var)) for t in self._split.totals]
         if self._seeds is None:
             return Carry(common=[], staged=staged, totals=totals)
-        common = self._pinned_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
+        common = self._pin_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
         floats = float_variables(self._split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
         weights = [moves.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
@@ -265,7 +265,7 @@ def _on_device(x: Integers | Flags) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _added(sums: Arrays, values: Arrays, on: Flags | bool) -> Arrays:
+def _add(sums: Arrays, values: Arrays, on: Flags | bool) -> Arrays:
     """The sums with values added, where they count."""
     added = [s + v.astype(s.dtype) for s, v in zip(sums, values, strict=True)]
     return added if on is True else [jnp.where(on, a, s) for a, s in zip(added, sums, strict=True)]

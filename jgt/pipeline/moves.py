@@ -1,4 +1,4 @@
-"""How values move in a pipeline: gathered over the batch's axes, laid out over the stages, their gradients reduced again.
+"""Values move in a pipeline: they are gathered over the batch's axes and laid out over the stages, and their gradients are reduced.
 
 The batch's axes are manual inside the pipeline, where the partitioner cannot gather over them, so every value crosses two borders here. On
 the way in it becomes whole over the batch's axes: once a step, outside of the shard_map, where the partitioner gathers best, or layer by
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax.experimental import layout as memory_layout
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgt.pipeline.layout import Axes, Layout
 from jgt.program import jaxpr as jx
@@ -63,7 +63,7 @@ class Moves:
         replicas = {axis: dict(self.layout.mesh.shape)[axis] for axis in self.layout.replicas}
         return manual_of_replicas(self.manual, fn, replicas, self.layout.outer_axes, in_specs, out_specs)
 
-    def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value with this sharding over the axes that are not manual around it."""
         return jax.lax.with_sharding_constraint(x, self.sharding(spec))
 
@@ -74,16 +74,16 @@ class Moves:
 
     # -- over the batch's axes ------------------------------------------------------------------------------------------
 
-    def pinned(self, var: Var, x: jax.Array) -> jax.Array:
+    def pin(self, var: Var, x: jax.Array) -> jax.Array:
         """A value that is whole over the batch's axes, constrained to its sharding over the others, if that is known."""
         # Where no other axis splits the value, a constraint would only pin it to being whole.
         dims = self.layout.other_dims(var)
-        return self.constrained(x, PartitionSpec(*dims)) if dims and any(dims) else x
+        return self.constrain(x, PartitionSpec(*dims)) if dims and any(dims) else x
 
     def row_major(self, x: jax.Array) -> jax.Array:
         """x in row-major order in memory, where a stage computes its rows alone.
 
-        Without this, XLA gives all of a buffer the order that one reader of its rows prefers, by a copy in every tick. Where other axes
+        Without this, XLA gives a whole buffer the order that a single reader of its rows prefers, by a copy in every tick. Where other axes
         split a stage's work, the partitioner would gather x for the constraint.
         """
         if self.layout.axes_inside or x.ndim < 2:
@@ -91,20 +91,20 @@ class Moves:
         constrained: Any = memory_layout.with_layout_constraint  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return cast(jax.Array, constrained(x, memory_layout.Layout(tuple(range(x.ndim)))))
 
-    def gathered(self, var: Var, x: jax.Array) -> jax.Array:
+    def gather(self, var: Var, x: jax.Array) -> jax.Array:
         """A stored value made whole over the batch's axes, outside of any shard_map: the partitioner gathers best."""
         dims = self.layout.outer_dims(var)
         with self._signals_of(var):
-            return x if dims is None else self.constrained(x, PartitionSpec(*dims))
+            return x if dims is None else self.constrain(x, PartitionSpec(*dims))
 
-    def narrowed(self, var: Var, x: jax.Array, dtype: Any) -> jax.Array:
+    def narrow(self, var: Var, x: jax.Array, dtype: Any) -> jax.Array:
         """A stored value in another type, laid out as it is stored: what becomes whole after this travels in this type."""
         dims = self.layout.dims.get(var)
         with self._signals_of(var):
             narrow = x.astype(dtype)
-            return narrow if dims is None else self.constrained(narrow, PartitionSpec(*[axes or None for axes in dims]))
+            return narrow if dims is None else self.constrain(narrow, PartitionSpec(*[axes or None for axes in dims]))
 
-    def summed(self, x: jax.Array) -> jax.Array:
+    def sum_shards(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
         return _psum(x, self.layout.batch_axes)
 
@@ -116,7 +116,7 @@ class Moves:
         # Rounded in front of the border, or the partitioner could move the wide array.
         return self._to_send(var, gradient)[None]
 
-    def reduced(self, var: Var, parts: jax.Array) -> jax.Array:
+    def reduce(self, var: Var, parts: jax.Array) -> jax.Array:
         """The sum of all parts, laid out like the value: reduce-scattered over the batch's axes that it is stored over."""
         if not self.layout.has_parts(var):
             return parts.astype(jx.dtype_of(var))
@@ -142,19 +142,19 @@ class Moves:
             gradient = self.manual(local, self.layout.mesh.axis_names, whole, PartitionSpec(*made))(even)
             return jax.lax.slice(gradient, [0] * gradient.ndim, parts.shape[1:]).astype(jx.dtype_of(var))
 
-    def rest_summed(self, var: Var, gradient: jax.Array) -> jax.Array:
+    def sum_rest(self, var: Var, gradient: jax.Array) -> jax.Array:
         """A gradient that is scattered already over the axes its value is stored over, summed over the batch's other axes."""
         stored = {a for axes in self.layout.batch_dims(var) for a in axes}
         over = tuple(a for a in self.layout.axes_of_parts(var) if a not in stored)
         with self._signals_of(var), scopes.backward():
             return _psum(gradient, over).astype(jx.dtype_of(var))
 
-    def gathered_layer(self, weight: Var, x: jax.Array) -> jax.Array:
+    def gather_layer(self, weight: Var, x: jax.Array) -> jax.Array:
         """One layer of a weight, on one stage, made whole over the batch's axes; with weights that are whole already, x itself."""
         with self._signals_of(weight):
             return self._on_layer(weight, x, _gathered)
 
-    def scattered_layer(self, weight: Var, gradient: jax.Array) -> jax.Array:
+    def scatter_layer(self, weight: Var, gradient: jax.Array) -> jax.Array:
         """The inverse for a gradient: summed over the axes that the weight is stored over."""
         with self._signals_of(weight), scopes.backward():
             return self._on_layer(weight, self._to_send(weight, gradient), _scattered).astype(gradient.dtype)
@@ -192,7 +192,7 @@ class Moves:
     def _stacked(self, dims: list[Axes | None] | None, stages: Axes | None, x: jax.Array) -> jax.Array:
         # A value of unknown layout is left to the partitioner, except for the dim of stages.
         rest = [FREE] * (x.ndim - 2) if dims is None else [*dims, *[None] * x.ndim][: x.ndim - 2]
-        return self.constrained(x, PartitionSpec(stages, None, *rest))
+        return self.constrain(x, PartitionSpec(stages, None, *rest))
 
     def on_every_stage(
         self, fn: Callable[[_Own, _Common], StageResults], own: _Own, common: _Common, has_stages: tuple[bool, ...]
@@ -207,16 +207,21 @@ class Moves:
             return tuple(jax.tree.map(_with_first_dim, x) if staged else x for x, staged in zip(results, has_stages, strict=True))
 
         specs = tuple(PartitionSpec(self.layout.axis) if staged else PartitionSpec() for staged in has_stages)
-        outer = self.layout.outer_axes
-        # Axes of one device that the outer shard_map did not make manual. `outer_axes` says why they have to be.
-        taken = (self.layout.axis, *self.layout.replicas, *outer)
-        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in taken]
         in_specs = (PartitionSpec(self.layout.axis), PartitionSpec())
-        return cast(StageResults, self.manual(local, (self.layout.axis, *ones), in_specs, specs)(own, common))
+        return cast(StageResults, self.manual(local, self._stage_axes, in_specs, specs)(own, common))
 
-    def shard_index(self) -> jax.Array:
-        """Which part of the batch this data shard has."""
-        return jax.lax.axis_index(self.layout.batch_axes) if self.layout.batch_axes else jnp.int32(0)
+    def as_on_a_stage(self) -> AbstractContextManager[object]:
+        """Programs that are traced inside get the constraints of `on_every_stage`, which depend on the mesh around them."""
+        around = jx.mesh_around() or self.layout.mesh.abstract_mesh
+        return jax.sharding.use_abstract_mesh(around.update_axis_types(dict.fromkeys(self._stage_axes, AxisType.Manual)))
+
+    @property
+    def _stage_axes(self) -> Axes:
+        """The manual axes of the inner shard_map: the stage axis, and axes of one device that the outer shard_map did not make manual."""
+        # `outer_axes` says why axes of one device have to be manual.
+        taken = (self.layout.axis, *self.layout.replicas, *self.layout.outer_axes)
+        ones = [axis for axis, size in dict(self.layout.mesh.shape).items() if size == 1 and axis not in taken]
+        return (self.layout.axis, *ones)
 
     def _signals_of(self, var: Var) -> AbstractContextManager[None]:
         return scopes.signals(self.layout.signals.get(var, ()))

@@ -1,4 +1,4 @@
-"""A loss with a pipeline inside, as a function with a derivative of its own.
+"""A loss with a pipeline inside, as a function with a custom derivative.
 
 To its caller a pipelined loss is an ordinary function of (parameters, inputs) that `jax.value_and_grad` differentiates.
 Inside, forward and backward passes of different microbatches are interleaved, so the gradient cannot come from JAX's
@@ -57,7 +57,7 @@ class Pipelined:
         def run(params: Arrays, inputs: Arrays) -> Arrays:
             return self._evaluate(params, inputs)
 
-        # With symbolic zeros, JAX wraps each argument with a flag: whether it is differentiated.
+        # JAX wraps each argument with a flag, whether it is differentiated, because of `symbolic_zeros`.
         def forward(params: list[Any], inputs: list[Any]) -> tuple[Arrays, _Gradients]:
             if any(x.perturbed for x in inputs):
                 raise ValueError("a pipelined function has gradients only by its first argument, the parameters")
@@ -98,7 +98,7 @@ class Pipelined:
 
         floats = which.select(params)
         _, shared_derivative, values = vjp(shared, floats)
-        # From here on the order is fixed: seeds before the loop, which needs them, and the end after it, which needs totals.
+        # The order is fixed from here: seeds before the loop, which needs them, and the end after it, which needs totals.
         seeds = self._seeds(params, inputs)
         with scopes.pipeline():
             totals, gradients = self.executor.run(values, inputs, self._statistics(inputs), seeds)
@@ -147,7 +147,7 @@ class Pipelined:
         return call(self._rewritten_shared, dict(zip(split.arguments, [*params, *inputs], strict=True)))
 
     def _statistics(self, inputs: Arrays) -> Arrays:
-        """What microbatches have to know of the whole batch, from the inputs alone."""
+        """The statistics of the whole batch that microbatches read, from the inputs alone."""
         split = self.executor.split
         names = split.full_arguments[len(self.executor.param_dims) :]
         return call(self._rewritten(split.before), dict(zip(names, inputs, strict=True)))

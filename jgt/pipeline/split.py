@@ -26,7 +26,7 @@ from typing import Any
 
 from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
-from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument_marks, dissolves, layer_scan
+from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
@@ -70,7 +70,7 @@ class Split:
     common: tuple[Var, ...]
     """Values of parameters alone that are read elsewhere in the pipeline."""
     in_layers: tuple[Var, ...]
-    """Those of `common` that every layer reads."""
+    """The values of `common` that every layer reads."""
 
     before: Part
     """Inputs of the whole batch → `statistics`."""
@@ -117,7 +117,7 @@ def split_loss(
         ) from None
     align = _alignment(full, flat, growth)
     whole_layers = next(i for i, j in align.items() if j == layers)
-    return _Splitter(flat, Whole(full, growth, whole_layers, num_params), align, layers, num_params).split(keys)
+    return _Splitter(flat, WholeProgram(full, growth, whole_layers, num_params), align, layers, num_params).split(keys)
 
 
 def _flattened(program: Program, signal: str, sources: Collection[int]) -> tuple[Flat, int]:
@@ -140,7 +140,7 @@ def _alignment(full: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:
 class _Splitter:
     """Cuts the micro program along what each value depends on: PARAMS, DATA (the inputs), LAYERS, or several of them."""
 
-    def __init__(self, flat: Flat, whole: Whole, align: Mapping[int, int], layers: int, num_params: int):
+    def __init__(self, flat: Flat, whole: WholeProgram, align: Mapping[int, int], layers: int, num_params: int):
         self.flat, self.whole, self.align = flat, whole, align
         self.scan = flat.eqns[layers]
         self.params, self.inputs = flat.invars[:num_params], flat.invars[num_params:]
@@ -203,7 +203,7 @@ class _Splitter:
         )
 
     def _narrow(self, weights: Sequence[Var], first: int) -> dict[Var, Any]:
-        """For each weight that layers read in one narrower type alone, that type. first: the number of the first operand scanned over."""
+        """The type of each weight that layers read in one narrower type alone. first: the number of the first operand scanned over."""
         types: dict[Var, set[Any]] = {}
         reads = narrow_reads(self.scan.params["jaxpr"])
         for index, atom in enumerate(self.scan.invars[first:], start=first):
@@ -215,7 +215,7 @@ class _Splitter:
     def _crossing(self, outputs: Sequence[Atom], ends: set[Var], *, travelling: bool = True) -> list[Var]:
         """The values that the equations computing `outputs` read from elsewhere.
 
-        Those are `ends`, values of parameters alone and, if `travelling`, values of one microbatch and parameters.
+        These are `ends`, values of parameters alone and, if `travelling`, values of one microbatch and parameters.
         """
 
         def elsewhere(var: Var) -> bool:

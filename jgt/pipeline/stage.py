@@ -1,4 +1,4 @@
-"""What one stage does with the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
+"""The work of one stage on the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
 
 These functions run on one stage, inside a shard_map over the stage axis: arrays have no dim of stages, collectives go along
 the stage axis, and the other mesh axes belong to the partitioner or to the shard_map around. All stages run the same
@@ -40,14 +40,13 @@ InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
 """(a position in the item's chunk, what travels) → what the layer at that position reads."""
 
 
-# Static, and compared by identity: a traced function can return its stage as a pytree without leaves.
-@jax.tree_util.register_static
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One stage's programs.
 
-    local: computes what layers read of inputs alone. wire, wire_back: for what travels, and for its cotangents. keep_input: only
-    the chunk's input is saved, and backward runs it forward again. trains: backward items follow, for which forward items save values.
+    local: the part that computes what layers read of inputs alone. wire, wire_back: the links for what travels, and for its cotangents.
+    keep_input: whether only the chunk's input is saved, and backward runs it forward again. trains: whether backward items follow, for
+    which forward items save values.
     """
 
     split: Split
@@ -90,7 +89,7 @@ class Stage:
         """
         item, travel, saved = own.item, everywhere.ends, own.buffers.saved
         inputs_of, sends = self._inputs(own, everywhere), self.ticks.buffers.forward
-        # With one stage and one chunk nothing is ever received, and there is no inbox to read.
+        # There is no inbox with one stage and one chunk: nothing is ever received.
         if sends.inbox.num_slots:
             travel = [jnp.where(item.first, x, row(box, item.read)) for x, box in zip(travel, own.buffers.inbox, strict=True)]
         if self.trains and not self.keep_input:
@@ -150,7 +149,7 @@ class Stage:
             inputs = inputs_of(i, [])
             residuals = [_at(b, i) for b in again] if again is not None else [self._kept(b, item.saved, i) for b in buffers.saved]
             cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
-            sums = self._added(sums, ready, item, i, inputs.index)
+            sums = self._add(sums, ready, item, i, inputs.index)
             if self.ticks.apart:
                 # Residuals that were computed again are gone after this item, so the weight gradients' item gets them too.
                 later = [*later, *(residuals if self.keep_input else [])]
@@ -173,7 +172,7 @@ class Stage:
             later = [self._kept(b, item.stashed, i) for b in buffers.stashed]
             residuals = later[num_stashed:] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
             gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
-            return self._added(sums, gradients, item, i, inputs.index), None
+            return self._add(sums, gradients, item, i, inputs.index), None
 
         return StageBuffers(sums=jax.lax.scan(step, buffers.sums, self._positions)[0]), []
 
@@ -193,13 +192,13 @@ class Stage:
             at = item.chunk * self.chunks.layers_per_chunk + i
             # One layer at a time: a slice of the whole chunk would copy all of its weights in every tick.
             sliced = [_at(w, at) for w in own.weights]
-            weights = [self.moves.gathered_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
+            weights = [self.moves.gather_layer(v, x) for v, x in zip(self.split.weights, sliced, strict=True)]
             return LayerInputs(weights=weights, common=everywhere.common, local=local, index=_at(own.ids, at), travel=travel)
 
         return inputs_of
 
     def _kept(self, buffer: jax.Array, slot: Integers, i: jax.Array) -> jax.Array:
-        """What the layer at a position has kept in a slot."""
+        """The values that the layer at a position has left in a slot, in row-major order."""
         return self.moves.row_major(_at(buffer, slot, i))
 
     def _if_wanted(self, item: StageItem, run: Callable[[], _T]) -> _T:
@@ -215,14 +214,14 @@ class Stage:
 
         return cast(_T, jax.lax.cond(item.on, run, nothing))
 
-    def _added(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
+    def _add(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
         at = item.chunk * self.chunks.layers_per_chunk + i
         is_real = item.on & (layer >= 0)
         variables, weights, common = float_variables(self.split.weights), list(sums.weights), list(sums.common)
         for index, gradient in gradients.weights.items():
             total = weights[index]
             # Garbage may be infinite: it is dropped, not multiplied away.
-            part = jnp.where(is_real, self.moves.scattered_layer(variables[index], gradient.astype(total.dtype)), 0)
+            part = jnp.where(is_real, self.moves.scatter_layer(variables[index], gradient.astype(total.dtype)), 0)
             weights[index] = _put(total, _at(total, at) + part, at)
         for index, gradient in gradients.common.items():
             common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)
@@ -231,11 +230,11 @@ class Stage:
     def _send(self, wire: Wire, item: SendingItem, pairs: Mapping[int, Pairs], values: Arrays, inbox: Arrays) -> Arrays:
         """The inbox after every stage sent its values along each shift of the table.
 
-        pairs: for each shift the stages that ever need it.
+        pairs: the (sender, receiver) stages of each shift.
         """
         # A shift is static, because ppermute needs its pairs at compile time; which slot a stage writes is data.
         for shift, slot in item.into.items():
-            sent = values if shift == 0 else wire.sent(values, pairs[shift])
+            sent = values if shift == 0 else wire.send(values, pairs[shift])
             inbox = [_put(box, x, slot) for box, x in zip(inbox, sent, strict=True)]
         return inbox
 
@@ -247,14 +246,14 @@ class Stage:
         if share is None:
             return []
         if everywhere.is_read is None or self.chunks.num_stages == 1:
-            return wire.shown(flag, values) if self.chunks.num_stages > 1 else values
+            return wire.show(flag, values) if self.chunks.num_stages > 1 else values
 
         def show() -> Arrays:
             with scopes.branch_taken(share):
-                return wire.shown(flag, values)
+                return wire.show(flag, values)
 
         # The partitioner requires the same layout in both branches, and zeros have none of their own.
-        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pinned([jnp.zeros_like(x) for x in values])))
+        return cast(Arrays, jax.lax.cond(everywhere.is_read, show, lambda: wire.pin([jnp.zeros_like(x) for x in values])))
 
 
 def keep_cotangents(own: OnStage[Integers], everywhere: Everywhere) -> Changes:

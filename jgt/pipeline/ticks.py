@@ -4,7 +4,7 @@ A schedule with many ticks must not unroll into many copies of the layers, so th
 each tick and stage the microbatch, the chunk and the buffer slots of its items, and for each tick the microbatch that the
 embedding and the head work on. A scan has one body, but warm-up ticks have no backward items and drain ticks no forward
 items. The table is therefore cut into segments of consecutive ticks with the same kinds of items, and each segment is a
-scan of its own. 1f1b on 2 stages with 3 microbatches, F for forward items and B for backward items, has three segments:
+separate scan. 1f1b on 2 stages with 3 microbatches, F for forward items and B for backward items, has three segments:
 
     tick         0      1      2      3      4
     stage 0      F0     F1     F2 B0  B1     B2
@@ -165,7 +165,7 @@ def arrays_of(table: Table, *, skips: bool) -> Ticks:
 
     # groupby joins neighbours only: the same kinds may come again in a later segment.
     groups = [(kinds, [*ticks]) for kinds, ticks in itertools.groupby(range(table.num_ticks), kinds_in)]
-    # With v chunks on each stage only about one tick in v has work for embedding and head, so a branch pays.
+    # If a stage has v chunks, only about one tick in v has work for embedding and head, so a branch pays.
     # Ticks in which no stage has an item, which a table of the user may contain, do nothing.
     segments = tuple(_segment(whole, ticks, skips=skips or table.virtual > 1) for kinds, ticks in groups if kinds)
     return Ticks(buffers=buffers, segments=segments, apart=table.weight is not None, skips=skips)
@@ -180,7 +180,7 @@ def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
     return Segment(
         # None, and not False in every tick: the body of the segment's scan then has no code for that kind.
         work=replace(work, **{name: None for name, wanted in on.items() if not wanted.any()}),
-        # With one chunk on each stage, only the ticks at both ends have none of it: that is not worth a branch.
+        # If a stage has one chunk, only the ticks at both ends have none of it: that is not worth a branch.
         branches=frozenset(name for name in ENDS if skips and on[name].any() and not on[name].all()),
     )
 
@@ -189,7 +189,7 @@ def _work(table: Table, buffers: Buffers) -> Work:
     """The work of all ticks."""
     forward, backward, weight = map(table.rows, KINDS)
     last = table.num_chunks - 1
-    # For all other items `at` gives the slot for garbage, because the head runs in their ticks too.
+    # All other items get the slot for garbage, because the head runs in their ticks too.
     only_last = tuple(tuple(item if item and item.chunk == last else None for item in row) for row in forward)
     return Work(
         embed=_end(forward, 0),
@@ -226,10 +226,10 @@ def _staged(table: Table, rows: tuple[Row, ...], saved: Buffer) -> dict[str, Any
 
 def _end(rows: Sequence[Row], chunk: int) -> EndItem:
     """The microbatch of the item at a chunk, tick by tick."""
-    # At most one item of a tick is at a chunk, because a chunk lives on one stage.
+    # A chunk lives on one stage, so no more than one item of a tick is at a chunk.
     items = [next((item for item in row if item and item.chunk == chunk), None) for row in rows]
     return EndItem(
-        # Microbatch 0 stands in where a tick has none: an index has to be valid even if its result is dropped.
+        # Microbatch 0 is the index where a tick has none: an index has to be valid even if its result is dropped.
         microbatch=np.asarray([item.microbatch if item else 0 for item in items], np.int32),
         on=np.asarray([item is not None for item in items], np.bool_),
     )

@@ -1,4 +1,4 @@
-"""What stages send to each other: activations and cotangents along the ring, and from one stage to all.
+"""The links between stages, which send activations and cotangents along the ring, and from one stage to all.
 
 All devices of a stage (tensor, expert) have the same activation, or parts of it, if rules split it over them. If each of them
 sent all of it, the network would carry the same bytes as many times as a stage has devices. Here each device sends one part,
@@ -41,19 +41,19 @@ class Wire:
     moves: Moves
     dims: tuple[Dims, ...]
 
-    def sent(self, values: Arrays, pairs: Pairs) -> Arrays:
-        """The values of the stage that sends to this one. Stages that nothing is sent to receive zeros."""
+    def send(self, values: Arrays, pairs: Pairs) -> Arrays:
+        """The values of the stage that sends to here. Stages that nothing is sent to receive zeros."""
         return self._by_parts(lambda x: cast(jax.Array, jax.lax.ppermute(x, self.moves.layout.axis, pairs)), values)
 
-    def shown(self, flag: Flags, values: Arrays) -> Arrays:
+    def show(self, flag: Flags, values: Arrays) -> Arrays:
         """The values of the one stage whose flag is set, on every stage."""
         # One stage contributes its values and the others zeros, so the sum is a broadcast from a stage that only data names. It is
         # exact in any precision.
         return self._by_parts(self._sum, [jnp.where(flag, x, jnp.zeros_like(x)) for x in values])
 
-    def pinned(self, values: Arrays) -> Arrays:
+    def pin(self, values: Arrays) -> Arrays:
         """Values that are about to enter a stage, or have left one, laid out as stages have them."""
-        return [self.moves.constrained(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
+        return [self.moves.constrain(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
 
     def _sum(self, x: jax.Array) -> jax.Array:
         numbers = x.astype(jnp.int32) if x.dtype == bool else x
@@ -76,8 +76,8 @@ class Wire:
             return part
 
         # Pinned on both sides, or the partitioner would lay out the layers before and after like the parts.
-        whole = self.moves.constrained(x, _spec(dims))
-        return self.moves.constrained(self.moves.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
+        whole = self.moves.constrain(x, _spec(dims))
+        return self.moves.constrain(self.moves.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
 
 
 def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str, int]) -> Dims:

@@ -24,7 +24,7 @@ AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[Expert
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one program contains that rules can name, and the answers that it got.
+    """The parts of a program that rules can name, and the answers that it got.
 
     signals: the paths of its signals. params: the signals that use each parameter. tensors: the signals around each tensor name.
     out_ranks: the ranks of the floating values that leave each signal.
@@ -70,7 +70,7 @@ class _Coverage:
         yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches", params)
         reason = "no parameter used below this signal matches that the spec fits"
         yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason, params)
-        # For the advice in messages: the names that a rule of this signal can reach.
+        # The names that a rule of this signal can reach, as advice in messages.
         below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
         yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
         yield from self._tensors(f"{label}backward", rule.backward_tensors, (*at, "backward_tensors"), below)
@@ -78,7 +78,6 @@ class _Coverage:
         yield from self._outputs(rule, at)
         if rule.overlap is not None:
             yield from self._problem(f"{rule.pattern}: overlap", rule.overlap.where, (*at, "overlap"), _nothing_to_hide(rule.overlap.axis))
-
         if rule.experts is not None:
             reason = "no jgt.signal.experts is called at this signal or below it."
             yield from self._problem(f"{rule.pattern}: experts", rule.experts.where, (*at, "experts"), reason)
@@ -102,14 +101,7 @@ class _Coverage:
                 yield from self._problem(f"{rule.pattern}: {label}", out.where, (*at, section), dims)
 
     def silent(
-        self,
-        label: str,
-        rules: Sequence[SpecRule],
-        at: Slot,
-        reason: str,
-        params: Sequence[str] = (),
-        *,
-        named: bool = True,
+        self, label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str] = (), *, named: bool = True
     ) -> Iterator[str]:
         """The problems of a list of rules of which some may have decided nothing. params: the paths that they might have meant."""
         for index, rule in enumerate(rules):
@@ -121,7 +113,7 @@ class _Coverage:
             yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), about)
 
     def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:
-        # A rule that got its turn and did not fit counts as decided, because a problem of its own says so.
+        # A rule that got its turn and did not fit counts as decided, because another problem says so.
         if slot in self._decided:
             return
         by = self._shadowed.get(slot)

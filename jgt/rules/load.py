@@ -18,7 +18,7 @@ from typing import Any, cast
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest, suggestion
 from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
-from jgt.rules.spec import Entry, Spec, SpecRule
+from jgt.rules.spec import Entry, Spec, SpecRule, axes_in
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
 SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts")
@@ -164,7 +164,7 @@ class _Reader:
         if node is None:
             if "batch" not in self.groups:
                 return ()
-            # The implicit rule for inputs has no line of its own. It gets the line of the group, which the user wrote.
+            # The implicit rule for inputs has no line. It gets the line of the group, which the user wrote.
             where = root.find("axes.batch").where
             return (SpecRule(pattern="**", spec=(self.groups["batch"], ...), where=where),)
         if isinstance(node.value, list):
@@ -175,10 +175,7 @@ class _Reader:
         return tuple(SpecRule(pattern=name, spec=self._spec(child), where=child.where) for name, child in self._children(node).items())
 
     def _save(self, name: str, node: Node) -> SaveRule:
-        if node.value not in ACTIONS:
-            near = suggestion(node.value, ACTIONS) if isinstance(node.value, str) else ""
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(ACTIONS)}.{near}")
-        return SaveRule(name=name, action=cast(Action, node.value), where=node.where)
+        return SaveRule(name=name, action=cast(Action, self._one_of(node, ACTIONS)), where=node.where)
 
     def _spec(self, node: Node) -> Spec:
         if not isinstance(node.value, list):
@@ -191,8 +188,7 @@ class _Reader:
         entries = tuple(self._entry(child) for child in node.value)
         if entries.count(...) > 1:
             self._problem(node, "`...` may appear only once in a spec")
-        axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ())]
-        for axis in _doubled(axes):
+        for axis in _doubled(axes_in(entries)):
             self._problem(
                 node, f"the axis {axis!r} appears twice in one spec, but an axis can shard only one dim of a tensor. Remove one of them"
             )

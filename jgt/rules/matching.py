@@ -6,7 +6,7 @@ answer depends on the rules and the question alone. A match also says which late
 `jgt.rules.coverage` adds these up and reports rules that never decide anything.
 
 The order of precedence is the same everywhere. For parameters and optimizer state, the rules at the top of the file
-come first, then those of each signal, in file order. A rule of a signal covers everything below that signal, except
+come first, then the rules of each signal, in file order. A rule of a signal covers everything below that signal, except
 `out`, which is about the values that leave exactly that signal.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
+from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, matches, matches_end
 from jgt.rules.spec import SpecRule, fits_rank, min_rank
 
 _R = TypeVar("_R", SpecRule, SaveRule, OverlapRule, ExpertsRule)
@@ -73,14 +73,8 @@ def _names_something(pattern: str) -> bool:
 
 def match_tensor(rules: Rules, name: str, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:
     """The rule of a tensor with this name under this signal, or of its cotangent."""
-    section = "backward_tensors" if backward else "tensors"
-    found = (
-        one
-        for index, rule in _covering(rules, signal)
-        for one in _slots(rule.backward_tensors if backward else rule.tensors, "signals", index, section)
-        if matches(one[1].pattern, name)
-    )
-    return _fitting(found, rank, f"the tensor {name!r} at the signal {signal!r}")
+    around = _around(rules, signal, "backward_tensors" if backward else "tensors")
+    return _fitting((one for one in around if matches(one[1].pattern, name)), rank, f"the tensor {name!r} at the signal {signal!r}")
 
 
 def match_out(rules: Rules, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:
@@ -97,18 +91,17 @@ def match_out(rules: Rules, signal: str, rank: int, *, backward: bool = False) -
 
 def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
     """Whether a tensor with this name under this signal is kept, recomputed or offloaded for the backward pass."""
-    covering = _covering(rules, signal)
-    return _first(one for index, rule in covering for one in _slots(rule.save, "signals", index, "save") if matches(one[1].name, name))
+    return _first(one for one in _around(rules, signal, "save") if matches(one[1].name, name))
 
 
 def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
     """The axis whose sends the matmuls of this signal hide."""
-    return _first((("signals", index, "overlap"), rule.overlap) for index, rule in _covering(rules, signal) if rule.overlap is not None)
+    return _first(_around(rules, signal, "overlap"))
 
 
 def match_experts(rules: Rules, signal: str) -> Match[ExpertsRule]:
-    """Where the experts are that are called at this signal."""
-    return _first((("signals", index, "experts"), rule.experts) for index, rule in _covering(rules, signal) if rule.experts is not None)
+    """The rule of the experts that are called at this signal."""
+    return _first(_around(rules, signal, "experts"))
 
 
 def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:
@@ -116,8 +109,14 @@ def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:
         yield (*where, index), rule
 
 
-def _covering(rules: Rules, signal: str) -> Iterator[tuple[int, SignalRule]]:
-    return ((index, rule) for index, rule in enumerate(rules.signals) if rule.covers(signal))
+def _around(rules: Rules, signal: str, section: str) -> Iterator[Candidate[Any]]:
+    """The rules of a section for this signal and the signals around it: one, or a list, for each."""
+    for index, rule in enumerate(rules.signals):
+        found = getattr(rule, section) if rule.covers(signal) else None
+        if isinstance(found, tuple):
+            yield from _slots(cast("tuple[Any, ...]", found), "signals", index, section)
+        elif found is not None:
+            yield ("signals", index, section), found
 
 
 def _first(candidates: Iterable[Candidate[_R]]) -> Match[_R]:
@@ -157,13 +156,14 @@ def _match_parameter(
     signals: Sequence[str],
     choose: Callable[[Iterable[Candidate[SpecRule]]], Match[SpecRule]],
 ) -> Match[SpecRule]:
-    top = rules.params if section == "params" else rules.optimizer
+    top: tuple[SpecRule, ...] = getattr(rules, section)
     whole_file = [one for one in _slots(top, section) if matches_end(one[1].pattern, path)]
     # The top of the file decides even if its spec does not fit. Rules of signals are not tried after it.
     if whole_file:
         return choose(whole_file)
     # A parameter without a signal is used at the top of the program, whose path is empty and which only `**` matches.
-    found = {signal: choose(_below(rules, section, path, signal)) for signal in signals or ("",)}
+    around = {signal: _around(rules, signal, section) for signal in signals or ("",)}
+    found = {signal: choose(one for one in below if matches_end(one[1].pattern, path)) for signal, below in around.items()}
     merged = Match[SpecRule](
         rule=next(iter(found.values())).rule,
         decided=tuple(slot for match in found.values() for slot in match.decided),
@@ -176,13 +176,6 @@ def _match_parameter(
         problem = _tied_problem(section, path, {signal: match.rule for signal, match in found.items()})
         return Match(decided=merged.decided, shadowed=merged.shadowed, problems=(*merged.problems, problem))
     return merged
-
-
-def _below(rules: Rules, section: str, path: str, signal: str) -> Iterator[Candidate[SpecRule]]:
-    for index, rule in _covering(rules, signal):
-        for one in _slots(rule.params if section == "params" else rule.optimizer, "signals", index, section):
-            if matches_end(one[1].pattern, path):
-                yield one
 
 
 def _tied_problem(section: str, path: str, found: Mapping[str, SpecRule | None]) -> str:

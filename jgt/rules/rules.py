@@ -72,7 +72,7 @@ Action = Literal["keep", "recompute", "offload"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRule:
-    """What becomes of a named tensor until the backward pass: it is kept on the device, recomputed, or offloaded to the host."""
+    """The fate of a named tensor until the backward pass: it is kept on the device, recomputed, or offloaded to the host."""
 
     name: str
     action: Action
@@ -109,7 +109,7 @@ class ExpertsRule:
 
 @dataclass(frozen=True, kw_only=True)
 class SignalRule:
-    """What happens at the signals that `pattern` matches.
+    """The rules of the signals that `pattern` matches.
 
     params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
     tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
@@ -161,7 +161,7 @@ class Rules:
             yield from rule.spec_rules()
 
     def axes_of_parameters(self) -> frozenset[str]:
-        """The axes that a rule splits parameters over, or matmuls or experts; not those of the optimizer state alone."""
+        """The axes that a rule splits parameters, matmuls or experts over; axes of the optimizer state alone do not count."""
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
         others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
         return frozenset(axis for spec in specs for axis in axes_in(spec.spec)).union(others)

@@ -84,7 +84,7 @@ def expand(spec: Spec, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str
 def misfits(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> Iterator[Misfit]:
     """The dims of `shape` that their axes do not divide on a mesh of these sizes. An axis that the mesh does not have counts as 1."""
     for dim, (axes, size) in enumerate(zip(dims, shape, strict=True)):
-        # A missing axis has a problem of its own (`Rules.axis_problems`), so it must not cause a misfit as well.
+        # `Rules.axis_problems` reports a missing axis, so it must not cause a misfit as well.
         parts = math.prod(mesh.get(axis, 1) for axis in axes)
         if size % parts:
             yield Misfit(dim, size, tuple(axis for axis in axes if mesh.get(axis, 1) > 1), parts)
@@ -129,7 +129,7 @@ def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh:
 
 
 def remedy(misfit: Misfit) -> str:
-    """What would fit: the nearest sizes of the dim, and the products of axis sizes that divide it."""
+    """The remedy of a misfit: the nearest sizes of the dim, and the products of axis sizes that divide it."""
     below = misfit.size - misfit.size % misfit.parts
     sizes = f"{below} or {below + misfit.parts}" if below else f"{misfit.parts}"
     # Divisors come in pairs around the square root, so that a vocabulary of millions takes a thousand steps.

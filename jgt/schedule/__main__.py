@@ -1,15 +1,14 @@
 """The command `jgt schedule`: shows one schedule, or compares all of them.
 
-It answers at once, because it imports neither JAX nor numpy, and matplotlib only for --plot. All problems with the arguments
-are collected before anything is written or printed: a user who made three mistakes sees three messages, not one a run. Files are
-written before anything is printed, so a command that fails leaves stdout empty, and a script can trust the JSON that it reads there.
+It answers at once, because it imports neither JAX nor numpy. All problems with the arguments are collected before anything is
+written or printed: a user who made three mistakes sees three messages, not one a run. The file is written before anything is
+printed, so a command that fails leaves stdout empty, and a script can trust the JSON that it reads there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import sys
 from collections.abc import Generator, Sequence
@@ -32,10 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         simulated = _simulate(arguments)
-        # Before anything is printed: a command that fails leaves stdout empty.
-        _write_files(arguments, *simulated[0])
+        if arguments.csv is not None:
+            Path(arguments.csv).write_text(write_table(simulated[0][0]), encoding="utf-8")
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{COMMAND}: {error.filename} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     if arguments.json:
         objects = [json_object(table, simulation) for table, simulation in simulated]
@@ -72,7 +74,7 @@ def _simulate(arguments: argparse.Namespace) -> list[tuple[Table, Simulation]]:
 
 
 def _find_tables(arguments: argparse.Namespace, problems: list[str]) -> list[Table]:
-    """The table NAME. To compare: that of NAME if it is a file, then every schedule with the file's stages and microbatches."""
+    """The table NAME. To compare, NAME's table if it is a file, then every schedule with the file's stages and microbatches."""
     name, stages, microbatches = arguments.name, arguments.stages, arguments.microbatches
     if not arguments.compare and name is None:
         advice = f"Name {', '.join(SCHEDULES)} or a {SUFFIX} file, or compare them with --compare"
@@ -115,37 +117,19 @@ def _read_numbers(text: str) -> list[float]:
 
 
 def _output_problems(arguments: argparse.Namespace) -> list[str]:
-    """What would keep the output files from being written, as far as it can be checked beforehand."""
-    problems: list[str] = []
-    for option, suffix, file in (("--plot", ".png", arguments.plot), ("--csv", SUFFIX, arguments.csv)):
-        if file is None:
-            continue
-        if arguments.compare:
-            problems.append(f"{option}: writes one schedule, but --compare shows all. Leave one of the two out")
-        if not file.endswith(suffix):
-            problems.append(f"{option}: {file!r} does not end with {suffix}. Name a {suffix} file")
-        elif Path(file).is_dir():
-            problems.append(f"{option}: {file!r} is a folder. Name a file")
-        elif not Path(file).parent.is_dir():
-            problems.append(f"{option}: {file!r} cannot be written: there is no folder {str(Path(file).parent)!r}")
-    # Looks matplotlib up without importing it.
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append("--plot: matplotlib is not installed. Install it with: pip install 'jgt[plot]'")
-    return [f"{COMMAND}: {problem}" for problem in problems]
-
-
-def _write_files(arguments: argparse.Namespace, table: Table, simulation: Simulation) -> None:
-    """Writes the requested files. Raises InputError if one cannot be written."""
-    try:
-        if arguments.csv is not None:
-            Path(arguments.csv).write_text(write_table(table), encoding="utf-8")
-        if arguments.plot is not None:
-            # Imported here because matplotlib is optional, and slow to load.
-            from jgt.schedule.plot import plot
-
-            plot(table, simulation, arguments.plot)
-    except OSError as error:
-        raise InputError([f"{COMMAND}: {error.filename} cannot be written: {error.strerror or error}"]) from None
+    """The problems that would keep the file from being written, as far as they can be checked beforehand."""
+    file, problems = arguments.csv, list[str]()
+    if file is None:
+        return problems
+    if arguments.compare:
+        problems.append("writes one schedule, but --compare shows all. Leave one of the two out")
+    if not file.endswith(SUFFIX):
+        problems.append(f"{file!r} does not end with {SUFFIX}. Name a {SUFFIX} file")
+    elif Path(file).is_dir():
+        problems.append(f"{file!r} is a folder. Name a file")
+    elif not Path(file).parent.is_dir():
+        problems.append(f"{file!r} cannot be written: there is no folder {str(Path(file).parent)!r}")
+    return [f"{COMMAND}: --csv: {problem}" for problem in problems]
 
 
 def parser() -> CommandParser:
@@ -160,7 +144,6 @@ def parser() -> CommandParser:
     parser.add_argument("--costs", metavar="F,B,W", default="1,1,1", help=costs)
     parser.add_argument("--stage-costs", metavar="C,C,..", help="relative cost of each stage (default: 1 each)")
     parser.add_argument("--json", action="store_true", help="print one JSON object or, with --compare, a list of them")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the schedule over time as a PNG; needs the extra `plot`")
     parser.add_argument("--csv", metavar="FILE.csv", help="write the table as a CSV file, which you can edit and pass as NAME")
     parser.add_argument("--compare", action="store_true", help="compare all schedules, and NAME if it is a file")
     return parser

@@ -44,8 +44,8 @@ class Lifetime:
 class Buffer:
     """Slots for values, on every stage the same number.
 
-    slots: (stage, item) → the slot of its value. garbage: for each tick and stage a slot that may be overwritten; 0 if that
-    stage writes no garbage in that tick.
+    slots: (stage, item) → the slot of its value. garbage: the slot that may be overwritten, for each tick and stage; 0 if that stage
+    writes no garbage in that tick.
     """
 
     num_slots: int
@@ -53,7 +53,7 @@ class Buffer:
     garbage: Grid
 
     def at(self, rows: Sequence[Sequence[Item | None]]) -> Grid:
-        """For each tick and stage the slot of its item or, without an item, the slot for garbage."""
+        """The slot of the item for each tick and stage or, without an item, the slot for garbage."""
         return tuple(
             tuple(self.slots.get((s, item), spare) if item else spare for s, (item, spare) in enumerate(zip(row, spares, strict=True)))
             for row, spares in zip(rows, self.garbage[: len(rows)], strict=True)
@@ -84,10 +84,10 @@ def allocate_slots(lifetimes: Iterable[Lifetime], num_stages: int, num_ticks: in
 
 @dataclass(frozen=True, kw_only=True)
 class Sends:
-    """What one kind of item sends, grouped by shift: the distance along the stage axis from sender to receiver.
+    """The sends of one kind of item, grouped by shift: the distance along the stage axis from sender to receiver.
 
-    inbox: the slots in which arrivals wait. into[shift]: for each tick and stage the slot of its inbox that is written at the
-    end of the tick. pairs[shift]: every (sender, receiver) that needs the shift in any tick.
+    inbox: the slots in which arrivals wait. into[shift]: the slot of the inbox that is written at the end of a tick, for each tick and
+    stage. pairs[shift]: every (sender, receiver) that needs the shift in any tick.
     """
 
     inbox: Buffer
@@ -99,8 +99,8 @@ class Sends:
 class Buffers:
     """All buffers of a table.
 
-    saved: what forward saves for backward and for weight gradients. stashed: what backward leaves for weight gradients.
-    forward, backward: the inboxes for activations and for cotangents. head_waits: whether the head's cotangent waits in the
+    saved: the values that forward saves for backward and for weight gradients. stashed: the values that backward leaves for weight
+    gradients. forward, backward: the inboxes for activations and for cotangents. head_waits: whether the head's cotangent waits in the
     backward inbox, because some backward item of the last chunk runs in a later tick than its forward item.
     """
 
@@ -143,7 +143,7 @@ def _idle(rows: tuple[Row, ...]) -> set[tuple[int, int]]:
 
 
 def _sends(table: Table, places: Places, kind: Kind, step: int, from_head: list[Lifetime]) -> Sends:
-    """What items of a kind send to the chunk `step` further on, and the inbox that receives it."""
+    """The sends of a kind of item to the chunk `step` further on, and the inbox that receives them."""
     S, T = table.num_stages, table.num_ticks
     lifetimes = list(from_head)
     # By shift: for each tick and receiver the item that has arrived at the beginning of the tick.

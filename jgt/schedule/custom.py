@@ -30,7 +30,7 @@ from jgt.schedule.verify import MAX_FAULTS, Fault, find_faults, limit_texts
 SUFFIX = ".csv"
 MAX_TABLE_BYTES = 1_000_000
 _MAX_MISSING = 10_000
-# At most nine digits: int() raises ValueError for numbers of thousands of digits.
+# No more than nine digits: int() raises ValueError for numbers of thousands of digits.
 _ITEM = re.compile(r"(?P<kind>[FBW])(?P<microbatch>[0-9]{1,9})(?:\.(?P<chunk>[0-9]{1,9}))?")
 _SPELLING = "Write F, B or W, a microbatch, and .chunk if a stage has several, such as F3 or B3.5; - if the stage is idle"
 
@@ -65,7 +65,7 @@ def read_table(path: str | Path) -> Table:
         table = table_from_items(file.name, stages, len(rows[0][1]), len(rows), ((item.kind, item.tick, item.item) for item in items))
         if not (faults := find_faults(table)):
             return table
-    # With the line, or with the file alone if the fault belongs to no tick.
+    # A fault that belongs to no tick has no line.
     places = [str(file) if fault.tick is None else f"{file}:{rows[fault.tick][0]}" for fault in faults]
     raise InputError(limit_texts([f"{place}: {fault.text}" for place, fault in zip(places, faults, strict=True)]))
 

@@ -1,4 +1,4 @@
-"""From what a user writes, a schedule's name or the path of a CSV file, to a verified table.
+"""Finds the verified table for what a user writes: a schedule's name or the path of a CSV file.
 
 A name needs the numbers of stages and microbatches; a file brings its own, and any number given beside it must agree. Every
 problem with the name and the numbers is reported at once, in front of the problems inside the file.
@@ -23,8 +23,8 @@ Numbers = Mapping[str, int | None]
 def find_table(name: str, stages: int | None, microbatches: int | None, virtual: int | None, where: str) -> Table:
     """The table of one of SCHEDULES, or of a file whose name ends with .csv.
 
-    None leaves a number to the file or, for `virtual`, to the schedule. Raises InputError with every problem: those with the
-    name or a number begin with `where`, those inside a file with its own path and line.
+    None leaves a number to the file or, for `virtual`, to the schedule. Raises InputError with every problem: problems with the
+    name or a number begin with `where`, problems inside a file with its path and line.
     """
     numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
     problems = [f"{key} must be at least 1, not {number}" for key, number in numbers.items() if number is not None and number < 1]

@@ -102,8 +102,8 @@ def _zero_bubble(S: int, M: int, v: int) -> Formulas:
     formulas = _one_f_one_b(S, M, v)
 
     def weight(m: int, g: int) -> int:
-        # A slot that one stage needs costs all of them. So the stages wait until backward has reached stage 0, g % S ticks
-        # after chunk g, and all S compute their weight gradients in that tick.
+        # A slot costs time on all stages, even if one stage alone needs it. So the stages wait until backward has reached stage 0,
+        # g % S ticks after chunk g, and all S compute their weight gradients in that tick.
         return formulas.backward(m, g) + g % S
 
     return replace(formulas, weight=weight)

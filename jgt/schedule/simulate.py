@@ -1,7 +1,7 @@
-"""How long a table takes and how many activations it keeps, computed without running it.
+"""The time that a table takes and the activations that it keeps, computed without running it.
 
 The simulation follows from lockstep. In a tick every stage runs a slot for each kind of item that any stage has in that tick,
-with garbage if it has no item of its own, and the exchange at the end of the tick waits for the slowest stage. So the time of a
+with garbage if it has no item, and the exchange at the end of the tick waits for the slowest stage. So the time of a
 table is a sum over its slots, each as long as the slowest stage takes, and the bubble is whatever part of that time the average
 stage does not spend on items. Textbook figures differ: there a stage does one thing at a time and waits for its input only.
 
@@ -22,7 +22,7 @@ from jgt.schedule.table import KINDS, Kind, Table, count_noun
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one microbatch costs on a whole stage, in any unit of time; a chunk costs its share of that.
+    """The cost of one microbatch on a whole stage, in any unit of time; a chunk costs its share.
 
     backward is the gradient of the activations alone, weight the gradient of the weights. A table that does not split them
     pays both in one item. Raises ValueError if forward or backward is not above 0, or weight is below 0.
@@ -49,7 +49,7 @@ class TickSlot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a table costs. time and slots are in the unit of the costs.
+    """The costs of a table. time and slots are in the unit of the costs.
 
     bubble: the share of the time in which the average stage does nothing useful. peaks: for each stage the largest number of
     activations that it keeps at once, where 1 is one microbatch on a whole stage. stage_costs: the relative cost of each stage.

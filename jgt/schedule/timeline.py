@@ -4,8 +4,6 @@ With colours, a cell is a kind and a microbatch on a background whose hue is the
 colours (a file, a pipe, a terminal with 16 colours) a cell spells the item as a CSV file does, so that the output loses no
 information. A table wider than the screen is broken into blocks of ticks. Only a tick's used kinds get a column, and every
 tick is as wide as its widest cell: the columns of all stages line up, which is what makes the bubble visible.
-
-`shade` and `ink` are also the colours of the PNG in `plot.py`.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class _Picture:
         return f"rgb({','.join(map(str, ink(colour)))}) on rgb({','.join(map(str, colour))})" if self.coloured else ""
 
     def legend(self) -> Text:
-        """What cells and colours mean."""
+        """The meaning of cells and colours."""
         legend = Text()
         for kind in KINDS:
             # The legend explains each kind by an item of this table.

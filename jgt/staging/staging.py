@@ -27,7 +27,7 @@ from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.pipelined import Pipelined
 from jgt.pipeline.split import Split, split_loss
-from jgt.pipeline.whole import SplitError
+from jgt.pipeline.whole_program import SplitError
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned

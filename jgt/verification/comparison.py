@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
@@ -26,46 +25,43 @@ _SMALLEST = 1e-3
 
 _Arrays = Sequence[Any]
 _Named = dict[str, Any]
-"""_Arrays by what they are."""
+"""Arrays by their names in messages."""
 
 
 def errors_of(expected: _Named, found: _Named) -> dict[str, float]:
     """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
     sizes = {name: float(np.max(np.abs(x), initial=0.0)) for name, x in expected.items()}
-    finite = [size for size in sizes.values() if np.isfinite(size)]
-    smallest = _SMALLEST * max(finite, default=0.0)
-
-    def error(name: str) -> float:
+    smallest = _SMALLEST * max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
+    errors: dict[str, float] = {}
+    for name, size in sizes.items():
         a, b = (np.asarray(arrays[name], np.float64) for arrays in (expected, found))
-        if not np.array_equal(np.isfinite(a), np.isfinite(b)):
-            return float("inf")
         finite = np.isfinite(a)
-        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0)
-        return float(difference / (max(sizes[name], smallest) or 1.0))
-
-    return {name: error(name) for name in expected}
+        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0) / (max(size, smallest) or 1.0)
+        errors[name] = float(difference) if np.array_equal(finite, np.isfinite(b)) else float("inf")
+    return errors
 
 
 def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, Any]) -> list[tuple[TapSite, Any]]:
     """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
     first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
-    found: list[tuple[tuple[int, int, int], TapSite, Any]] = []
+    places: list[tuple[tuple[int, int, int], TapSite, Any]] = []
     for position, site in enumerate(sites):
         if site.loop:
-            found += [((first[site.loop], step, position), site, step) for step in range(len(values[site]))]
+            places += [((first[site.loop], step, position), site, step) for step in range(len(values[site]))]
         else:
-            found.append(((position, 0, position), site, ...))
-    return [(site, step) for _, site, step in sorted(found, key=lambda entry: entry[0])]
+            places.append(((position, 0, position), site, ...))
+    return [(site, step) for _, site, step in sorted(places, key=lambda place: place[0])]
 
 
 class Comparison:
     """Two programs on the same arrays: plain on the first device of a mesh, and rewritten on all of it."""
 
     def __init__(self, arguments: Arguments, planned: PlannedCall, mesh: Mesh):
-        self._planned, self._mesh, self._rules = planned, mesh, planned.placement.rules
+        self._planned, self._rules = planned, planned.placement.rules
         self._arrays = [_filled(x, n) for n, x in enumerate(arguments.arrays)]
         self._parameters = planned.placement.parameters
-        self._real = [n for n in range(len(self._parameters)) if jnp.issubdtype(self._arrays[n].dtype, jnp.floating)]
+        self._real = [n for n in range(len(self._parameters)) if _is_real(self._arrays[n])]
+        self._device, self._whole = SingleDeviceSharding(mesh.devices.flat[0]), NamedSharding(mesh, PartitionSpec())
         paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(planned.out_tree, range(planned.out_tree.num_leaves)))[0]]
         self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
 
@@ -78,11 +74,11 @@ class Comparison:
 
     def updates(self, optimizer: Any, plain_optimizer: Any, expected: _Named) -> tuple[_Named, _Named]:
         """The parameters and the optimizer state after an update by the gradients of the plain program."""
-        tree, places = self._planned.placement.tree, self._planned.placement
-        if len(self._real) != tree.num_leaves:
+        places = self._planned.placement
+        if len(self._real) != places.tree.num_leaves:
             raise InputError(["verify: an update needs parameters that are all floating-point arrays. Leave out the optimizer"])
-        gradients = jax.tree.unflatten(tree, [np.asarray(expected[self._gradient_of(n)]) for n in self._real])
-        params = jax.tree.unflatten(tree, [np.asarray(x) for x in self._arrays[: len(self._real)]])
+        gradients = jax.tree.unflatten(places.tree, [np.asarray(expected[self._gradient_of(n)]) for n in self._real])
+        params = jax.tree.unflatten(places.tree, [np.asarray(x) for x in self._arrays[: len(self._real)]])
 
         def update(optimizer: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
             def run(params: Any, gradients: Any) -> tuple[Any, Any]:
@@ -91,17 +87,13 @@ class Comparison:
 
             return run
 
-        shapes = jax.eval_shape(update(optimizer), params, gradients)
-        layout = places.params, places.optimizer(shapes[1])
         plain = cast(Any, jax.jit(update(plain_optimizer)))(*jax.device_put((params, gradients), self._device))
-        # With the layouts of a step: parameters as they are stored, gradients like the optimizer state.
-        into = places.params, places.gradients
-        sharded = cast(Any, jax.jit(update(optimizer), in_shardings=into, out_shardings=layout))(params, gradients)
-
-        def named(tree: Any) -> _Named:
-            return {f"after an update: {path_text(path)}": x for path, x in named_leaves(tree)[0]}
-
-        return named(plain), named(sharded)
+        # A step has these layouts: parameters as they are stored, gradients like the optimizer state.
+        state = jax.eval_shape(update(optimizer), params, gradients)[1]
+        into, out = (places.params, places.gradients), (places.params, places.optimizer(state))
+        sharded = cast(Any, jax.jit(update(optimizer), in_shardings=into, out_shardings=out))(params, gradients)
+        new, old = ({f"after an update: {path_text(path)}": x for path, x in named_leaves(tree)[0]} for tree in (sharded, plain))
+        return old, new
 
     def first_difference(self, tolerance: float) -> str:
         """The first site whose value differs, or else the first of the backward pass whose cotangent does. In a pipeline there are none."""
@@ -124,11 +116,7 @@ class Comparison:
     def _values(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The values at the sites of a program, in order."""
         sites = sites_of(program)
-
-        def run(arrays: _Arrays) -> tuple[list[Any], dict[TapSite, Any]]:
-            return tapped(program, sites, arrays)
-
-        _, values = self._on(where, run)
+        _, values = self._on(where, partial(tapped, program, sites))
         return {site: values[site] for site in sites.values() if site in values}
 
     def _cotangents(self, program: Any, where: Any) -> dict[TapSite, Any]:
@@ -136,33 +124,22 @@ class Comparison:
         sites = sites_of(program)
 
         def run(arrays: _Arrays) -> dict[TapSite, Any]:
-            def results(probes: Mapping[TapSite, Any]) -> list[Any]:
-                results, _ = tapped(program, sites, arrays, probes)
-                return [results[n] for n in self._weighed(results)]
+            shapes = jax.eval_shape(partial(tapped, program, sites), arrays)[1]
+            probes = {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}
+            return self._gradients(lambda probes: tapped(program, sites, arrays, probes)[0], probes)[0]
 
-            outputs, pull = cast(Any, jax.vjp(results, {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}))
-            return pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
-
-        def values(arrays: _Arrays) -> dict[TapSite, Any]:
-            return tapped(program, sites, arrays)[1]
-
-        shapes = jax.eval_shape(values, self._arrays)
         cotangents = self._on(where, run)
         return {site: cotangents[site] for site in sites.values() if site in cotangents}
 
     def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], _Named]:
-        """A program and the gradients by its parameters. layouts: those of the gradients in a step."""
+        """A program and the gradients by its parameters. layouts: the layouts that gradients have in a step."""
 
         def run(arrays: _Arrays) -> _Named:
-            def of_parameters(real: _Arrays) -> tuple[_Arrays, _Arrays]:
-                given = list(arrays)
-                for n, x in zip(self._real, real, strict=True):
-                    given[n] = x
-                results = program(given)
-                return [results[n] for n in self._weighed(results)], results
+            def of_parameters(real: _Arrays) -> _Arrays:
+                new = dict(zip(self._real, real, strict=True))
+                return program([new.get(n, x) for n, x in enumerate(arrays)])
 
-            outputs, pull, results = cast(Any, jax.vjp(of_parameters, [arrays[n] for n in self._real], has_aux=True))
-            gradients = pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0]
+            gradients, results = self._gradients(of_parameters, [arrays[n] for n in self._real])
             if layouts is not None:
                 gradients = jax.lax.with_sharding_constraint(gradients, layouts)
             named = {name: x for name, x in zip(self._names, results, strict=True) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
@@ -170,11 +147,17 @@ class Comparison:
 
         return run
 
-    def _weighed(self, results: Sequence[Any]) -> list[int]:
-        """The numbers of the results that are differentiated."""
-        real = [n for n, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.floating)]
-        # In a pipeline, only the first result has a gradient.
-        return real if self._planned.rewritten is not None else real[:1]
+    def _gradients(self, fn: Callable[[Any], _Arrays], at: Any) -> tuple[Any, _Arrays]:
+        """The gradient of the floating results of a function, weighed with random numbers; and the results."""
+
+        def floating(at: Any) -> tuple[_Arrays, _Arrays]:
+            results = fn(at)
+            real = [x for x in results if _is_real(x)]
+            # In a pipeline, only the first result has a gradient.
+            return real if self._planned.rewritten is not None else real[:1], results
+
+        outputs, pull, results = cast(Any, jax.vjp(floating, at, has_aux=True))
+        return pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0], results
 
     def _gradient_of(self, number: int) -> str:
         place = self._parameters[number]
@@ -182,23 +165,10 @@ class Comparison:
         return f"gradient of {place.path or 'the parameter'} {list(place.shape)} {place.spec}{used}"
 
     def _rule_of(self, site: TapSite, rank: int, *, backward: bool) -> str:
+        match = partial(match_tensor, self._rules, site.tensor) if site.tensor else partial(match_out, self._rules)
         # A scan has stacked the values of its layers.
-        for back, r in itertools.product(dict.fromkeys((backward, False)), (rank, rank - 1)):
-            if site.tensor:
-                match = match_tensor(self._rules, site.tensor, site.signal, r, backward=back)
-            else:
-                match = match_out(self._rules, site.signal, r, backward=back)
-            if match.rule is not None:
-                return f" ({match.rule.where})"
-        return ""
-
-    @property
-    def _device(self) -> Any:
-        return jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
-
-    @property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec())
+        tried = [match(site.signal, r, backward=back) for back in (backward, False) for r in (rank, rank - 1)]
+        return next((f" ({found.rule.where})" for found in tried if found.rule is not None), "")
 
     def _on(self, where: Any, run: Callable[[_Arrays], Any]) -> Any:
         return cast(Any, jax.jit(run)(jax.device_put(self._arrays, where)))
@@ -210,7 +180,11 @@ def _filled(x: Any, number: int) -> Any:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(number), x.shape) if x.shape else jax.random.key(number)
-    return _noise(x.shape, x.dtype, number) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
+    return _noise(x.shape, x.dtype, number) if _is_real(x) else jnp.zeros(x.shape, x.dtype)
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _noise(shape: Sequence[int], dtype: Any, number: int) -> Any:

@@ -22,9 +22,10 @@ from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 
 @dataclass(frozen=True, order=True)
 class TapSite:
-    """A place in a program. signal: the path of the signals around it. tensor: the name of a tensor; empty for what leaves the signal.
+    """A place in a program.
 
-    number: how many sites before it have the same signal and tensor. loop: the number of the outermost scan around it, from 1; 0 for none.
+    signal: the path of the signals around it. tensor: the name of a tensor; empty for a value that leaves the signal. number: how many
+    sites before it have the same signal and tensor. loop: the number of the outermost scan around it, counted from 1; 0 for none.
     """
 
     signal: str
@@ -50,7 +51,7 @@ def _sites(program: Program, around: Place, loops: Iterator[int], loop: int = 0)
     inner = jx.body(program)
     readers: dict[Atom, list[Place]] = {var: [around] for var in inner.outvars if jx.is_var(var)}
     for equation in reversed(inner.eqns):
-        # A constraint repeats a value: whoever reads the one reads the other.
+        # A constraint repeats a value, so its readers are readers of that value.
         places = readers.get(equation.outvars[0], []) if _is_constraint(equation) else [jx.place_of(equation, around)]
         for atom in equation.invars:
             if jx.is_var(atom):
@@ -79,12 +80,13 @@ def _is_entered(equation: Equation) -> bool:
 def tapped(
     program: Program, sites: Mapping[Var, TapSite], args: Sequence[Any], probes: Mapping[TapSite, Any] | None = None
 ) -> tuple[list[Any], dict[TapSite, Any]]:
-    """The results of a program, and the value at each of its sites. probes: what is added there; None for nothing.
+    """The results of a program, and the value at each of its sites. probes: the arrays that are added there; None adds nothing.
 
     Without probes, the value comes from the constraint on it, if there is one. A second reader of what a constraint reads would change
     the layout: Shardy gives a value the layout of its constraint only if nothing else reads it.
     """
-    inner, taps, repeated = jx.body(program), dict[TapSite, Any](), dict[Var, TapSite]()
+    inner, taps = jx.body(program), dict[TapSite, Any]()
+    repeated: dict[Atom, TapSite] = {**sites}
     known: dict[Atom, Any] = {**jx.constants(program), **dict(zip(inner.invars, args, strict=True))}
 
     def value(atom: Atom) -> Any:
@@ -105,13 +107,9 @@ def tapped(
             known[var] = result
             if (site := sites.get(var)) is not None:
                 known[var] = taps[site] = result if probes is None else result + probes[site]
-            elif probes is None and _is_constraint(equation) and (site := _site_of(equation.invars[0], sites, repeated)) is not None:
+            elif probes is None and _is_constraint(equation) and (site := repeated.get(equation.invars[0])) is not None:
                 taps[site], repeated[var] = result, site
     return [value(atom) for atom in inner.outvars], taps
-
-
-def _site_of(atom: Atom, *sites: Mapping[Var, TapSite]) -> TapSite | None:
-    return next((some[atom] for some in sites if jx.is_var(atom) and atom in some), None)
 
 
 def _scan(

@@ -27,12 +27,13 @@ from jgt.sharding.staged import Staging
 from jgt.verification.comparison import Comparison, errors_of
 
 TOLERANCE = 1e-4
-"""Of the largest number of an array. Sums in another order differ by less, wrong layouts by half of it and more."""
+"""The largest difference, as a share of an array's largest number. Sums in another order differ by less, wrong layouts by half and more."""
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """An array that the layout changes. what: its name; error: the largest difference, as a share of its largest number."""
+    """An array that the layout changes. what: the array's name. error: the largest difference, as a share of its largest number."""
 
     what: str
     error: float
@@ -40,11 +41,11 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What a comparison found.
+    """The result of a comparison.
 
     first: the first value or cotangent that differs, with the line of its rule; empty if there is none or a pipeline runs the program.
-    num_compared: results, gradients and arrays of an update. largest: the largest error. avoided: operations that XLA would have computed
-    wrongly.
+    num_compared: the number of results, gradients and arrays of an update. largest: the largest error. avoided: the operations that XLA
+    would have computed wrongly.
     """
 
     differences: tuple[Difference, ...]
@@ -63,16 +64,11 @@ class Verification:
         if self.is_right:
             more = f". {len(self.avoided)} operations have another layout, as XLA computes such layouts wrongly" if self.avoided else ""
             return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}"
-        lines = [f"The layout changes the numbers: {len(self.differences)} of {self.num_compared} arrays differ"]
-        lines += [
-            f"  {difference.what}: off by {difference.error:.2g} of its largest number" for difference in self.differences[:_MOST_SHOWN]
-        ]
-        if len(self.differences) > _MOST_SHOWN:
-            lines.append(f"  and {len(self.differences) - _MOST_SHOWN} more")
-        return "\n".join([*lines, *([f"The first difference: {self.first}"] if self.first else [])])
-
-
-_MOST_SHOWN = 8
+        lines = [f"  {difference.what}: off by {difference.error:.2g} of its largest number" for difference in self.differences]
+        if (num_hidden := len(lines) - _MOST_SHOWN) > 0:
+            lines[_MOST_SHOWN:] = [f"  and {num_hidden} more"]
+        lines += [f"The first difference: {self.first}"] if self.first else []
+        return "\n".join([f"The layout changes the numbers: {len(self.differences)} of {self.num_compared} arrays differ", *lines])
 
 
 def verify(
@@ -90,9 +86,9 @@ def verify(
 ) -> Verification:
     """Compares `jgt.shard(fn, rules, mesh)` with `fn`: results, gradients, and an update by `optimizer` (of optax) if there is one.
 
-    The arguments are those of a call, preferably small; random numbers stand for ShapeDtypeStructs. mesh: of real devices; virtual CPU
-    devices will do. tolerance: the largest difference, as a share of an array's largest number. A function that draws random numbers in a
-    pipeline cannot be compared, because each microbatch has a key of its own there.
+    The arguments are like a call's, preferably small; random numbers replace ShapeDtypeStructs. mesh: a mesh of real devices; virtual
+    CPU devices will do. tolerance: the largest difference, as a share of an array's largest number. A function that draws random numbers
+    in a pipeline cannot be compared, because each microbatch has its own key there.
 
     Raises InputError as a call does, and for a mesh without devices.
     """

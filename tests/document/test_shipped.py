@@ -6,7 +6,7 @@ import pytest
 
 import jgt
 from jgt import document
-from jgt.document import InputError, shipped
+from jgt.document import InputError, files
 from train.config import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -19,7 +19,7 @@ def test_a_path_is_left_alone():
 
 
 def test_a_package_with_configs_inside_reads_those(tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "jgt")
+    monkeypatch.setattr(files, "_PACKAGE", tmp_path / "jgt")
     assert document.locate("jgt:a") == tmp_path / "configs" / "a.yaml"
     (tmp_path / "jgt" / "configs").mkdir(parents=True)
     assert document.locate("jgt:a", "rules") == tmp_path / "jgt" / "configs" / "rules" / "a.yaml"

@@ -95,9 +95,19 @@ def weighted(nats, batch):
     return jnp.sum(nats * batch["weights"]) / jnp.sum(batch["weights"])
 
 
+def loss_of(params, x, batch, table="unembed"):
+    """The loss of the layers' output [b, s, d]."""
+    return weighted(nats(logits_of(params, x, table), batch), batch)
+
+
+def decoded(params, batch):
+    """The logits of the whole decoder [b, s, v]."""
+    return logits_of(params, run_layers(params, embed(params, batch)))
+
+
 def decoder_loss(params, batch):
     """The loss of the whole decoder."""
-    return weighted(nats(logits_of(params, run_layers(params, embed(params, batch))), batch), batch)
+    return weighted(nats(decoded(params, batch), batch), batch)
 
 
 def compiled(fn):

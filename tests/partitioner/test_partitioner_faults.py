@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.partitioner import avoid_faults, avoided_faults, with_faults
+from jgt.partitioner.avoid import without_faults
 
 THREE, TWO, WIDE = {"d": 2, "f": 2, "t": 2}, {"d": 4, "t": 2}, {"d": 2, "t": 4}
 DIMS = ("NHWC", "HWIO", "NHWC")
@@ -148,8 +149,6 @@ def test_a_comparison_finds_this_and_says_where(name):
 
 
 def test_a_program_without_faults_is_the_very_same():
-    from jgt.partitioner.faults import without_faults
-
     mesh = jgt.make_mesh(THREE)
 
     def plain(x, w):

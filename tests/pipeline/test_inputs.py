@@ -17,6 +17,7 @@ from models import (
     compiled,
     embed,
     logits_of,
+    loss_of,
     make_batch,
     make_params,
     mesh_of,
@@ -38,11 +39,6 @@ def attend(x, query, memory, mask):
     with context("attn"):
         scores = jnp.where(mask, jnp.einsum("bsd,btd->bst", x @ query, memory), -1e9)
         return x + jnp.einsum("bst,btd->bsd", jax.nn.softmax(scores), memory)
-
-
-def loss_of(params, x, batch):
-    """The loss of the layers' output."""
-    return weighted(nats(logits_of(params, x), batch), batch)
 
 
 # -- of the inputs ------------------------------------------------------------------------------------------------
@@ -124,7 +120,7 @@ def tied(params, batch):
     x = run_layers({"layers": params["layers"]}, embed(params, batch), layer)
     with context("head"):
         x = x @ params["shared"]
-    return weighted(nats(logits_of(params, x, "embed"), batch), batch)
+    return loss_of(params, x, batch, "embed")
 
 
 TIED_RULES = {

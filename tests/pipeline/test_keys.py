@@ -13,13 +13,11 @@ from models import (
     case,
     compiled,
     embed,
-    logits_of,
+    loss_of,
     make_batch,
     mesh_of,
     mlp,
-    nats,
     pipeline_of,
-    weighted,
 )
 
 import jgt
@@ -37,7 +35,7 @@ def by_layer(params, batch, keys):
     x = embed(params, batch)
     with context("layers"):
         x, _ = jax.lax.scan(lambda x, s: (dropped(mlp(x, s[0]), s[1]), None), x, (params["layers"], keys))
-    return weighted(nats(logits_of(params, x), batch), batch)
+    return loss_of(params, x, batch)
 
 
 def by_row(params, batch, keys):
@@ -45,7 +43,7 @@ def by_row(params, batch, keys):
     x = embed(params, batch)
     with context("layers"):
         x, _ = jax.lax.scan(lambda x, weights: (jax.vmap(dropped)(mlp(x, weights), keys), None), x, params["layers"])
-    return weighted(nats(logits_of(params, x), batch), batch)
+    return loss_of(params, x, batch)
 
 
 def keys_of_parts(keys, num_parts):
@@ -91,7 +89,7 @@ def test_as_many_layers_as_rows():
         x = embed(params, batch)
         with context("layers"):
             x, _ = jax.lax.scan(lambda x, s: (jax.vmap(dropped)(mlp(x, s[0]), rows), None), x, (params["layers"], layers))
-        return weighted(nats(logits_of(params, x), batch), batch)
+        return loss_of(params, x, batch)
 
     keys = jax.random.split(jax.random.key(3), 4)
     dropout = case(both, None, batch, keys, keys)
@@ -115,7 +113,7 @@ def next_keys(params, batch, keys, counts):
     x = embed(params, batch)
     with context("layers"):
         (x, key), new = jax.lax.scan(layer, (x, keys[0]), (params["layers"], keys, counts))
-    return weighted(nats(logits_of(params, x), batch), batch), (key, new)
+    return loss_of(params, x, batch), (key, new)
 
 
 def bits(tree):
@@ -147,7 +145,7 @@ def test_keys_of_layers_may_be_read_behind_them():
         with context("layers"):
             x, keys = jax.lax.scan(lambda x, s: (mlp(x, s[0]), jax.random.fold_in(s[1], 7)), x, (params["layers"], keys))
         x = x + 1e-9 * jax.random.normal(keys[-1], x.shape)
-        return weighted(nats(logits_of(params, x), batch), batch)
+        return loss_of(params, x, batch)
 
     stack = case(loss, None, make_batch(), jax.random.split(jax.random.key(3), LAYERS))
     value, gradients = stack.derivatives(stack.pipelined(mesh_of(**SIZES)))
@@ -164,6 +162,6 @@ def test_layers_taken_several_at_a_time():
             x, _ = jax.lax.scan(
                 lambda x, w: (mlp(mlp(x, jax.tree.map(lambda w: w[0], w)), jax.tree.map(lambda w: w[1], w)), None), x, pairs
             )
-        return weighted(nats(logits_of(params, x), batch), batch)
+        return loss_of(params, x, batch)
 
     assert_exact(case(loss), mesh_of(**SIZES))

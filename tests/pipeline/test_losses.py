@@ -11,6 +11,7 @@ from models import (
     assert_values,
     case,
     compiled,
+    decoded,
     decoder_loss,
     embed,
     logits_of,
@@ -26,11 +27,6 @@ from models import (
 from jgt.signal import context
 
 MESH = {"stage": 2, "data": 2}
-
-
-def decoded(params, batch):
-    """Logits [b, s, v]."""
-    return logits_of(params, run_layers(params, embed(params, batch)))
 
 
 # -- what is summed up --------------------------------------------------------------------------------------------

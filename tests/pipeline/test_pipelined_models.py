@@ -23,15 +23,13 @@ from models import (
     compiled,
     decoder_loss,
     embed,
-    logits_of,
+    loss_of,
     make_batch,
     make_params,
     mesh_of,
     mlp,
-    nats,
     pipeline_of,
     run_layers,
-    weighted,
 )
 from transformers import EMBED as WIDTH
 from transformers import RULES as TRANSFORMER_RULES
@@ -49,11 +47,6 @@ from train.step.loss import make_loss
 
 SIZES = {"stage": 2, "tensor": 2, "data": 2}
 ROOT = Path(__file__).parents[2]
-
-
-def loss_of(params, x, batch):
-    """The loss of the layers' output."""
-    return weighted(nats(logits_of(params, x), batch), batch)
 
 
 # -- what layers are made of --------------------------------------------------------------------------------------

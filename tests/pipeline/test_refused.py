@@ -6,21 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from models import (
-    RULES,
-    case,
-    decoder_loss,
-    embed,
-    logits_of,
-    make_batch,
-    make_params,
-    mesh_of,
-    mlp,
-    nats,
-    pipeline_of,
-    run_layers,
-    weighted,
-)
+from models import RULES, case, decoded, decoder_loss, embed, loss_of, make_batch, make_params, mesh_of, mlp, nats, pipeline_of, run_layers
 
 import jgt
 from jgt.signal import context
@@ -29,14 +15,14 @@ SIZES = {"stage": 2, "tensor": 2, "data": 2}
 
 
 def ask(loss=decoder_loss, *, mesh=None, rules=RULES, num_layers=4, inputs=None, derivative=lambda fn: fn, **options):
-    """Traces a pipelined loss, or a derivative of it; nothing is compiled."""
+    """The shapes of a pipelined loss, or of a derivative of it; nothing is compiled."""
     pipelined = jgt.shard(loss, jgt.make_rules(rules), mesh or mesh_of(**SIZES), pipeline=pipeline_of(**options))
-    jax.eval_shape(derivative(pipelined), make_params(num_layers), *(inputs or (make_batch(),)))
+    return jax.eval_shape(derivative(pipelined), make_params(num_layers), *(inputs or (make_batch(),)))
 
 
 def test_what_is_asked_here_is_possible():
-    ask()
-    ask(derivative=jax.grad)
+    assert ask().shape == ()
+    assert jax.tree.map(jnp.shape, ask(derivative=jax.grad)) == jax.tree.map(jnp.shape, make_params(4))
 
 
 def rules_with(**signals):
@@ -106,14 +92,14 @@ def test_the_stage_axis_comes_after_those_of_the_batch():
 
 def two_scans(params, batch):
     x = run_layers(params, run_layers(params, embed(params, batch)))
-    return weighted(nats(logits_of(params, x), batch), batch)
+    return loss_of(params, x, batch)
 
 
 def in_reverse(params, batch):
     x = embed(params, batch)
     with context("layers"):
         x, _ = jax.lax.scan(lambda x, weights: (mlp(x, weights), None), x, params["layers"], reverse=True)
-    return weighted(nats(logits_of(params, x), batch), batch)
+    return loss_of(params, x, batch)
 
 
 def without_layers(params, batch):
@@ -122,7 +108,7 @@ def without_layers(params, batch):
 
 
 def times_rows(params, batch):
-    losses = nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+    losses = nats(decoded(params, batch), batch)
     return jnp.sum(losses * losses.shape[0])
 
 
@@ -142,7 +128,7 @@ def test_functions(loss, message):
 
 
 def rows_only(params, batch):
-    return nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+    return nats(decoded(params, batch), batch)
 
 
 def test_a_row_for_each_sequence():
@@ -151,7 +137,7 @@ def test_a_row_for_each_sequence():
 
 
 def ratio_of_sums(params, batch):
-    losses = nats(logits_of(params, run_layers(params, embed(params, batch))), batch)
+    losses = nats(decoded(params, batch), batch)
     return jnp.sum(losses * batch["weights"]) / jnp.sum(losses)
 
 
@@ -215,7 +201,7 @@ def test_an_input_that_is_no_batch_but_as_long():
 
     def positioned(params, batch):
         x = embed(params, batch) * (1 + batch["scale"][None, :, None])
-        return weighted(nats(logits_of(params, run_layers(params, x)), batch), batch)
+        return loss_of(params, run_layers(params, x), batch)
 
     inputs = (batch | {"scale": jnp.arange(4.0)},)
     with pytest.raises(jgt.InputError, match=r"If one of them is not the batch, give it the rule \[\] under inputs:"):

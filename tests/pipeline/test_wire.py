@@ -11,14 +11,12 @@ from models import (
     case,
     decoder_loss,
     embed,
-    logits_of,
+    loss_of,
     make_batch,
     make_params,
     mesh_of,
     mlp,
-    nats,
     run_layers,
-    weighted,
 )
 from plugin import needs_plugin
 
@@ -110,7 +108,7 @@ def bf16_loss(params, batch):
         return mlp(x, {name: w.astype(jnp.bfloat16) for name, w in weights.items()})
 
     x = run_layers(params, embed(params, batch).astype(jnp.bfloat16), layer)
-    return weighted(nats(logits_of(params, x.astype(jnp.float32)), batch), batch)
+    return loss_of(params, x.astype(jnp.float32), batch)
 
 
 @pytest.mark.parametrize(

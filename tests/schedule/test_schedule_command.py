@@ -136,17 +136,6 @@ def test_a_broken_table_of_ones_own(folder, capsys):
     assert capsys.readouterr().err.startswith("own.csv: microbatch 0 never")
 
 
-def test_a_plot(shown, folder):
-    assert json.loads(shown("zigzag", *SMALL, "--plot", "a.png", "--json"))["name"] == "zigzag"
-    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_a_plot_without_matplotlib(wrong, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert wrong("1f1b", *SMALL, "--plot", "a.png") == ["--plot: matplotlib is not installed. Install it with: pip install 'jgt[plot]'"]
-    assert not (folder / "a.png").exists()
-
-
 def test_every_problem_at_once(wrong):
     arguments = [
         "1f2b",
@@ -158,16 +147,13 @@ def test_every_problem_at_once(wrong):
         "1,2",
         "--stage-costs",
         "a",
-        "--plot",
-        "none/a.png",
         "--csv",
-        "a.txt",
+        "none/a.csv",
     ]
     assert wrong(*arguments) == [
         "--costs: 2 numbers, but there are 3 kinds of items. Write F,B,W, such as 1,1,1",
         "--stage-costs: 'a' is not a list of numbers. Separate them with commas, such as 1,1,1.2",
-        "--plot: 'none/a.png' cannot be written: there is no folder 'none'",
-        "--csv: 'a.txt' does not end with .csv. Name a .csv file",
+        "--csv: 'none/a.csv' cannot be written: there is no folder 'none'",
         "stages must be at least 1, not 0",
         "virtual must be at least 1, not 0",
         "there is no schedule '1f2b'. Did you mean '1f1b'? A table of your own is a path that ends with .csv",
@@ -185,7 +171,8 @@ def test_every_problem_at_once(wrong):
         (["1f1b", *SMALL, "--costs", "0,1,1"], "--costs: forward must be a number above 0, not 0"),
         (["1f1b", *SMALL, "--stage-costs", "1,2"], "--stage-costs: 2 numbers for 4 stages: give one for each stage"),
         (["--compare", *SMALL, "--stage-costs", "1,0,1,1"], "--stage-costs: the cost of a stage must be a number above 0, not 0"),
-        (["--compare", *SMALL, "--plot", "a.png"], "--plot: writes one schedule, but --compare shows all. Leave one of the two out"),
+        (["1f1b", *SMALL, "--csv", "a.txt"], "--csv: 'a.txt' does not end with .csv. Name a .csv file"),
+        (["--compare", *SMALL, "--csv", "a.csv"], "--csv: writes one schedule, but --compare shows all. Leave one of the two out"),
         (["none.csv"], f"there is no file 'none.csv'. Name a .csv file or one of {', '.join(SCHEDULES)}"),
         (SMALL, f"a schedule is missing. Name {', '.join(SCHEDULES)} or a .csv file, or compare them with --compare"),
         (["--compare", *SMALL, "--virtual", "0"], "virtual must be at least 1, not 0"),
@@ -204,10 +191,10 @@ def test_paths_that_turn_out_not_to_be_writable(wrong, folder, monkeypatch):
     assert wrong("1f1b", *SMALL, "--csv", "a.csv") == ["--csv: 'a.csv' is a folder. Name a file"]
 
     def full(*_, **__):
-        raise OSError(28, "No space left on device", "a.png")
+        raise OSError(28, "No space left on device", "b.csv")
 
-    monkeypatch.setattr("jgt.schedule.plot.plot", full)
-    assert wrong("1f1b", *SMALL, "--plot", "a.png") == ["a.png cannot be written: No space left on device"]
+    monkeypatch.setattr("jgt.schedule.__main__.Path.write_text", full)
+    assert wrong("1f1b", *SMALL, "--csv", "b.csv") == ["b.csv cannot be written: No space left on device"]
 
 
 def test_numbers_that_are_none(capsys):
@@ -228,7 +215,7 @@ import sys
 from jgt.__main__ import main
 assert main(["schedule", "zb", "--stages", "2", "--microbatches", "3"]) == 0
 assert main(["schedule", "--compare", "--stages", "2", "--microbatches", "3"]) == 0
-assert main(["schedule", "none", "--stages", "2", "--microbatches", "3", "--plot", "a.png"]) == 2
+assert main(["schedule", "none", "--stages", "2", "--microbatches", "3", "--csv", "a.csv"]) == 2
 assert not {"jax", "numpy", "matplotlib"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

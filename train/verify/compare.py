@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.document.shipped import shipped_folder
+from jgt.document import shipped_folder
 from jgt.sharding.sharded import Sharded
 from jgt.verification import Verification, verify_sharded
 

@@ -1,11 +1,12 @@
-"""A table over time as a PNG: stages from top to bottom, each item as long as it takes. Needs the extra `plot` (matplotlib).
+"""Draws a pipeline schedule over time as a PNG: stages from top to bottom, each item as long as it takes. Needs matplotlib.
 
-Only this module imports matplotlib. It draws on a canvas of its own instead of through pyplot, whose global state and choice
-of a window system are not for a command that may run anywhere.
+python docs/pictures/schedule.py zb_interleaved --stages 4 --microbatches 8 docs/pictures/zb_interleaved.png
+python docs/pictures/schedule.py own.csv own.png
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,7 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jgt.schedule.simulate import Simulation, kind_name, number_text, percent_text
+from jgt.schedule.find import find_table
+from jgt.schedule.simulate import Simulation, kind_name, number_text, percent_text, simulate
 from jgt.schedule.table import KINDS, Kind, Table
 from jgt.schedule.timeline import Colour, ink, shade
 
@@ -94,3 +96,15 @@ def _legend(table: Table) -> list[Patch]:
 
 def _hex(colour: Colour) -> str:
     return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--stages", type=int)
+    parser.add_argument("--microbatches", type=int)
+    parser.add_argument("--virtual", type=int)
+    parser.add_argument("file")
+    arguments = parser.parse_args()
+    table = find_table(arguments.name, arguments.stages, arguments.microbatches, arguments.virtual, "schedule.py")
+    plot(table, simulate(table), arguments.file)

@@ -1,4 +1,4 @@
-"""What the program of the whole batch shows: where its layers are, and what its microbatches must read and bring out.
+"""The program of the whole batch, which shows where its layers are, and what its microbatches must read and bring out.
 
 A pipeline sees one microbatch at a time, so whatever depends on the whole batch has to cross its border as numbers without
 rows. Two sets of such numbers follow from the program alone. The *frontier* is what the results need and only the pipeline
@@ -12,9 +12,9 @@ with the same program at another batch size. What has no answer is refused here,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from jgt.batch import Extent, Growth
+from jgt.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
 from jgt.program.jaxpr import Equation, Place, Program, Var
@@ -75,7 +75,7 @@ def argument_marks(flat: Flat, num_params: int) -> dict[Var, int]:
     return dict.fromkeys(flat.invars[:num_params], PARAMS) | dict.fromkeys(flat.invars[num_params:], DATA)
 
 
-class Whole:
+class WholeProgram:
     """A program of parameters and inputs, with how its values grow with the batch; equation number `layers` is its layer scan."""
 
     def __init__(self, flat: Flat, growth: Growth, layers: int, num_params: int):
@@ -134,7 +134,7 @@ class Whole:
 
     def statistics(self, frontier: Sequence[Var]) -> tuple[Var, ...]:
         """Sums of inputs over the whole batch that rows are combined with: they must be known before microbatches run."""
-        reached = self._reached(frontier)
+        reached = needed_variables(self.flat, frontier)
         # A feed is a place where a number of the whole batch meets rows. It matters only if some result depends on it.
         found: dict[Var, None] = {}
         for feed in self.growth.feeds:
@@ -152,7 +152,7 @@ class Whole:
 
     def check_draws(self, frontier: Sequence[Var], keys: Sequence[int]) -> None:
         """Raises SplitError if rows of random numbers are drawn from a constant key: each microbatch would draw the same."""
-        reached = self._reached(frontier)
+        reached = needed_variables(self.flat, frontier)
         # Draws that depend on a key among the arguments are fine: each microbatch folds its number into that key.
         from_keys = dependency_bits(self.flat, {self.flat.invars[index]: 1 for index in keys})
         for equation in self.flat.eqns:
@@ -174,20 +174,3 @@ class Whole:
                         f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed "
                         "besides those that the microbatches draw, which differ. Draw them outside and pass them as an input"
                     )
-
-    def _reached(self, outputs: Sequence[Var]) -> set[Var]:
-        """All variables that the outputs are computed from, also those inside of scans and branches."""
-        needed = set(outputs)
-        for equation in reversed(self.flat.eqns):
-            if any(v in needed for v in equation.outvars):
-                needed.update(a for a in equation.invars if jx.is_var(a))
-                for program in jx.subprograms(equation):
-                    needed.update(_all_variables(program))
-        return needed
-
-
-def _all_variables(program: Program) -> Iterator[Var]:
-    for equation in jx.body(program).eqns:
-        yield from equation.outvars
-        for inner in jx.subprograms(equation):
-            yield from _all_variables(inner)

@@ -4,7 +4,7 @@ A rule gets an equation, its twin at another batch size, and the rows of its ope
 rows of the results (one `Rows` if all results share them) or raises MixingError. A rule may assume that its answer is
 compared with the dim that grows with the batch, so it need not check that dim itself.
 
-The files beside this one have the longer rules: `slices` for parts and copies of dims, `indexing` for gather and scatter. You look
+The neighbouring files have the longer rules: `slices` for parts and copies of dims, `indexing` for gather and scatter. You look
 something up here when a program is refused, or when JAX has a new primitive.
 """
 
@@ -105,9 +105,9 @@ def _dot(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows 
     contracting, batch = equation.params["dimension_numbers"]
     copies = common_copies("dot_general", operand_rows)
     result_dims: set[int] = set()
-    # For each operand with rows: which of its contracting dims they are, so that two operands are summed over the same rows.
+    # The contracting dim that has the rows of each operand, so that two operands are summed over the same rows.
     summed: list[int | None] = []
-    # The result's dims are the batch dims, then the free dims of the first operand, then those of the second.
+    # The result's dims are the batch dims, the free dims of the first operand and the free dims of the second.
     offset = len(batch[0])
     for atom, rows, contracted, shared in zip(equation.invars, operand_rows, contracting, batch, strict=True):
         free = [d for d in range(len(jx.shape_of(atom))) if d not in (*contracted, *shared)]
