@@ -79,6 +79,7 @@ def functions():
         "transposed": (conv(padding=((1, 2), (1, 2)), window_strides=(1, 1), lhs_dilation=(2, 2)), {"w": (3, 3, 8, 8)}, (8, 4, 4, 8)),
         "pooled": (lambda p, x: lax.reduce_window(x * p["w"], -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"), {"w": (8,)}, image),
         "embedding": (lambda p, x: p["w"][(jnp.abs(x) * 7).astype(jnp.int32) % 16], {"w": (16, 8)}, (8, 8)),
+        "lookup": (lambda p, x: p["w"][(jnp.abs(x) * 7).astype(jnp.int32) % 16], {"w": (16, 8)}, (8,)),
         "cumulative": (lambda p, x: lax.associative_scan(jnp.add, tensor(x * p["w"], "x"), axis=1), {"w": (8,)}, (8, 8, 8)),
         "mlp": (mlp, {"w": (8, 16), "v": (16, 8)}, (16, 8)),
         "layers": (layers, {"w": (3, 8, 8)}, (8, 8)),

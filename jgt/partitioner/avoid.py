@@ -102,7 +102,7 @@ def avoid_faults() -> None:
 def without_faults(module: ir.Module) -> ir.Module:
     """The module itself, or a copy in which no operation has a layout that is known to be computed wrongly.
 
-    In a copy, all matmuls and windows are constrained, the right ones to the layouts that they have anyway: Shardy might choose others
+    In a copy, all matmuls, windows and gathers are constrained, the right ones to the layouts that they have anyway: Shardy might choose others
     for them in the new program.
     """
     with module.context, ir.Location.unknown():
@@ -138,9 +138,11 @@ def _readable(module: Any) -> list[Any]:
 
 
 def _may_have_faults(module: Any) -> bool:
-    """Whether it is worth asking Shardy: a matmul can be wrong only where there are two axes."""
+    """Whether it is worth asking Shardy: a matmul or a gather can be wrong only where there are two axes."""
     axes = max((sum(sdy.MeshAxisAttr(axis).size > 1 for axis in mesh.axes) for mesh in meshes_of(module).values()), default=0)
-    return axes > 0 and any(axes > 1 if op.name == "stablehlo.dot_general" else _has_moving(op) for op in _readable(module))
+    return axes > 0 and any(
+        axes > 1 if op.name in ("stablehlo.dot_general", "stablehlo.gather") else _has_moving(op) for op in _readable(module)
+    )
 
 
 def _has_moving(op: Any) -> bool:

@@ -2,7 +2,7 @@
 """The layouts that XLA's partitioner computes wrongly, and layouts of the same operation that it computes correctly.
 
 A matmul is wrong if a mesh axis has to move from one dim to another in a way that the partitioner orders wrongly; a window or a pad is
-wrong if it moves along a split dim. docs/partitioner.md has the table of faults and how they were found. In the other layout, a mesh axis
+wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns. docs/partitioner.md has the table of faults and how they were found. In the other layout, a mesh axis
 splits the same dim in all arrays of the operation: the partitioner then has nothing to rearrange.
 """
 
@@ -28,13 +28,15 @@ class OperationDims:
 
     arrays: the numbers of the arrays among its operands and results. factors: for each independent dim, which dim of each array it is; None
     in an array without it. num_batch: how many of the first factors are the batch dims of a matmul. num_summed: how many of the last
-    ones are summed over. A dim in no factor must be whole: something moves along it.
+    ones are summed over. num_columns: how many of the first factors are dims of the slices that a gather takes; None for others. A dim
+    in no factor must be whole: something moves along it.
     """
 
     arrays: tuple[int, ...]
     factors: tuple[_Factor, ...]
     num_batch: int = 0
     num_summed: int = 0
+    num_columns: int | None = None
 
     def moving(self, n: int, rank: int) -> set[int]:
         """The dims of array n along which something moves: a window, a group of features, or padding between elements."""
@@ -88,12 +90,28 @@ def _dims_of_pad(op: Any) -> OperationDims:
     return OperationDims(arrays=(0, 2), factors=tuple((d, d) for d in still))
 
 
+def _dims_of_gather(op: Any) -> OperationDims:
+    """A gather sums over the dims that the indices choose from: each device looks up what it stores, and the others have zeros."""
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    ranks = [len(type_shape(value)) for value in (*op.operands, op.results[0])]
+    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    of_indices = [d for d in range(ranks[1]) if d != numbers.index_vector_dim]
+    of_rows = [d for d in range(ranks[2]) if d not in numbers.offset_dims]
+    sliced = [d for d in range(ranks[0]) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    sizes, shape = [*ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])], type_shape(op.operands[0])
+    columns = [(d, None, out) for d, out in zip(sliced, numbers.offset_dims, strict=True) if sizes[d] == shape[d]]
+    rows = [(batching.get(d), d, out) for d, out in zip(of_indices, of_rows, strict=True)]
+    chosen = [(d, None, None) for d in numbers.collapsed_slice_dims]
+    return OperationDims(arrays=(0, 1, 2), factors=(*columns, *rows, *chosen), num_columns=len(columns))
+
+
 READERS: dict[str, Callable[[Any], OperationDims]] = {
     "stablehlo.dot_general": _dims_of_dot,
     "stablehlo.convolution": _dims_of_convolution,
     "stablehlo.reduce_window": _dims_of_window,
     "stablehlo.select_and_scatter": _dims_of_window,
     "stablehlo.pad": _dims_of_pad,
+    "stablehlo.gather": _dims_of_gather,
 }
 """The operations that may be computed wrongly, and the functions that read their dims."""
 
@@ -102,6 +120,8 @@ def better_layouts(
     dims: OperationDims, layouts: tuple[Splits, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid
 ) -> tuple[Splits, ...]:
     """Layouts of an operation's arrays that are computed correctly: the given ones, unless they are known to be wrong."""
+    if dims.num_columns is not None:
+        return _compatible(dims, layouts, shapes) if _looks_up_wrongly(dims, layouts) else layouts
     moves = any(layout[d] for n, layout in enumerate(layouts) for d in dims.moving(n, len(layout)))
     is_wrong = moves or (dims.num_summed > 0 and _sums_wrongly(dims, layouts, grid))
     return _compatible(dims, layouts, shapes) if is_wrong else layouts
@@ -111,6 +131,13 @@ def _axes(layouts: Sequence[Splits], factor: _Factor, n: int) -> tuple[SubAxis, 
     """The sub-axes that split a factor in array n."""
     d = factor[n]
     return () if d is None else layouts[n][d]
+
+
+def _looks_up_wrongly(dims: OperationDims, layouts: Sequence[Splits]) -> bool:
+    """Whether a gather splits the columns of its result by an axis that splits the rows of the table or the indices."""
+    columns, others = dims.factors[: dims.num_columns], dims.factors[dims.num_columns :]
+    of_columns = {sub_axis for factor in columns for sub_axis in _axes(layouts, factor, 2)}
+    return any(sub_axis in of_columns for factor in others for n in (0, 1) for sub_axis in _axes(layouts, factor, n))
 
 
 def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:

@@ -75,6 +75,13 @@ CLASSES = {
         [P(None, "d"), P("t", "d")],
         P(None, None, "t"),
     ),
+    "rows whose axes also split the columns": (
+        THREE,
+        lambda table, x: table[(jnp.abs(x) * 7).astype(jnp.int32) % 16],
+        [(16, 8), (8,)],
+        [P("f", None), P(("t", "d"))],
+        P("d", "t"),
+    ),
     "a depthwise convolution": (
         TWO,
         kernel_gradient(conv(**SAME, feature_group_count=4), (3, 3, 2, 8)),
