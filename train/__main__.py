@@ -188,7 +188,7 @@ def _load(arguments: argparse.Namespace) -> Run:
 
 def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
-        from .compiled.jax_cache import programs_on_trial
+        from .compiled import programs_on_trial
         from .processes.processes import exit_if_distributed
         from .xla import configure_xla
 

@@ -26,7 +26,7 @@ import jax
 from jgt.hardware.chip import chip_of
 
 from ..command_line import EndError
-from ..compiled.jax_cache import finish_trial
+from ..compiled import finish_trial
 from ..models.experts.balance import EXPERT_LOAD
 from ..sections import TrainConfig
 from ..setup import Setup

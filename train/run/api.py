@@ -28,7 +28,7 @@ from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
 from ..code.names import PYTHON
-from ..compiled.jax_cache import programs_on_trial
+from ..compiled import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics

@@ -28,7 +28,7 @@ from jgt.document import InputError
 from jgt.hardware.chip import Target, parse_target
 
 from ..code.files import read_code
-from ..compiled.programs import default_folder
+from ..compiled import default_folder
 from ..config import load
 
 WORKERS = 2

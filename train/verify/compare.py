@@ -16,7 +16,7 @@ from jgt.document.shipped import shipped_folder
 from jgt.sharding.shard import Sharded
 from jgt.verification import TOLERANCE, Verification, verify_sharded
 
-from ..compiled.programs import default_folder
+from ..compiled import default_folder
 from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own
