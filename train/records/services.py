@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..report.rows import flattened
 from ..sink import Sink, say
 
 IDS = "loggers.json"
@@ -164,15 +165,6 @@ class MlflowClient:
     def finish(self) -> None:
         """Ends the run there."""
         self._mlflow.end_run()
-
-
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings, with dotted keys."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def read_id(folder: Path, service: str) -> str | None:

@@ -2,7 +2,7 @@
 
 All processes take the same time for a step, because its collectives wait for the slowest. So step times cannot show which one
 is slow. What differs is how a host spends that time: a fast one waits for its devices, a slow one is busy with its own work,
-such as reading data and dispatching. The process with the most work of its own per step is the straggler.
+such as reading data and dispatching. The process with the most own work per step is the straggler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stragglers:
 def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequence[StartSummary]]) -> Stragglers | None:
     """Compares the processes in the last start of process 0 that has steps. None if only one process has steps in it.
 
-    starts: of process 0; others: of the other processes.
+    starts: the starts of process 0. others: the starts of each other process.
     """
     last = next((start for start in reversed(starts) if start.stretches), None)
     if last is None:
