@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
     problems = [problem for path in paths if (problem := _problem(path)) is not None]
     if problems:
         raise InputError(problems)
-    rows = [tuple(row for _, row in read_metrics(path / "metrics.jsonl")) for path in paths]
+    rows = [tuple(read_metrics(path / "metrics.jsonl")) for path in paths]
     return [RunCurves(folder=path, rows=of_run, config=read_config(path)) for path, of_run in zip(paths, rows, strict=True)]
 
 

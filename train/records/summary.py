@@ -98,7 +98,7 @@ def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: i
 
 
 def _best(path: Path) -> tuple[float, int] | None:
-    rows = (row for _, row in read_metrics(path))
+    rows = read_metrics(path)
     return min(((value, row["step"]) for row in rows if isinstance(value := row.get("eval_loss"), int | float)), default=None)
 
 

@@ -83,7 +83,7 @@ def read_loads(run: Path) -> Loads | None:
     path = run / LOADS
     if not path.exists():
         return None
-    rows = [(row["step"], found) for _, row in read_metrics(path) if (found := _loads(row.get("load")))]
+    rows = [(row["step"], found) for row in read_metrics(path) if (found := _loads(row.get("load")))]
     # All that have the shape of the last: a line that was edited is left out.
     kept = [(step, found) for step, found in rows if [len(layer) for layer in found] == [len(layer) for layer in rows[-1][1]]]
     return Loads(steps=tuple(step for step, _ in kept), loads=tuple(found for _, found in kept)) if kept else None

@@ -6,6 +6,8 @@ read of it. Imports neither JAX nor numpy: commands that only read a run use it 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,11 +22,9 @@ LOADS = "experts.jsonl"
 _LONGEST_LINE = 1 << 20
 
 
-def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The rows of a metrics file, each with its line. Skips lines that are cut short or damaged."""
-    for line, row in read_lines(path):
-        if row is not None and type(row.get("step")) is int:
-            yield line.rstrip(b"\r\n"), row
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file. Skips lines that are cut short or damaged. Raises OSError."""
+    return (row for _, row in read_lines(path) if row is not None and _has_step(row))
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -49,13 +49,23 @@ def forget_rows_after(path: Path, step: int) -> None:
     """Drops the rows of later steps, which a restart trains again: the file has each step once. Raises OSError."""
     if not path.exists():
         return
-    end = 0
-    for line, row in read_lines(path):
-        if row is not None and type(row.get("step")) is int and row["step"] > step:
-            # Steps ascend, so the later ones are the end of the file.
-            os.truncate(path, end)
-            return
-        end += len(line)
+    # A rename replaces the file in one step: a restart that is killed here leaves the old file or the new one, never a part.
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            file.writelines(line.rstrip() + b"\n" for line, row in read_lines(path) if row and _has_step(row) and row["step"] <= step)
+        new.replace(path)
+    except OSError:
+        # Without room for a second file: steps ascend, so the later rows are the end of this one.
+        with contextlib.suppress(OSError):
+            new.unlink()
+        lines = itertools.takewhile(lambda item: not (item[1] and _has_step(item[1]) and item[1]["step"] > step), read_lines(path))
+        os.truncate(path, sum(len(line) for line, _ in lines))
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+    # Not isinstance: True is an int.
+    return type(row.get("step")) is int
 
 
 def read_config(run: Path) -> Mapping[str, Any]:

@@ -113,7 +113,7 @@ def run_here(
         train(checked, given, on_end=lambda setup, position: found.append((setup, position)), owns_process=False)
     setup, position = found[0]
     folder = checked.config.run.path
-    rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
+    rows = list(read_metrics(folder / "metrics.jsonl"))
     return Trained(folder=folder, step=position.step, state=position.state, setup=setup, metrics=rows)
 
 
