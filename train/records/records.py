@@ -52,8 +52,8 @@ class Records:
     def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
         self._folder = folder
         # The metrics are the same on all processes.
-        self._loads = JsonLines(folder / LOADS) if process == 0 else None
         self._loggers = [JsonLines(folder / "metrics.jsonl"), *loggers] if process == 0 else []
+        self._loads = [JsonLines(folder / LOADS)] if process == 0 else []
         events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
         self._events = Sink(events.name, AppendedFile(events).write)
         self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt").write)
@@ -61,8 +61,8 @@ class Records:
     @property
     def lost(self) -> dict[str, int]:
         """The number of lost records of each sink that lost any."""
-        loggers = [*self._loggers, *([] if self._loads is None else [self._loads])]
-        return {sink.name: sink.lost for sink in (*(logger.sink for logger in loggers), self._events, self._sample) if sink.lost}
+        metrics, *others = [logger.sink for logger in (*self._loggers, *self._loads)] or [self._events]
+        return {sink.name: sink.lost for sink in (metrics, self._events, self._sample, *others) if sink.lost}
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Adds the metrics of a step to metrics.jsonl and to all loggers."""
@@ -73,8 +73,8 @@ class Records:
 
     def loads(self, step: int, loads: Sequence[Sequence[float]]) -> None:
         """Appends the load of each expert, by layer, to experts.jsonl."""
-        if self._loads is not None:
-            self._loads.add(step, {"load": [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]})
+        for logger in self._loads:
+            logger.add(step, {"load": [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]})
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -95,7 +95,7 @@ class Records:
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of later steps than the one that a restart resumes from: they will be written again."""
-        for logger in [*self._loggers, *([] if self._loads is None else [self._loads])]:
+        for logger in (*self._loggers, *self._loads):
             logger.forget_after(step)
 
     def close(self) -> None:

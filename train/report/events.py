@@ -1,9 +1,9 @@
 """The events files of a run, read back: lines into events, and events into the starts that wrote them.
 
-A run is often started many times, and every start appends to the same file. A killed process leaves half a line, an older version wrote
-other keys, a clock was set back. So every value is checked when it is read, a line that is not an event is counted instead of refused, and
-a `StartSummary` has None for everything that its events do not say. Whoever reads further can rely on finite numbers, steps from 1 on, text
-of printable characters only, and at least one event per start.
+A run is often started many times, and every start appends to the same file. A killed process leaves half a line, and lines may be missing
+or edited. So every value is checked when it is read, a line that is not an event is counted instead of refused, and a `StartSummary` has
+None for everything that its events do not say. Whoever reads further can rely on finite numbers, steps from 1 on, text of printable
+characters only, and at least one event per start.
 
 A run of years may have millions of lines, so what exists for each of them is a NamedTuple, which is made faster than a frozen dataclass.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jgt.document import printable
 
-from .rows import read_lines, read_object
+from .rows import read_lines
 
 KILLED = "killed"
 """How a start ended that wrote no `stop`, although another start followed."""
@@ -56,18 +56,8 @@ class Event(NamedTuple):
 
 def read_events(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and the number of its lines that could not be read. Raises OSError."""
-    events: list[Event] = []
-    unreadable = 0
-    for line, row in read_lines(path):
-        event = _event(row)
-        if event is None and line.strip():
-            unreadable += 1
-            # A killed process can leave its last line open, and older versions continued in the same line. So the line is read again
-            # from the last place where an event begins.
-            event = _event(read_object(line[max(line.rfind(b'{"phase"'), 0) :]))
-        if event is not None:
-            events.append(event)
-    return events, unreadable
+    events = [_event(row) for line, row in read_lines(path) if line.strip()]
+    return [event for event in events if event is not None], events.count(None)
 
 
 def seconds_of(value: Any) -> float | None:
@@ -131,29 +121,21 @@ class StartSummary:
 
 
 def find_starts(events: Sequence[Event]) -> tuple[StartSummary, ...]:
-    """The starts in the events of one process, in order."""
-    groups = list(_split_at_starts(events))
-    return tuple(_summary(group, is_last=group is groups[-1]) for group in groups)
-
-
-def _split_at_starts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each start. A start begins at `start`; in older files, or if that line was lost, at a second `verify`."""
-    group: list[Event] = []
+    """The starts in the events of one process, in order. A start begins at its `start` event."""
+    groups: list[list[Event]] = []
     for event in events:
-        if group and (event.phase == "start" or (event.phase == "verify" and any(e.phase == "verify" for e in group))):
-            yield group
-            group = []
-        group.append(event)
-    if group:
-        yield group
+        if event.phase == "start" or not groups:
+            groups.append([])
+        groups[-1].append(event)
+    return tuple(_summary(group, is_last=group is groups[-1]) for group in groups)
 
 
 def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     by_phase: dict[str, list[Event]] = {}
     for event in events:
         by_phase.setdefault(event.phase, []).append(event)
+    stretches = tuple(_stretches(by_phase.get("step", ())))
     resumed = next((e.natural("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
-    stretches = tuple(_stretches(by_phase.get("step", ()), resumed or 0))
     # The events before the steps were lost: the first step says where the start resumed.
     if resumed is None and stretches:
         resumed = stretches[0].first - 1
@@ -175,14 +157,9 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     )
 
 
-def _stretches(events: Sequence[Event], done: int) -> Iterator[Stretch]:
-    """The stretches of a start that resumed from step `done`. Older files have one `step` event per start, with a count of steps only."""
+def _stretches(events: Sequence[Event]) -> Iterator[Stretch]:
     for event in events:
-        first, last, steps = (event.natural(key) for key in ("first", "last", "steps"))
-        first = done + 1 if first is None else first
-        last = first + (steps or 0) - 1 if last is None else last
+        first, last = event.natural("first"), event.natural("last")
         # Anything else is not a stretch, and would divide by zero later.
-        if first >= 1 and last >= first:
-            busy = seconds_of(event.details.get("busy"))
-            yield Stretch(first=first, last=last, seconds=event.seconds, busy=busy)
-            done = last
+        if first and last is not None and last >= first:
+            yield Stretch(first=first, last=last, seconds=event.seconds, busy=seconds_of(event.details.get("busy")))
