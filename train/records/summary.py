@@ -91,9 +91,8 @@ def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: i
         line += f", goodput {accounts.goodput:.1%}{starts}"
     yield line
     with contextlib.suppress(OSError):
-        evaluations = [
-            (row["eval_loss"], row["step"]) for row in read_metrics(folder / "metrics.jsonl") if row.get("eval_loss") is not None
-        ]
+        rows = read_metrics(folder / "metrics.jsonl")
+        evaluations = [(row["eval_loss"], row["step"]) for row in rows if isinstance(row.get("eval_loss"), int | float)]
         if evaluations:
             loss, step = min(evaluations)
             yield f"Best evaluation: loss {loss:.4f} at step {step}"

@@ -12,6 +12,7 @@ trained again: its time is `redone`. Steps inside one stretch share its seconds 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -49,7 +50,7 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 
-_INCIDENTS, _FAULT = ("nonfinite", "spike", "save_failed"), "fault"
+_INCIDENTS = ("nonfinite", "spike", "save_failed")
 
 _CAUSE_OF = {"start": "startup", "verify": "restore"} | {n: n for n in ("open", "compile", "init", "restore", "save", "eval", "sample")}
 """The cause of a phase. All other phases are part of `other`."""
@@ -132,30 +133,25 @@ def read_accounts(run: Path) -> Accounts:
     if not events:
         lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
         raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
-    others: dict[int, tuple[StartSummary, ...]] = {}
-    incidents: list[Sequence[Event]] = []
+    others: dict[int, Sequence[Event]] = {}
     # Process 0's file has no number. A file of any other name, such as a copy that someone made, is not the run's.
-    for path in sorted(run.glob("events-*.jsonl")):
+    for path in run.glob("events-*.jsonl"):
         if (process := path.stem.removeprefix("events-")).isdecimal():
-            other_events, other_unreadable = read_events(path)
-            others[int(process)] = find_starts(other_events)
-            # There may be millions of events, and only these are read again.
-            incidents.append([event for event in other_events if event.phase in (*_INCIDENTS, _FAULT)])
-            unreadable += other_unreadable
-    tokens = _tokens_per_step(read_config(run))
-    return account(str(run), events, others, events_of_others=incidents, tokens_per_step=tokens, unreadable_lines=unreadable)
+            others[int(process)], unreadable_here = read_events(path)
+            unreadable += unreadable_here
+    return account(str(run), events, others, tokens_per_step=_tokens_per_step(read_config(run)), unreadable_lines=unreadable)
 
 
 def account(
     run: str,
     events: Sequence[Event],
-    others: Mapping[int, Sequence[StartSummary]] | None = None,
+    others: Mapping[int, Sequence[Event]] | None = None,
     *,
-    events_of_others: Sequence[Sequence[Event]] = (),
     tokens_per_step: int | None = None,
     unreadable_lines: int = 0,
 ) -> Accounts:
-    """The accounts from the events of process 0, at least one. others: the starts of each other process. events_of_others: their events."""
+    """The accounts from the events of process 0, at least one, and from the events of each other process."""
+    others = others or {}
     starts = find_starts(events)
     limits = _last_preserved_steps(starts)
     causes = _seconds_by_cause(starts, limits)
@@ -163,7 +159,7 @@ def account(
     wall = math.fsum(causes.values())
     trained = sum(stretch.steps for start in starts for stretch in start.stretches)
     preserved = sum(stretch.steps_up_to(limit) for start, limit in zip(starts, limits, strict=True) for stretch in start.stretches)
-    incidents, faults = _incidents([events, *events_of_others])
+    incidents, faults = _incidents([events, *others.values()])
     return Accounts(
         run=run,
         wall_s=wall,
@@ -180,35 +176,30 @@ def account(
         failed_saves=incidents["save_failed"],
         faults=faults,
         throughput=_throughput(starts, preserved, tokens_per_step, causes["steps"], wall),
-        stragglers=find_stragglers(starts, others or {}),
+        stragglers=find_stragglers(starts, {process: find_starts(theirs) for process, theirs in others.items()}),
         unreadable_lines=unreadable_lines,
     )
 
 
 def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict[str, int]]:
     """The skipped updates and failed saves of a run, by phase, and the injected faults, by kind, from the events of all processes."""
-    found: Counter[tuple[str, int | None]] = Counter()
+    most: Counter[tuple[str, int | None]] = Counter()
     faults: Counter[str] = Counter()
     for events in processes:
         # All processes skip the same updates, and each notes it; a save may fail on one of them. Neither may be counted twice.
-        found |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
+        most |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
         # A fault is injected into one process.
-        faults.update(event.text("kind") or "unknown" for event in events if event.phase == _FAULT)
-    by_phase: Counter[str] = Counter()
-    for (phase, _), count in found.items():
-        by_phase[phase] += count
-    return by_phase, dict(faults)
+        faults.update(event.text("kind") or "unknown" for event in events if event.phase == "fault")
+    return Counter(phase for phase, _ in most.elements()), dict(faults)
 
 
 def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:
     """The last step of each start that is not lost: a step is lost if a later start resumes before it."""
-    limits, limit = [], math.inf
+    # A start that ended before it resumed took nothing away.
+    resumed = [math.inf if start.resumed is None else start.resumed for start in starts]
     # Backwards, because a step is lost by the earliest checkpoint that any later start resumed from.
-    for start in reversed(starts):
-        limits.append(limit)
-        # A start that ended before it resumed took nothing away.
-        limit = min(limit, math.inf if start.resumed is None else start.resumed)
-    return limits[::-1]
+    limits = [*itertools.accumulate(reversed(resumed), min, initial=math.inf)]
+    return limits[-2::-1]
 
 
 def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -> dict[str, float]:

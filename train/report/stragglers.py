@@ -48,19 +48,18 @@ def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequenc
         return None
     start_of = {0: last}
     for process, their_starts in others.items():
-        # By overlap, because each process begins at its own time, by its own clock.
-        # Files of more processes than this start had are left from earlier starts.
+        # By overlap, because each process begins at another time, by its host's clock. Further processes are of an earlier start.
         overlapping = [start for start in their_starts if start.begin <= last.end and start.end >= last.begin]
         if overlapping and (last.processes is None or process < last.processes):
             start_of[process] = overlapping[-1]
-    processes = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
-    if len(processes) < 2:
+    busy = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
+    if len(busy) < 2:
         return None
     # Ties go to the lowest process, so that the report is the same each time.
-    processes.sort(key=lambda busy: (-busy.step_s, busy.process))
-    slowest, median = processes[0], statistics.median(busy.step_s for busy in processes)
+    busy.sort(key=lambda busy: (-busy.step_s, busy.process))
+    slowest, median = busy[0], statistics.median(b.step_s for b in busy)
     return Stragglers(
-        processes=tuple(processes),
+        processes=tuple(busy),
         slowest=slowest.process,
         host=slowest.host,
         slowest_s=slowest.step_s,

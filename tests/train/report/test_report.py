@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from train.report.__main__ import main
 from train.report.accounts import CAUSES, account, read_accounts
-from train.report.events import Event, find_starts, read_events
+from train.report.events import Event, read_events
 
 
 def event(phase, time, seconds=0.0, **details):
@@ -234,7 +234,7 @@ def timelines(draw):
 @given(timelines(), timelines())
 @settings(max_examples=60, deadline=None)
 def test_causes_sum_to_wall_time_whatever_happened(rows, others):
-    found = account_of(rows, others={1: find_starts(events_of(others))})
+    found = account_of(rows, others={1: events_of(others)})
     assert set(found.causes) == set(CAUSES)
     assert found.wall_s == 0 or causes(found)
     assert all(share.seconds >= 0 and 0 <= share.share <= 1 for share in found.causes.values())
