@@ -338,7 +338,7 @@ def test_every_cause_and_every_key_of_a_report_stands_there():
     text = section(RELIABILITY, "## Accounting")
     causes = {row[1].strip("`"): row[0] for row in rows(text) if len(row) == 3}
     assert causes == {"key": "row", **CAUSES}
-    details = {"steps": 2, "busy": 1.0, "step": 0}
+    details = {"first": 1, "last": 2, "busy": 1.0, "step": 0}
     events = [Event(phase=phase, time=0.0, seconds=1.0, details=details) for phase in ("start", "step")]
     found = account("run", events, {1: events}).to_json()
     documented = {key.strip("` ") for row in rows(text) if len(row) == 2 for key in row[0].split(",")}

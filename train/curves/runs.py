@@ -68,8 +68,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
     problems = [problem for path in paths if (problem := _problem(path)) is not None]
     if problems:
         raise InputError(problems)
-    rows = [tuple(read_metrics(path / "metrics.jsonl")) for path in paths]
-    return [RunCurves(folder=path, rows=of_run, config=read_config(path)) for path, of_run in zip(paths, rows, strict=True)]
+    return [RunCurves(folder=path, rows=tuple(read_metrics(path / "metrics.jsonl")), config=read_config(path)) for path in paths]
 
 
 def thinned(points: Sequence[Point], count: int) -> list[Point]:
