@@ -144,7 +144,7 @@ def open_programs(folder: Path) -> Programs:
 
 def use_programs(programs: Programs) -> bool:
     """Makes JAX store its programs there. Returns whether it does; if not, JAX stores none."""
-    # XLA has files of its own below this folder.
+    # XLA keeps more files below this folder.
     jax.config.update("jax_compilation_cache_dir", str(programs.folder))
     # JAX's default skips programs that compile in under a second. A start has a dozen of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

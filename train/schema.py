@@ -1,6 +1,6 @@
 """The command `jgt schema`: the JSON Schemas of run files and rules files, with which editors complete and check them.
 
-The schema of a run file is that of `Config`, with the sections whose keys belong to jgt.
+The schema of a run file describes `Config` and the sections whose keys belong to jgt.
 """
 
 from __future__ import annotations

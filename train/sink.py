@@ -112,7 +112,7 @@ class StandardStream:
             self._write_to_stream(record)
             return
         with self._lock:
-            # While an earlier record still waits for the reader, this one is lost at once.
+            # While an earlier record still waits for the reader, a record is lost at once.
             if self._writer is None or not self._writer.is_alive():
                 self._error = None
                 # A daemon, because it may still wait for its reader when the run is over.

@@ -1,6 +1,6 @@
 """Compares two runs: config, results, speed and memory, and the losses at the same steps.
 
-The order is that of a reader's questions: what was different, what came of it, and from which step on. The figures of a run cover all its
+The tables follow a reader's questions: what was different, what came of it, and from which step on. The figures of a run cover all its
 starts: the best evaluation and the median speed of all rows, and the goodput of its events. The last line says whether the runs computed
 the same: their losses are equal bit for bit up to some step, or differ from the first one on.
 """

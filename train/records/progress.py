@@ -8,8 +8,8 @@ evaluation, a checkpoint, the end) all of them are handled.
 
 The same place looks for updates that were not applied: the compiled step itself refuses an update whose loss or gradient is
 not finite, or whose loss is a spike, and says so in its metrics. `UpdateGuard` records them and decides whether the run may
-continue. All processes have the same metrics, so each makes the same decision without communication. With phases each process has the
-metrics of its own replicas and decides for itself: communication would make all processes wait for the slowest process.
+continue. All processes have the same metrics, so each makes the same decision without communication. With phases each process has only the
+metrics of its replicas, and decides for itself: communication would make all processes wait for the slowest process.
 """
 
 from __future__ import annotations

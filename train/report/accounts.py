@@ -68,7 +68,7 @@ class Share:
 class Throughput:
     """The speed of a run, by the steps that count. None if there are no such steps.
 
-    tokens_per_step: from the run's config; None if that cannot be read.
+    tokens_per_step: the batch times the length in the run's config; None if that cannot be read.
     steps_per_s, tokens_per_s: over the seconds spent in these steps. With `_wall`: over wall time.
     median_step_s, slowest_step_s: seconds per step in the median and in the slowest stretch of all steps, including lost ones.
     slowest_first, slowest_last: the steps of the slowest stretch.

@@ -56,7 +56,7 @@ def forget_rows_after(path: Path, step: int) -> None:
             file.writelines(line.rstrip() + b"\n" for line, row in read_lines(path) if row and _has_step(row) and row["step"] <= step)
         new.replace(path)
     except OSError:
-        # Without room for a second file: steps ascend, so the later rows are the end of this one.
+        # Without room for a second file: steps ascend, so the later rows are the end of the file.
         with contextlib.suppress(OSError):
             new.unlink()
         lines = itertools.takewhile(lambda item: not (item[1] and _has_step(item[1]) and item[1]["step"] > step), read_lines(path))
