@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError, read_bytes
+from jgt.document import InputError
+from jgt.document.files import read_bytes
 
 
 class Exit(enum.IntEnum):

@@ -7,9 +7,9 @@ two whole files may be exchanged. The checksum shows accidents, not forgeries: w
 Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
 
 A whole program can still end the process that loads it: it may use instructions that this machine lacks, or a driver may have changed. A
-restart would load it again and die again. So a process lists the stored programs that it loads in a `.trial` file, which it locks, and
-which it removes as soon as a step is finished. The lock disappears with its process. A list without a lock therefore belongs to a dead
-process, and the next start removes the programs that it names. Without locks or room for the list, programs are loaded without it.
+restart would load it again and die again. So a process that loads a stored program puts a `.trial` file beside it, locks that file, and
+removes it as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a
+process died with the program, and the next start removes both. Without locks or room for such a file, a program is loaded without a trial.
 
 Many processes share a folder. A file gets its name only when it is complete, and names may appear and disappear at any moment.
 
@@ -28,7 +28,6 @@ import platform
 import secrets
 import shutil
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,9 +58,8 @@ class Programs:
         # JAX shows `_path` in its log.
         self.folder = self._path = folder
         self._reported: set[str] = set()
-        self._lock = threading.Lock()
-        self._trial: tuple[Path, int] | None = None
-        """This process's list, and the descriptor that holds its lock."""
+        self._trials: dict[Path, int] = {}
+        """The `.trial` files of this process, and the descriptors that hold their locks."""
 
     def get(self, key: str) -> bytes | None:
         """The program of a key, which is then on trial; None if there is none that can be used."""
@@ -77,7 +75,14 @@ class Programs:
             # A disk that fails for a moment is no damage, so the file stays.
             self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
             return None
-        self._begin_trial(path.name)
+        trial = path.with_name(f"{path.name}{TRIAL}")
+        with contextlib.suppress(OSError):
+            if trial not in self._trials:
+                # Neither followed nor waited for: the name may belong to a link or a pipe.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                self._trials[trial] = os.open(trial, flags, 0o666)
+                # Shared with the other processes that load the program.
+                fcntl.flock(self._trials[trial], fcntl.LOCK_SH | fcntl.LOCK_NB)
         return program
 
     def put(self, key: str, value: bytes) -> None:
@@ -90,42 +95,33 @@ class Programs:
 
     def end_trial(self) -> None:
         """The programs loaded so far have run, or this process ends for a reason that is not theirs."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._trial is not None:
-                (path, descriptor), self._trial = self._trial, None
-                # Removed before the lock is released: no other process takes it for the list of a dead one.
-                path.unlink(missing_ok=True)
+        # KeyError: there is none left. Asked in this way because another thread may end the trial at the same time.
+        with contextlib.suppress(KeyError):
+            while True:
+                trial, descriptor = self._trials.popitem()
+                # Removed before the lock is released: no other process takes it for a dead one's.
+                with contextlib.suppress(OSError):
+                    trial.unlink(missing_ok=True)
                 os.close(descriptor)
 
     def remove_suspects(self) -> None:
-        """Removes the programs that are on the lists of dead processes, and then the lists."""
+        """Removes the programs that dead processes have left on trial."""
         names: set[str] = set()
-        for path in self.folder.glob(f"*{TRIAL}"):
-            # BlockingIOError: the process lives.
-            with contextlib.suppress(OSError, DamagedError), _open_file(path) as file:
-                # Shared, so that several starts at once all find the same programs.
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                for line in file.read().decode(errors="replace").splitlines():
-                    # By its last part: a damaged list must not lead elsewhere.
-                    program = self.folder / Path(line).name
-                    if program.name.endswith(ENDING) and program.is_file():
-                        _remove(program)
-                        names.add(program.name.removesuffix(ENDING).rpartition("-")[0])
-                path.unlink()
+        for trial in self.folder.glob(f"*{ENDING}{TRIAL}"):
+            # BlockingIOError: a process lives that has the program on trial.
+            with contextlib.suppress(OSError, DamagedError), _open_file(trial) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                program = trial.with_name(trial.name.removesuffix(TRIAL))
+                if program.exists():
+                    _remove(program)
+                    names.add(program.name.removesuffix(ENDING).rpartition("-")[0])
+                trial.unlink()
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             self._report(
                 f"a start died before it finished a step with compiled programs from {self.folder}. They are compiled again: "
                 f"{', '.join(sorted(names)[:_MOST_NAMES])}{more}"
             )
-
-    def _begin_trial(self, name: str) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            if self._trial is None:
-                path = self.folder / f"{secrets.token_hex(8)}{TRIAL}"
-                self._trial = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                fcntl.flock(self._trial[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._trial[1], f"{name}\n".encode())
 
     def _report(self, text: str) -> None:
         if text not in self._reported:

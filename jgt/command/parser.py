@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jgt.document import InputError, nearest, printable, shown
+from jgt.document import InputError, nearest, shown
+from jgt.document.node import printable
 
 
 class CommandParser(argparse.ArgumentParser):

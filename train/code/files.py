@@ -21,7 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, is_file, is_folder
+from jgt.document import InputError
+from jgt.document.files import is_file, is_folder
 
 COPY = "code"
 """The folder of the run directory that keeps the copy."""

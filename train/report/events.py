@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt.document import printable
+from jgt.document.node import printable
 
 from .rows import read_lines
 
