@@ -11,7 +11,8 @@ from platform import python_version
 
 from jgt import __version__
 from jgt.command.commands import find_command, find_commands
-from jgt.document import nearest, printable
+from jgt.document import nearest
+from jgt.document.node import printable
 
 USAGE = "usage: jgt COMMAND [options]      jgt COMMAND --help shows the options of a command"
 

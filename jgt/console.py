@@ -1,11 +1,11 @@
-"""What all commands print with: one console, one kind of table, and numbers in the form in which people read them."""
+"""The console and the tables of all commands, and numbers in the form in which people read them."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -37,18 +37,20 @@ class _Trimmed(io.TextIOBase):
 def make_console(*, quiet: bool = False, file: TextIO | None = None, width: int | None = None) -> Console:
     """A console on stdout, or on another file. width: instead of the terminal's, or of WIDTH_OF_FILES. quiet: it prints nothing."""
     out = file or sys.stdout
-    if out.isatty():
-        # highlight: rich would colour numbers and paths in messages as it sees fit.
-        return Console(file=file, quiet=quiet, highlight=False, width=width)
-    return Console(file=cast("TextIO", _Trimmed(out)), quiet=quiet, highlight=False, width=width or WIDTH_OF_FILES)
+    if not out.isatty():
+        file, width = cast("TextIO", _Trimmed(out)), width or WIDTH_OF_FILES
+    # Otherwise rich would take brackets in names for markup, and colour numbers and paths as it sees fit.
+    return Console(file=file, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
 
 
-def make_table(title: str, columns: Sequence[str], texts: int) -> Table:
-    """An empty table. The first `texts` columns contain text; the others contain numbers, aligned to the right."""
+def make_table(title: str, columns: Sequence[str], texts: int, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """A table with these rows. The first `texts` columns contain text; the others contain numbers, aligned to the right."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", min_width=len(title))
     for index, column in enumerate(columns):
         # fold: a name too long for its column continues on the next line instead of losing its end.
         table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

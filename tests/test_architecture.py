@@ -315,7 +315,7 @@ def test_only_these_draw():
         )
         == []
     )
-    assert offenders("train", "rich", allowed=["train/records/console.py", "train/report/table.py", "train/curves/table.py"]) == []
+    assert offenders("train", "rich") == []
     assert offenders("jgt", "matplotlib") == []
     assert offenders("train", "matplotlib", allowed=["train/curves/plot.py", "train/plan/picture.py"]) == []
 

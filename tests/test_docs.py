@@ -35,7 +35,7 @@ from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
-from train.report.events import Event, find_starts
+from train.report.events import Event
 from train.sections import Fault, SpikesConfig
 from train.sync.config import OuterConfig, SyncConfig
 
@@ -338,9 +338,9 @@ def test_every_cause_and_every_key_of_a_report_stands_there():
     text = section(RELIABILITY, "## Accounting")
     causes = {row[1].strip("`"): row[0] for row in rows(text) if len(row) == 3}
     assert causes == {"key": "row", **CAUSES}
-    details = {"steps": 2, "busy": 1.0, "step": 0}
+    details = {"first": 1, "last": 2, "busy": 1.0, "step": 0}
     events = [Event(phase=phase, time=0.0, seconds=1.0, details=details) for phase in ("start", "step")]
-    found = account("run", events, {1: find_starts(events)}).to_json()
+    found = account("run", events, {1: events}).to_json()
     documented = {key.strip("` ") for row in rows(text) if len(row) == 2 for key in row[0].split(",")}
     assert documented == {"key", *found}
     inside = [*found["causes"]["steps"], *found["starts"][0], *found["skipped"], *found["throughput"], *found["stragglers"]]

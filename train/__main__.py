@@ -49,73 +49,74 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: a `train.command_line.Exit`, or the value of --stopped-code. Some failures end the process instead of returning."""
     arguments = parser().parse_args(argv)
     with _signals_answered(arguments.stopped_code):
-        return _main(arguments)
+        # Expected failures are one line; only an error that may be a bug shows its traceback.
+        try:
+            return _main(arguments)
+        except InputError as error:
+            say_lines(error.problems)
+            code = Exit.INPUT
+        except (EndError, OSError) as error:
+            say(str(error))
+            code = error.code if isinstance(error, EndError) else Exit.FAILED
+        except Exception:
+            # stderr may be closed; the exit code remains.
+            with contextlib.suppress(OSError, ValueError):
+                traceback.print_exc()
+            code = Exit.FAILED
+        # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
+        if "jax" in sys.modules:
+            from .processes.processes import exit_if_distributed
+
+            exit_if_distributed(code)
+        return code
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    try:
-        _check_surroundings()
-        run = _load(arguments)
-        # Before the run directory is looked at: printing a config must work anywhere.
-        if arguments.print_config:
-            # The reader of a pipe may leave before the end.
-            with contextlib.suppress(BrokenPipeError):
-                print(document.dump(run.resolved()), end="", flush=True)
-            return Exit.DONE
-        resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
-        check_places(run, resume)
-        read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
-        if run.config.train.auto:
-            # Without a layout to choose, a start needs no search and nothing that a search imports.
-            from .plan.__main__ import answer
-            from .search.auto import with_best_layout
+    _check_surroundings()
+    run = _load(arguments)
+    # Before the run directory is looked at: printing a config must work anywhere.
+    if arguments.print_config:
+        # The reader of a pipe may leave before the end.
+        with contextlib.suppress(BrokenPipeError):
+            print(document.dump(run.resolved()), end="", flush=True)
+        return Exit.DONE
+    resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
+    check_places(run, resume)
+    read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
+    if run.config.train.auto:
+        # Without a layout to choose, a start needs no search and nothing that a search imports.
+        from .plan.__main__ import answer
+        from .search.auto import with_best_layout
 
-            run = with_best_layout(run, arguments, _num_processes(arguments), say, answer)
-        steps = read_step_range(arguments.profile, run)
-        return _start(run, resume, steps, arguments)
-    except InputError as error:
-        say_lines(error.problems)
-        return Exit.INPUT
-    except EndError as error:
-        say(str(error))
-        return error.code
-    except OSError as error:
-        say(str(error))
-        return Exit.FAILED
+        run = with_best_layout(run, arguments, _num_processes(arguments), say, answer)
+    profiled = read_step_range(arguments.profile, run)
+    with garbage_collection_paused():
+        from .compiled import programs_on_trial
+        from .xla import configure_xla
+
+    # stderr may not be a file, as in a test, or may be closed.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.enable()
+    for warning in configure_xla(run.config):
+        say(warning)
+    with programs_on_trial():
+        return _run(run, resume, profiled, arguments)
 
 
 def parser() -> RunParser:
     """The command line of a run."""
     parser = RunParser("jgt train", "Trains the model of a YAML file. The same command again resumes the run from its newest checkpoint.")
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first step, and print a table of bytes per device")
-    parser.add_argument(
-        "--replay",
-        type=whole_number,
-        metavar="STEP",
-        help="recompute a logged step twice, and say whether data, code or machine is at fault",
-    )
+    replay = "recompute a logged step twice, and say whether data, code or machine is at fault"
+    parser.add_argument("--replay", type=whole_number, metavar="STEP", help=replay)
     parser.add_argument("--profile", metavar="A:B", help="record steps A to B, and print a table of device time by signal")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|PATH",
-        help="auto: from the newest checkpoint; never: from step 0; PATH: from another run, or from one of its checkpoints",
-    )
-    parser.add_argument(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a key of model or data, or run.seed, that may differ from the run that is resumed",
-    )
-    parser.add_argument(
-        "--stopped-code",
-        type=exit_code,
-        default=Exit.DONE,
-        metavar="N",
-        help="exit code if a signal stops the run before its last step (0)",
-    )
+    resume = "auto: from the newest checkpoint; never: from step 0; PATH: from another run, or from one of its checkpoints"
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
+    change = "a key of model or data, or run.seed, that may differ from the run that is resumed"
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
+    stopped = "exit code if a signal stops the run before its last step (0)"
+    parser.add_argument("--stopped-code", type=exit_code, default=Exit.DONE, metavar="N", help=stopped)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; needs --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
@@ -187,40 +188,6 @@ def _load(arguments: argparse.Namespace) -> Run:
     )
 
 
-def _start(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
-    with garbage_collection_paused():
-        from .compiled.jax_cache import programs_on_trial
-        from .processes.processes import exit_if_distributed
-        from .xla import configure_xla
-
-    # stderr may not be a file, as in a test, or may be closed.
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        faulthandler.enable()
-    for warning in configure_xla(run.config):
-        say(warning)
-    # Expected failures are one line; only an error that may be a bug shows its traceback.
-    try:
-        with programs_on_trial():
-            return _run(run, resume, profiled, arguments)
-    except InputError as error:
-        say_lines(error.problems)
-        code = Exit.INPUT
-    except EndError as error:
-        say(str(error))
-        code = error.code
-    except OSError as error:
-        say(str(error))
-        code = Exit.FAILED
-    except Exception:
-        # To stderr, unless that fails too: then the code has to do.
-        with contextlib.suppress(OSError, ValueError):
-            traceback.print_exc()
-        code = Exit.FAILED
-    # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
-    exit_if_distributed(code)
-    return code
-
-
 def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
     _join(run, arguments)
     if arguments.dry_run:
@@ -244,7 +211,7 @@ def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argpar
 
 
 def _join(run: Run, arguments: argparse.Namespace) -> None:
-    """Makes this process one of the run's, with devices of its own."""
+    """Makes this process one of the run's processes."""
     from .processes.badge import fingerprint
     from .processes.processes import Admission, start_jax
     from .xla import open_devices

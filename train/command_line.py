@@ -1,4 +1,4 @@
-"""What a process of a run reads from its surroundings, and what it answers: flag values, the cluster it belongs to, its exit code.
+"""Flag values, the cluster that a process belongs to, and exit codes.
 
 Everything here is needed before JAX may be imported, and by programs that never import it, such as the launcher.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError, read_bytes
+from jgt.document import InputError
+from jgt.document.files import read_bytes
 
 
 class Exit(enum.IntEnum):
@@ -134,7 +135,7 @@ def read_token(file: str | None) -> tuple[bytes, list[str]]:
 
 
 def join_seconds(given: float | None) -> float:
-    """How long the processes of a run wait for each other, if the config gives this number."""
+    """The seconds that the processes of a run wait for each other. given: the number in the config."""
     if given is not None:
         return given
     return _LOCAL_JOIN_SECONDS if LAUNCHED in os.environ else _JOIN_SECONDS
@@ -154,7 +155,7 @@ _ADDRESS_OF_MPIRUN = "OMPI_MCA_orte_hnp_uri"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How this process joins the others: by the coordinator's address, or, if that is None, by JAX's own cluster detection."""
+    """The way in which this process joins the others: the coordinator's address, or, if that is None, JAX's own cluster detection."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -177,7 +178,7 @@ def find_cluster(coordinator: str | None, num_processes: int | None, process: in
 
 
 def cluster_problems(cluster: Cluster | None) -> Iterator[str]:
-    """What JAX's detection of this cluster would fail on."""
+    """Problems that JAX's detection of this cluster would fail on."""
     if cluster == Cluster() and importlib.util.find_spec("kubernetes") is None:
         yield (
             "environment: JOB_COMPLETION_INDEX: this is one process of a Kubernetes job, and JAX finds the others only with the package "
@@ -192,7 +193,7 @@ def cluster_problems(cluster: Cluster | None) -> Iterator[str]:
 
 
 def flag_problems(coordinator: str | None, num_processes: int | None, process: int | None) -> Iterator[str]:
-    """What is wrong with the flags that describe a cluster: some of them missing, or a value out of range."""
+    """Problems with the flags that describe a cluster: some of them missing, or a value out of range."""
     flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
     missing = [name for name, value in flags.items() if value is None]
     if 0 < len(missing) < len(flags):
@@ -206,7 +207,7 @@ def flag_problems(coordinator: str | None, num_processes: int | None, process: i
 
 
 def _address_problems(coordinator: str) -> Iterator[str]:
-    # The last colon counts, because an IPv6 address has colons of its own.
+    # The last colon counts, because an IPv6 address contains colons.
     host, _, port = coordinator.rpartition(":")
     if not port.isdecimal():
         yield f"command line: --coordinator: {coordinator!r} has no port. Write HOST:PORT, for example localhost:8476"

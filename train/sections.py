@@ -48,7 +48,7 @@ class RunConfig:
 
     name: the name of the run directory.
     dir: the run directory, relative to the working directory. null: runs/NAME.
-    seed: for the parameters, the order of the data, and the sample.
+    seed: the seed of the parameters, of the order of the data, and of the sample.
     """
 
     name: str = "run"
@@ -138,29 +138,21 @@ class SpikesConfig:
 class TrainConfig:
     """The `train:` section.
 
-    steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes.
-    epochs: instead of steps, passes of the whole run over the training data.
-    batch: sequences in an update, over all devices.
-    auto: takes the best layout for the devices at hand, of those that the file leaves open.
-    accumulate: the number of equal parts of the batch, which run one after another to save memory.
-    loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token.
-    remat: what the backward pass computes again instead of reading it from memory. matmuls: all of a layer but the results of its
-    matmuls and of cuDNN's attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the
-    tensors of these names. auto: of matmuls and block, or without a fused kernel of none, attention, matmuls and block, the first whose
-    step fits in the devices' memory.
-    loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number
-    with which the logits on a device take at most 1 GiB.
-    uneven: what happens to a parameter with a dim that its mesh axes do not divide. pad: it is stored with zeros behind it, which the model
-    does not see; refuse: an error.
-    ema: the decay of a moving average of the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the
-    first steps it is at most (1 + step) / (10 + step).
-    log_every: steps between logged steps.
-    eval_every: steps between evaluations. 0: only at the end.
-    eval_batches: the most batches in an evaluation, of each part of a mixture. null: the whole held-out split.
-    on_nonfinite: what happens after an update whose loss or gradient is not finite. The update is never applied; the run stops, or
-    skips the update and continues.
-    skip_spikes: when to skip updates with an extreme loss. null: never.
-    max_skipped: this many skipped updates in a row end the run.
+    steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes. epochs: instead of steps, passes
+    of the whole run over the training data. batch: sequences in an update, over all devices. auto: takes the best layout for the devices at
+    hand, of those that the file leaves open. accumulate: the number of equal parts of the batch, which run one after another to save
+    memory. loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token. remat: the values that the backward pass
+    computes again instead of reading them from memory. matmuls: all of a layer but the results of its matmuls and of cuDNN's attention;
+    attention: attention's scores; block: each layer, from its input; a list: each layer except the tensors of these names; auto: the first
+    setting whose step fits in the devices' memory, of matmuls and block, or without a fused kernel of none, attention, matmuls and block.
+    loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number with
+    which the logits on a device take at most 1 GiB. uneven: the treatment of a parameter with a dim that its mesh axes do not divide. pad:
+    it is stored with zeros behind it, which the model does not see; refuse: an error. ema: the decay of a moving average of the parameters,
+    such as 0.999, which evaluations and samples then use. null: no average. In the first steps it is at most (1 + step) / (10 + step).
+    log_every: steps between logged steps. eval_every: steps between evaluations. 0: only at the end. eval_batches: the most batches in an
+    evaluation, of each part of a mixture. null: the whole held-out split. on_nonfinite: the answer to an update whose loss or gradient is
+    not finite. The update is never applied; the run stops, or skips the update and continues. skip_spikes: when to skip updates with an
+    extreme loss. null: never. max_skipped: this many skipped updates in a row end the run.
     """
 
     steps: Count | None = 100
@@ -232,7 +224,7 @@ class Fault:
     """An entry of `debug.faults`: a failure that a drill injects, once in a run.
 
     at_step: the fault happens before this step begins; disk_full happens in the first save from this step on.
-    kind: what happens.
+    kind: the failure.
     process: the index of the process to which it happens.
     """
 

@@ -1,14 +1,14 @@
 """Sinks: the places where a run writes about itself (metrics, events, TensorBoard, the screen), none of which may end or delay it.
 
-Disks fill up, quotas end, the reader of a pipe dies, a terminal stands still. For a checkpoint that is a failed save; for a line of a log
-it is a lost line, and training is worth more than the line. So everything that a run writes about itself goes through `Sink.put`, which
-never raises: the first failure of a sink is said on stderr, lost records are counted, and each later record is a new attempt, so writing
-continues as soon as it can. The run's exit code tells at its end that records were lost (`train.command_line.Exit`).
+Disks fill up, quotas end, the reader of a pipe dies, a terminal is stopped. For a checkpoint that is a failed save; for a line of a log it
+is a lost line, and training is worth more than the line. So everything that a run writes about itself goes through `Sink.put`, which never
+raises: the first failure of a sink is said on stderr, lost records are counted, and each later record is a new attempt. The run's exit code
+at its end shows that records were lost (`train.command_line.Exit`).
 
 A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
 the next record, so a file stays readable wherever its disk filled up. `StandardStream` writes stdout or stderr, and waits only a moment: a
-pipe that nobody reads blocks its writer for ever, so a thread of its own does the writing. A stream that is an object of another program in
-this process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at once.
+pipe without a reader blocks its writer for ever, so another thread does the writing. A stream that is an object of another program in this
+process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at once.
 
 The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
 """
@@ -23,34 +23,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 PATIENCE_SECONDS = 2.0
 """How long a stream may take for a record before training continues without it."""
-_IDLE_SECONDS = 5.0
-_UNREAD = "its reader has stopped reading"
 _LONGEST_LINE = 1 << 20
 
 
-class Outlet(Protocol):
-    """What a sink writes to."""
-
-    def write(self, record: bytes) -> None:
-        """Writes a record. Raises OSError or ValueError if it is lost."""
-        ...
-
-
 class Sink:
-    """A place to which records go, or are lost. name: for messages."""
+    """A place to which records go, or are lost. name: for messages. write: writes a record, or raises OSError or ValueError."""
 
-    def __init__(self, name: str, outlet: Outlet):
-        self.name, self._outlet = name, outlet
+    def __init__(self, name: str, write: Callable[[Any], None]):
+        self.name, self._write = name, write
         self.lost = 0
         """The number of records that could not be written."""
 
-    def put(self, record: bytes) -> None:
+    def put(self, record: Any) -> None:
         """Writes a record if that is possible."""
-        self.attempt(lambda: self._outlet.write(record))
+        self.attempt(lambda: self._write(record))
 
     def attempt(self, write: Callable[[], None]) -> None:
         """Calls `write`. If it raises OSError or ValueError, a record is lost."""
@@ -59,7 +49,9 @@ class Sink:
         except (OSError, ValueError) as error:
             self.lost += 1
             if self.lost == 1:
-                say(f"{self.name} cannot be written: {why_not(error)}. Training continues, and tries again with each record")
+                # The system's words for an error, without the number and the path.
+                why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+                say(f"{self.name} cannot be written: {why}. Training continues, and tries again with each record")
 
 
 def describe_lost(lost: Mapping[str, int]) -> str:
@@ -67,19 +59,14 @@ def describe_lost(lost: Mapping[str, int]) -> str:
     return "lost: " + ", ".join(f"{count:,} record{'' if count == 1 else 's'} of {name}" for name, count in lost.items())
 
 
-def why_not(error: Exception) -> str:
-    """The system's words for an error, without the number and the path."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-
-
 class AppendedFile:
-    """A file that grows by whole records. Nobody else may write it. is_text: its records are lines."""
+    """A file that grows by whole records, and has no other writer. is_text: its records are lines."""
 
     def __init__(self, path: Path, *, is_text: bool = True):
         self._path, self._is_text = path, is_text
         self._whole: int | None = None
         """The size that the file had before a failed write; None if the last write succeeded."""
-        self._is_checked = False
+        self._is_checked = not is_text
 
     def write(self, record: bytes) -> None:
         """Appends a record, or nothing. Raises OSError."""
@@ -98,7 +85,7 @@ class AppendedFile:
 
     def _repair(self, descriptor: int) -> None:
         """Cuts off what a failed write left. If that fails too, the next record tries again."""
-        if self._is_text and not self._is_checked:
+        if not self._is_checked:
             # A process that was killed, or whose disk was full, may have left the last line open.
             _end_last_line(descriptor)
             self._is_checked = True
@@ -111,63 +98,46 @@ class AppendedFile:
 
 
 class StandardStream:
-    """stdout or stderr, written by a thread of its own, because a pipe that nobody reads would block its writer for ever.
-
-    write(record) writes to the stream. Each record is handed to the thread and waited for. If the thread is still busy with an earlier one,
-    the reader is away, and the record is lost without another wait. may_block() tells whether the stream needs the thread.
-    """
+    """stdout or stderr. write: writes a record to the stream, and may wait for its reader for ever."""
 
     def __init__(self, write: Callable[[bytes], None], may_block: Callable[[], bool] = lambda: True):
         self._write_to_stream, self._may_block = write, may_block
-        self._changed = threading.Condition()
-        self._record: bytes | None = None
+        self._lock = threading.Lock()
+        self._writer: threading.Thread | None = None
         self._error: Exception | None = None
-        self._has_thread = False
 
     def write(self, record: bytes) -> None:
         """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
         if not self._may_block():
             self._write_to_stream(record)
             return
-        with self._changed:
-            if self._record is not None:
-                raise TimeoutError(_UNREAD)
-            self._record, self._error = record, None
-            if not self._has_thread:
+        with self._lock:
+            # While an earlier record still waits for the reader, a record is lost at once.
+            if self._writer is None or not self._writer.is_alive():
+                self._error = None
                 # A daemon, because it may still wait for its reader when the run is over.
-                threading.Thread(target=self._run, name="stream", daemon=True).start()
-                self._has_thread = True
-            self._changed.notify_all()
-            # It counts as lost from now on, although it still appears if the reader comes back.
-            if not self._changed.wait_for(lambda: self._record is None, PATIENCE_SECONDS):
-                raise TimeoutError(_UNREAD)
+                self._writer = threading.Thread(target=self._write_in_thread, args=(record,), name="stream", daemon=True)
+                self._writer.start()
+                self._writer.join(PATIENCE_SECONDS)
+            # The record counts as lost from now on, although it still appears if the reader comes back.
+            if self._writer.is_alive():
+                raise TimeoutError("its reader has stopped reading")
             if self._error is not None:
                 raise self._error
 
-    def _run(self) -> None:
-        """Runs in the thread, which ends when it has had nothing to write for a while."""
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._record is not None, _IDLE_SECONDS):
-                    self._has_thread = False
-                    return
-                record = self._record or b""
-            error = None
-            try:
-                self._write_to_stream(record)
-            except (OSError, ValueError) as failure:
-                error = failure
-            with self._changed:
-                self._record, self._error = None, error
-                self._changed.notify_all()
+    def _write_in_thread(self, record: bytes) -> None:
+        try:
+            self._write_to_stream(record)
+        except (OSError, ValueError) as error:
+            self._error = error
 
 
 class Stdout(io.TextIOBase):
-    """stdout as a text file of which no write fails. sink: where the text goes, and how much of it was lost."""
+    """stdout as a text file of which no write fails. sink: counts what was lost."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self.sink = Sink("stdout", StandardStream(lambda record: _write_stream(self._stream, record), lambda: _is_of_system(self._stream)))
+        self.sink = Sink("stdout", StandardStream(self._write_bytes, lambda: _is_of_system(self._stream)).write)
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -188,6 +158,22 @@ class Stdout(io.TextIOBase):
     def fileno(self) -> int:
         """The stream's descriptor."""
         return self._stream.fileno()
+
+    def _write_bytes(self, record: bytes) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        if _is_of_system(stream):
+            with contextlib.suppress(io.UnsupportedOperation):
+                descriptor = stream.fileno()
+                # First what others have left in Python's buffer. The record itself does not go through it: a record that failed would stay
+                # there, and be written again.
+                stream.flush()
+                write_all(descriptor, record)
+                return
+        # A stream inside this process. A notebook's has a descriptor too, which leads to the terminal of its server.
+        stream.write(record.decode(self.encoding))
+        stream.flush()
 
 
 def say(text: str) -> None:
@@ -218,25 +204,6 @@ def write_all(descriptor: int, record: bytes) -> None:
     left = memoryview(record)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-def _write_stream(stream: TextIO | None, record: bytes) -> None:
-    if stream is None:
-        return
-    try:
-        # A notebook's stream has a descriptor too, which leads to the terminal of its server.
-        descriptor = stream.fileno() if _is_of_system(stream) else None
-    except (OSError, ValueError):
-        descriptor = None
-    if descriptor is None:
-        # A stream inside this process, as in a notebook or a test.
-        stream.write(record.decode(stream.encoding or "utf-8"))
-        stream.flush()
-        return
-    # First what others have left in Python's buffer. The record itself does not go through it: a record that failed would stay there, and
-    # be written again.
-    stream.flush()
-    write_all(descriptor, record)
 
 
 def _is_of_system(stream: TextIO | None) -> bool:

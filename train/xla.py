@@ -20,9 +20,7 @@ import jax
 
 from jgt.document import InputError
 
-from .compiled.jax_cache import use_programs
-from .compiled.programs import default_folder, open_programs
-from .compiled.sealed import DamagedError, read_sealed, write_sealed
+from .compiled import DamagedError, default_folder, open_programs, read_sealed, use_programs, write_sealed
 from .config import Config
 
 _PIPELINE = {

@@ -8,7 +8,7 @@ imported only when its command is used, because some import JAX.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -21,15 +21,21 @@ GROUP = "jgt.commands"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command. purpose: one line for `jgt --help`. load: imports its module. function: the name of the function that runs it.
+    """A command. purpose: one line for `jgt --help`. module: its full name, or that inside the trainer if it begins with a dot.
 
-    outlives_reader: it continues when the reader of its output has left, because the output is not what it is for.
+    function, make_parser: the names of the functions that run it and that make its parser. outlives_reader: it continues when the reader of
+    its output has left, because the output is not what it is for.
     """
 
     purpose: str
-    load: Callable[[], ModuleType]
+    module: str
     function: str = "main"
+    make_parser: str = "parser"
     outlives_reader: bool = False
+
+    def load(self) -> ModuleType:
+        """The command's module."""
+        return trainer(self.module[1:]) if self.module.startswith(".") else importlib.import_module(self.module)
 
     def run(self, arguments: Sequence[str]) -> int:
         """Runs the command and returns its exit code."""
@@ -37,50 +43,42 @@ class Command:
 
     def parser(self) -> CommandParser | None:
         """The command's own parser, if it has one."""
-        make = getattr(self.load(), "parser", None)
+        make = getattr(self.load(), self.make_parser, None)
         return None if make is None else make()
 
 
-def _of_trainer(module: str, purpose: str, function: str = "main", *, outlives_reader: bool = False) -> Command:
-    return Command(purpose=purpose, load=lambda: trainer(module), function=function, outlives_reader=outlives_reader)
-
-
-def _of_jgt(module: str, purpose: str) -> Command:
-    return Command(purpose=purpose, load=lambda: importlib.import_module(module))
-
-
+_RUN = "train the model of a run file, or resume its training"
+_LAUNCH = "run a training on several processes of this machine, and restart them"
 _OWN = {
-    "train": _of_trainer("__main__", "train the model of a run file, or resume its training", "run_process", outlives_reader=True),
-    "launch": _of_trainer("launch.__main__", "run a training on several processes of this machine, and restart them", outlives_reader=True),
-    "report": _of_trainer("report.__main__", "show where a run's wall time went"),
-    "plot": _of_trainer("curves.__main__", "draw metrics of runs, as a PNG or in the terminal", "plot"),
-    "compare": _of_trainer("curves.__main__", "show what two runs differ in", "compare"),
-    "check": _of_trainer("check.__main__", "check the rules against the mesh and the shapes, without devices"),
-    "verify": _of_trainer("verify.__main__", "show that the layout changes no number, on virtual devices"),
-    "plan": _of_trainer("plan.__main__", "show what XLA does with the training step, also for GPUs that you do not have"),
-    "calibrate": _of_trainer("calibrate.__main__", "measure the devices of this machine, for the times of plans"),
-    "schedule": _of_jgt("jgt.schedule.__main__", "show and compare pipeline schedules"),
-    "schema": _of_trainer("schema.__main__", "print the JSON Schema of run files or rules files, for editors"),
-    "init": _of_jgt("jgt.command.project", "write a project with a model of your own"),
-    "completion": _of_jgt("jgt.command.completion", "print a script that completes commands and flags in a shell"),
+    "train": Command(purpose=_RUN, module=".__main__", function="run_process", outlives_reader=True),
+    "launch": Command(purpose=_LAUNCH, module=".launch.__main__", outlives_reader=True),
+    "report": Command(purpose="show where a run's wall time went", module=".report.__main__"),
+    "plot": Command(
+        purpose="draw metrics of runs, as a PNG or in the terminal", module=".curves.__main__", function="plot", make_parser="plot_parser"
+    ),
+    "compare": Command(purpose="show what two runs differ in", module=".curves.__main__", function="compare", make_parser="compare_parser"),
+    "check": Command(purpose="check the rules against the mesh and the shapes, without devices", module=".check.__main__"),
+    "verify": Command(purpose="show that the layout changes no number, on virtual devices", module=".verify.__main__"),
+    "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
+    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module=".calibrate.__main__"),
+    "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),
+    "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", module=".schema"),
+    "init": Command(purpose="write a project with a model of your own", module="jgt.command.project"),
+    "completion": Command(purpose="print a script that completes commands and flags in a shell", module="jgt.command.completion"),
 }
 
 
 def find_command(name: str) -> Command | None:
     """The command of this name, if there is one."""
-    # Other packages are looked for only if they could have it: reading the list of what is installed takes 60 ms.
+    # Reading the list of installed packages takes 60 ms, so it is read only for a name that is not jgt's own.
     return _OWN.get(name) or find_commands().get(name)
 
 
 def find_commands() -> dict[str, Command]:
-    """All commands, those of other packages last. A name of jgt's own cannot be replaced."""
+    """All commands, first jgt's own, which other packages cannot replace."""
     others = {
-        entry.name: Command(purpose=f"of {entry.dist.name}" if entry.dist else entry.value, load=_loader(entry.module), function=entry.attr)
+        entry.name: Command(purpose=f"of {entry.dist.name}" if entry.dist else entry.value, module=entry.module, function=entry.attr)
         for entry in entry_points(group=GROUP)
         if entry.name not in _OWN
     }
     return {**_OWN, **others}
-
-
-def _loader(module: str) -> Callable[[], ModuleType]:
-    return lambda: importlib.import_module(module)

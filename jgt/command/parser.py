@@ -1,4 +1,4 @@
-"""A parser of flags whose answers read like those about a file: all unknown flags at once, each with the nearest name.
+"""A parser of flags that reports mistakes as jgt does for a file: all unknown flags at once, each with the nearest name.
 
 argparse answers a misspelt flag with five lines of usage that do not contain the right one, and it reports a missing flag before the
 misspelt one that should have been it. So flags are compared with the known ones before argparse reads anything. Flags and other arguments
@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jgt.document import nearest, printable, shown
+from jgt.document import InputError, nearest, shown
+from jgt.document.node import printable
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -33,6 +34,22 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"{' '.join(map(shown, rest))} cannot be given here")
         return parsed
 
+    def answer(self, args: Sequence[str] | None, command: Callable[[argparse.Namespace], object]) -> int:
+        """Calls the command with the values of all arguments. Returns the exit code: 2 for an InputError, 1 for an OSError, otherwise 0."""
+        arguments = self.parse_args(args)
+        try:
+            command(arguments)
+        except InputError as error:
+            print("\n".join(error.problems), file=sys.stderr)
+            return 2
+        except OSError as error:
+            # stdout has no name, and `jgt.__main__` answers for it.
+            if error.filename is None:
+                raise
+            print(f"{error.filename}: {error.strerror or error}", file=sys.stderr)
+            return 1
+        return 0
+
     def error(self, message: str) -> NoReturn:
         """Prints the message and ends the process."""
         # argparse names a flag as "argument --flag", and types as Python does.
@@ -48,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
 
     def _flag_problems(self, arguments: list[str]) -> list[str]:
-        # What follows `--` is not a flag.
+        # Arguments behind `--` are not flags.
         given = arguments[: arguments.index("--")] if "--" in arguments else arguments
         problems: list[str] = []
         for argument in given:

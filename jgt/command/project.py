@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError, shipped_folder
+from jgt.document import InputError
+from jgt.document.shipped import shipped_folder
 
 _FILES = ("run.yaml", "rules.yaml", "model.py", "README.md")
 _SCHEMAS = ("schema/run.json", "schema/rules.json")
@@ -22,19 +23,24 @@ _NAME = "{name: project}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: the project is written. 2: it cannot be, and stderr says why."""
-    folder = Path(parser().parse_args(argv).folder)
-    try:
-        _write(folder, _contents(folder.resolve().name))
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
+    return parser().answer(argv, lambda arguments: _begin(Path(arguments.folder)))
+
+
+def parser() -> CommandParser:
+    """The command line of the new project."""
+    parser = CommandParser("jgt init", "Writes a project: a run, its rules, and a model of your own to begin with.")
+    parser.add_argument("folder", metavar="DIR", help="the folder of the project, which is created if it does not exist")
+    return parser
+
+
+def _begin(folder: Path) -> None:
+    _write(folder, _contents(folder.resolve().name))
     run, model = (shlex.quote(str(folder / name)) for name in ("run.yaml", "model.py"))
     print(f"Wrote {', '.join(_FILES)} in {folder}. Train the model:\n\n    jgt train {run} --code {model}")
-    return 0
 
 
 def _contents(name: str) -> dict[str, str]:
-    """The text of each file, by its path in the project. name: of the run."""
+    """The text of each file, by its path in the project. name: the run's name."""
     source = shipped_folder()
     contents = {file: (source / "project" / file).read_text(encoding="utf-8").replace("$schema=../", "$schema=") for file in _FILES}
     contents |= {file: (source / file).read_text(encoding="utf-8") for file in _SCHEMAS}
@@ -55,13 +61,6 @@ def _write(folder: Path, contents: dict[str, str]) -> None:
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError([f"{error.filename}: cannot be written: {error.strerror or error}"]) from None
-
-
-def parser() -> CommandParser:
-    """The command line of the new project."""
-    parser = CommandParser("jgt init", "Writes a project: a run, its rules, and a model of your own to begin with.")
-    parser.add_argument("folder", metavar="DIR", help="the folder of the project, which is created if it does not exist")
-    return parser
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ Every error message of jgt that concerns a user's file begins with `file:line: k
 on plain dicts: a `Node` carries its place through `extends:`, overrides and checks up to the moment it becomes a field of a
 dataclass. Read `node.py` first, then follow a file: `files.py` (bytes), `reader.py` (YAML to nodes), `compose.py` (one document
 over another), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
+
+`__all__` is what a program needs that reads its own files with this room, as the trainer does. The other names serve rooms of jgt, and are
+better imported from the file that defines them.
 """
 
 from jgt.document.bind import Bound as Bound
@@ -31,3 +34,5 @@ from jgt.document.node import shown as shown
 from jgt.document.node import suggestion as suggestion
 from jgt.document.reader import dump as dump
 from jgt.document.reader import parse as parse
+
+__all__ = ["Bound", "InputError", "Node", "bind", "collect", "dump", "nearest", "override", "read", "shown"]

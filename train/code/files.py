@@ -21,7 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, is_file, is_folder
+from jgt.document import InputError
+from jgt.document.files import is_file, is_folder
 
 COPY = "code"
 """The folder of the run directory that keeps the copy."""
@@ -33,7 +34,7 @@ _SKIPPED = ("__pycache__", "node_modules", "site-packages")
 class Code:
     """Modules that a run may import, and objects that were given from Python.
 
-    files: by its path inside the code, such as `models/ssm.py`, where each file is. objects: by the key of the config that they serve.
+    files: the place of each file by its path inside the code, such as `models/ssm.py`. objects: each object by its config key.
     """
 
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
@@ -79,9 +80,9 @@ def read_code(paths: Sequence[str | Path]) -> Code:
     problems: list[str] = []
     files: dict[str, Path] = {}
     for path in map(Path, paths):
-        found, problem = _found(path)
+        at_path, problem = _files_at(path)
         problems += [] if problem is None else [f"command line: --code: {path}: {problem}"]
-        for inside, file in found.items():
+        for inside, file in at_path.items():
             other = files.setdefault(inside, file)
             if other.resolve() != file.resolve():
                 problems.append(f"command line: --code: {file} and {other} are both the module {_module_name(inside)}. Rename one of them")
@@ -93,33 +94,31 @@ def read_code(paths: Sequence[str | Path]) -> Code:
     return Code(files={inside: file for inside, file in files.items() if _module_name(inside).split(".")[0] not in sys.stdlib_module_names})
 
 
-def _found(path: Path) -> tuple[dict[str, Path], str | None]:
+def _files_at(path: Path) -> tuple[dict[str, Path], str | None]:
     """The Python files at a path, by their paths inside the code, and what is wrong with it."""
     if not is_folder(path):
         if is_file(path) and path.suffix == ".py":
             return {path.name: path}, None
         return {}, "is not a Python file or a folder" if os.path.lexists(path) else "no such file or folder"
     prefix = path.resolve().name if is_file(path / "__init__.py") else ""
-    found = {str(Path(prefix) / file.relative_to(path)): file for file in itertools.islice(_python_files(path), _MAX_FILES + 1)}
-    if len(found) > _MAX_FILES:
+    files = {str(Path(prefix) / file.relative_to(path)): file for file in itertools.islice(_python_files(path), _MAX_FILES + 1)}
+    if len(files) > _MAX_FILES:
         return {}, f"has more than {_MAX_FILES:,} Python files. Name a smaller folder, or single files"
-    return found, None if found else "has no Python files"
+    return files, None if files else "has no Python files"
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
     for current, folders, names in os.walk(folder):
         here = Path(current)
-        # Virtual environments and run directories contain Python files that nobody means.
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in _SKIPPED
-            and not (here / name / "pyvenv.cfg").exists()
-            and not (here / name / "config.yaml").exists()
-        )
+        folders[:] = sorted(name for name in folders if not _is_skipped(here / name))
         # A pipe in a folder from elsewhere would block whoever reads it.
         yield from (here / name for name in sorted(names) if name.endswith(".py") and is_file(here / name))
+
+
+def _is_skipped(folder: Path) -> bool:
+    """Whether a folder's Python files are not meant: it is hidden, installed, a virtual environment or a run directory."""
+    marks = (folder / "pyvenv.cfg", folder / "config.yaml")
+    return folder.name.startswith(".") or folder.name in _SKIPPED or any(mark.exists() for mark in marks)
 
 
 def _module_name(inside: str) -> str:

@@ -1,8 +1,8 @@
 """Objects of a user's own code by name: `kind: my_models:Mamba` is the class `Mamba` of the module `my_models`.
 
-A name is resolved in two steps. `name_problem` asks only the text of the files, before JAX is imported: is the module among those of
-`--code`, and does it define the name? Or does an installed package offer exactly this name as an entry point of the group `jgt.code`?
-Nothing else can be named, so a config that comes from elsewhere runs nothing of its own choice. `load_object` then imports the module.
+A name is resolved in two steps. `name_problem` asks only the text of the files, before JAX is imported: does `--code` have the module, and
+does the module define the name? Or does an installed package offer exactly this name as an entry point of the group `jgt.code`? Nothing
+else can be named, so a config that comes from elsewhere cannot choose what runs. `load_object` then imports the module.
 
 An object is called with the other keys of its section. Values of the run, such as `vocab` or `seq`, are passed where the signature has
 them (`call_with`). Keys that the signature does not have are reported like misspelt keys of any other section.
@@ -40,14 +40,14 @@ def is_name(text: object) -> bool:
 
 
 def name_problem(name: str, key: str, code: Code) -> str | None:
-    """Why an object cannot be named so, or None. key: of the config, such as `model.kind`."""
+    """Why an object cannot be named so, or None. key: the key of the config, such as `model.kind`."""
     if not _NAME.fullmatch(name):
         return f"{name!r} is not MODULE:NAME, such as my_models:Mamba"
     module, _, attribute = name.partition(":")
     if module == PYTHON and key in code.objects:
         return None
     if module not in code.modules:
-        if name in _offered():
+        if name in {entry.value for entry in entry_points(group=GROUP)}:
             return None
         if not code.modules:
             return f"{name!r} is code of your own, which a config alone does not run. Add --code PATH with the file or folder of {module}"
@@ -67,7 +67,7 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
         raise InputError([f"{where}: {key}: {problem}"])
     module, _, attribute = name.partition(":")
     if module in code.modules:
-        _Finder.use(code)
+        _FINDER.use(code)
         loaded = sys.modules.get(module)
         if loaded is not None and not _is_from(loaded, code.modules[module].resolve()):
             raise InputError([f"{where}: {key}: {module} is the name of a package that is already in use. Rename {code.modules[module]}"])
@@ -82,14 +82,14 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
 def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]) -> Any:
     """function(**given), with the values of the run that its signature has too.
 
-    given: the keys of the config. offered: values of the run, and where(key) a key's file, line and full name, for messages. Raises
+    given: the keys of the config. offered: the values of the run. where: maps a key to its file, line and full name, for messages. Raises
     InputError with all keys that the function does not take or lacks, and if it fails.
     """
-    # Of a class its __init__: the metaclass of nnx modules takes anything.
+    # A class is asked by its __init__: the metaclass of nnx modules takes anything.
     is_class = isinstance(function, type)
-    found = list(inspect.signature(function.__init__ if is_class else function).parameters.values())[is_class:]
-    parameters = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in found)
+    declared = list(inspect.signature(function.__init__ if is_class else function).parameters.values())[is_class:]
+    parameters = {p.name: p for p in declared if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in declared)
     # A linen module's own fields are not for a config.
     own = [name for name in parameters if name not in offered and name not in ("parent", "name")]
     title = getattr(function, "__name__", "the function")
@@ -115,7 +115,7 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
 def own_line(error: BaseException) -> str:
     """The file and line of the user's own code in which an error was raised, for a message; empty if it was raised elsewhere."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) in _Finder.paths()]
+    own = [frame for frame in frames if Path(frame.filename) in _FINDER.paths.values()]
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
 
@@ -124,42 +124,29 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _offered() -> set[str]:
-    return {entry.value for entry in entry_points(group=GROUP)}
-
-
 class _Finder(MetaPathFinder):
-    """Finds the modules of the code in use. There is one for the process, which is asked before Python's own finders."""
+    """Finds the modules of the code in use. Python asks it before its own finders."""
 
-    current: _Finder | None = None
+    def __init__(self) -> None:
+        self.paths: dict[str, Path] = {}
+        self._checksum = ""
 
-    def __init__(self, code: Code):
-        self._paths = {name: path.resolve() for name, path in code.modules.items()}
-        self._checksum = code.checksum
-
-    @classmethod
-    def use(cls, code: Code) -> None:
+    def use(self, code: Code) -> None:
         """Lets import statements find this code. Modules of other code, or of these files before a change, are forgotten."""
-        finder = cls(code)
-        if cls.current is not None and (cls.current._paths, cls.current._checksum) == (finder._paths, finder._checksum):
+        paths = {name: path.resolve() for name, path in code.modules.items()}
+        if (paths, code.checksum) == (self.paths, self._checksum):
             return
-        if cls.current is not None:
-            sys.meta_path.remove(cls.current)
-            for name, path in cls.current._paths.items():
-                if name in sys.modules and _is_from(sys.modules[name], path):
-                    del sys.modules[name]
-        sys.meta_path.insert(0, finder)
-        cls.current = finder
+        for name, path in self.paths.items():
+            if name in sys.modules and _is_from(sys.modules[name], path):
+                del sys.modules[name]
+        self.paths, self._checksum = paths, code.checksum
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
         importlib.invalidate_caches()
-
-    @classmethod
-    def paths(cls) -> set[Path]:
-        """The files of the code in use."""
-        return set() if cls.current is None else set(cls.current._paths.values())
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The module's spec, if the code has it."""
-        file = self._paths.get(fullname)
+        file = self.paths.get(fullname)
         if file is None:
             return None
         inside = [str(file.parent)] if file.name == "__init__.py" else None
@@ -169,3 +156,6 @@ class _Finder(MetaPathFinder):
 def _is_from(module: Any, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path
+
+
+_FINDER = _Finder()

@@ -6,47 +6,53 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from jgt.command.parser import CommandParser
 from jgt.console import make_console
 from jgt.document import InputError, nearest
 
 from ..report.loads import MARGIN, Loads, describe_loads, read_loads
-from .compare import compare_runs
+from .compare import compare_runs, print_comparison
 from .runs import AXES, METRICS, RunCurves, read_runs, short_names
-from .table import print_comparison
 from .terminal import draw_text
 
 PICTURE = "curves.png"
 """The file that `jgt plot` writes if none is named."""
-
-
 _COLUMNS = 200
 """The columns of a heat map, at most."""
 
 
 def plot(argv: Sequence[str] | None = None) -> int:
     """`jgt plot RUN [RUN ...]`. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="jgt plot", description="Draws metrics of runs, as a PNG or in the terminal.", allow_abbrev=False)
+    return plot_parser().answer(argv, _plot)
+
+
+def compare(argv: Sequence[str] | None = None) -> int:
+    """`jgt compare A B`. Returns the exit code."""
+    return compare_parser().answer(argv, _compare)
+
+
+def plot_parser() -> CommandParser:
+    """The command line of `jgt plot`."""
+    parser = CommandParser("jgt plot", "Draws metrics of runs, as a PNG or in the terminal.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart")
     parser.add_argument("--metrics", metavar="A,B", help=f"the metrics to draw ({','.join(METRICS)})")
     parser.add_argument("--over", choices=list(AXES), default="steps", help="the horizontal axis (steps)")
     parser.add_argument("--output", metavar="FILE", help=f"the PNG to write ({PICTURE}); needs matplotlib")
     parser.add_argument("--experts", action="store_true", help="draw the load of each expert of one run instead of metrics")
     parser.add_argument("--terminal", action="store_true", help="draw in the terminal, as without matplotlib")
-    return _answer(lambda: _plot(parser.parse_args(argv)))
+    return parser
 
 
-def compare(argv: Sequence[str] | None = None) -> int:
-    """`jgt compare A B`. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="jgt compare", description="Shows what two runs differ in: config, results, speed, memory and losses.", allow_abbrev=False
-    )
+def compare_parser() -> CommandParser:
+    """The command line of `jgt compare`."""
+    parser = CommandParser("jgt compare", "Shows what two runs differ in: config, results, speed, memory and losses.")
     parser.add_argument("first", metavar="A", help="a run directory")
     parser.add_argument("second", metavar="B", help="another run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return _answer(lambda: _compare(parser.parse_args(argv)))
+    return parser
 
 
 def _plot(arguments: argparse.Namespace) -> None:
@@ -54,11 +60,10 @@ def _plot(arguments: argparse.Namespace) -> None:
     loads = _loads(arguments.runs) if arguments.experts else None
     metrics = _metrics(runs, arguments.metrics)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    if arguments.output and (arguments.terminal or not has_matplotlib):
-        why = "--terminal writes no file" if arguments.terminal else "a PNG needs matplotlib: pip install 'jgt[plot]'"
-        raise InputError(
-            [f"command line: --output: {why}. Leave one of them out" if arguments.terminal else f"command line: --output: {why}"]
-        )
+    if arguments.output and arguments.terminal:
+        raise InputError(["command line: --output: --terminal writes no file. Leave one of them out"])
+    if arguments.output and not has_matplotlib:
+        raise InputError(["command line: --output: a PNG needs matplotlib: pip install 'jgt[plot]'"])
     if arguments.terminal or not has_matplotlib:
         width = make_console().width if sys.stdout.isatty() else 80
         lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - MARGIN)
@@ -103,18 +108,6 @@ def _compare(arguments: argparse.Namespace) -> None:
         print(json.dumps(comparison.to_json(), indent=1))
     else:
         print_comparison(comparison, short_names(runs))
-
-
-def _answer(command: Callable[[], None]) -> int:
-    try:
-        command()
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

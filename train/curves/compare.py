@@ -1,7 +1,7 @@
-"""What two runs differ in: config, results, speed and memory, and the losses at the same steps.
+"""Compares two runs: config, results, speed and memory, and the losses at the same steps.
 
-A comparison answers in the order in which one asks: what was different, what came of it, and from where on. The figures of a run cover
-all its starts: the best evaluation and the median speed of all rows, and the goodput of its events. One line says whether the runs computed
+The tables follow a reader's questions: what was different, what came of it, and from which step on. The figures of a run cover all its
+starts: the best evaluation and the median speed of all rows, and the goodput of its events. The last line says whether the runs computed
 the same: their losses are equal bit for bit up to some step, or differ from the first one on.
 """
 
@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jgt.document import InputError
+from jgt.console import count_text, make_console, make_table
+from jgt.document import InputError, shown
 
 from ..report.accounts import read_accounts
+from ..report.rows import flattened
 from .runs import RunCurves
 
 _OWN = ("run.name", "run.dir", "log")
@@ -23,11 +25,12 @@ _OWN = ("run.name", "run.dir", "log")
 _RECENT = 10
 _STEPS = 8
 """The rows of the table of losses."""
+_MAX_VALUE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure of both runs. change: of the second as a share of the first; None where it is not known or not a number."""
+    """A figure of both runs. change: how much the second is above the first, as a share; None where it is not known or not a number."""
 
     name: str
     first: Any
@@ -37,10 +40,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs held against each other.
+    """The differences of two runs.
 
-    config: the keys that differ; results: figures of both runs; losses: at common steps. common: the number of common steps; equal_up_to:
-    the last of them up to which all losses are equal bit for bit, None if not even the first is.
+    config: the keys that differ.
+    results: figures of both runs.
+    losses: the losses at some of the common steps.
+    common: the number of common steps.
+    equal_up_to: the last common step up to which all losses are equal bit for bit; None if not even the first loss is.
     """
 
     config: tuple[Difference, ...]
@@ -66,7 +72,7 @@ class Comparison:
 
 
 def compare_runs(first: RunCurves, second: RunCurves) -> Comparison:
-    """Holds two runs against each other."""
+    """Compares two runs."""
     losses = first.at_steps("loss"), second.at_steps("loss")
     common = sorted(losses[0].keys() & losses[1].keys())
     unequal = next((index for index, step in enumerate(common) if losses[0][step] != losses[1][step]), len(common))
@@ -82,7 +88,7 @@ def compare_runs(first: RunCurves, second: RunCurves) -> Comparison:
 
 
 def _figures(run: RunCurves) -> dict[str, float | None]:
-    """The figures of a run that has them."""
+    """The figures that a run has."""
 
     def values(metric: str) -> list[float]:
         return [point.y for point in run.curve(metric)]
@@ -118,22 +124,41 @@ def _difference(name: str, first: float | None, second: float | None) -> Differe
 
 
 def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
-    old, new = dict(_flat(first)), dict(_flat(second))
+    old, new = dict(flattened(first)), dict(flattened(second))
     for key in dict.fromkeys((*old, *new)):
         if old.get(key) != new.get(key) and key not in _OWN:
             yield Difference(name=key, first=old.get(key), second=new.get(key))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _spread(steps: Sequence[int]) -> list[int]:
-    """At most _STEPS of the steps, the first and the last among them."""
+    """The first and the last step, and some between them: at most _STEPS in all."""
     if len(steps) <= _STEPS:
         return list(steps)
     return [steps[round(n * (len(steps) - 1) / (_STEPS - 1))] for n in range(_STEPS)]
+
+
+def print_comparison(comparison: Comparison, names: Sequence[str]) -> None:
+    """Prints a comparison to stdout. names: the names of the two runs."""
+    console = make_console()
+    rows = [[d.name, *map(_config_text, (d.first, d.second))] for d in comparison.config]
+    console.print(make_table("Config", ["key", *names], 3, rows) if rows else "Config: no key differs")
+    console.print(make_table("Results", ["", *names, "change"], 1, map(_row, comparison.results)))
+    if comparison.losses:
+        console.print(make_table("Loss", ["step", *names, "change"], 0, map(_row, comparison.losses)))
+    console.print(comparison.verdict, soft_wrap=True)
+
+
+def _row(difference: Difference) -> list[str]:
+    change = "" if difference.change is None else f"{difference.change:+.2%}"
+    return [difference.name, *map(_figure_text, (difference.first, difference.second)), change]
+
+
+def _figure_text(value: float | None) -> str:
+    if value is None:
+        return ""
+    return count_text(value) if abs(value) >= 100 else f"{value:.5g}"
+
+
+def _config_text(value: Any) -> str:
+    text = "(none)" if value is None else shown(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

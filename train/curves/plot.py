@@ -1,7 +1,6 @@
 """Curves of runs as a PNG, one panel for each metric. Needs the extra `plot` (matplotlib), which only this module of the trainer imports.
 
-Drawn on a canvas of its own and not through pyplot, whose global state and choice of a window system are not for a command that may run
-anywhere.
+It draws on a canvas and not through pyplot, whose global state and choice of a window system are not for a command that may run anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def draw_png(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, path:
     for axes, metric in zip(panels[:, 0], metrics, strict=True):
         for number, (name, run) in enumerate(zip(short_names(runs), runs, strict=True)):
             points = thinned(run.curve(metric, over), _POINTS)
-            # A few evaluations are points, and not only the line between them.
+            # A few evaluations are drawn as points too.
             style = {"marker": "o", "markersize": 3} if len(points) < 50 else {}
             if points:
                 (line,) = axes.plot(
@@ -46,7 +45,7 @@ def draw_png(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, path:
 
 
 def draw_loads(layers: Sequence[Sequence[Sequence[float]]], steps: tuple[int, int], path: Path) -> None:
-    """Draws a heat map for each layer, from loads by layer, expert and column. steps: of the first and the last column. Raises OSError."""
+    """Draws a heat map for each layer, from loads by layer, expert and column. steps: the steps at both ends. Raises OSError."""
     columns = min(4, len(layers))
     rows = -(-len(layers) // columns)
     figure = Figure(figsize=(1.5 + 3.0 * columns, 0.8 + 2.0 * rows), dpi=_DPI, layout="constrained")

@@ -1,8 +1,8 @@
 """Runs as curves: each metric of metrics.jsonl over steps, tokens or hours.
 
 Runs are drawn to be compared, and which axis is fair depends on the question: steps for the same batch, tokens for different ones, hours
-for the speed. So a curve takes its x from a name. An evaluation has a row without tokens, and gets those of the training step before it.
-Rows of older versions may lack the time or the tokens; a point without x or y is left out.
+for the speed. So a curve takes its x from a name. An evaluation has a row without tokens, and gets the number of the training step before
+it. Rows of older versions may lack the time or the tokens; a point without x or y is left out.
 
 A long run has more rows than a picture has pixels: `thinned` takes the mean over bins of equal numbers of points, so that a curve keeps its
 level everywhere.
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt import document
 from jgt.document import InputError, nearest
 
-from ..report.rows import read_metrics
+from ..report.rows import read_config, read_metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "time"}
 """What a curve may be drawn over, and the metric that says where."""
@@ -36,7 +35,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurves:
-    """A run directory, read. rows: of metrics.jsonl, in order; config: that of the last start that trained, empty if it cannot be read."""
+    """The contents of a run directory. rows: the rows of metrics.jsonl. config: config.yaml's values, empty if it cannot be read."""
 
     folder: Path
     rows: tuple[Mapping[str, Any], ...]
@@ -69,11 +68,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunCurves]:
     problems = [problem for path in paths if (problem := _problem(path)) is not None]
     if problems:
         raise InputError(problems)
-    return [_read(path) for path in paths]
+    return [RunCurves(folder=path, rows=tuple(read_metrics(path / "metrics.jsonl")), config=read_config(path)) for path in paths]
 
 
 def thinned(points: Sequence[Point], count: int) -> list[Point]:
-    """At most `count` points, each the mean of as many neighbours."""
+    """The points if there are at most `count`. Otherwise `count` points, each the mean of as many neighbours."""
     if len(points) <= count:
         return list(points)
     edges = [round(len(points) * n / count) for n in range(count + 1)]
@@ -93,17 +92,6 @@ def _problem(path: Path) -> str | None:
     why = "is not a run directory: it has no metrics.jsonl" if path.is_dir() else "is not a run directory"
     others = sorted(str(file.parent) for file in path.parent.glob("*/metrics.jsonl")) if path.parent.is_dir() else []
     return f"{path}: {why}. {nearest(str(path), others) if others else 'Name one, such as runs/quickstart'}"
-
-
-def _read(path: Path) -> RunCurves:
-    config: Mapping[str, Any] = {}
-    try:
-        found = document.read(path / "config.yaml").plain()
-        config = found if isinstance(found, dict) else {}
-    except InputError:
-        # Curves need no config.
-        pass
-    return RunCurves(folder=path, rows=tuple(row for _, row in read_metrics(path / "metrics.jsonl")), config=config)
 
 
 def _number(value: Any) -> float | None:

@@ -15,7 +15,7 @@ _SHARED = "*"
 
 
 def draw_text(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, width: int) -> Iterator[str]:
-    """The lines of the diagrams. width: of the screen, in columns."""
+    """The lines of the diagrams. width: the columns of the screen."""
     names = short_names(runs)
     for mark, name in zip(_MARKS * len(names), names, strict=False):
         yield f"{mark} {name}"
@@ -29,7 +29,7 @@ def draw_text(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, widt
 
 
 def _diagram(metric: str, curves: Sequence[Sequence[Point]], over: str, width: int) -> Iterator[str]:
-    # Means over columns, so that one bad step does not flatten all others.
+    # Means over columns: one bad step would flatten the rest of the curve.
     columns = max(10, width - 12)
     curves = [thinned(curve, columns) for curve in curves]
     xs, ys = [p.x for curve in curves for p in curve], [p.y for curve in curves for p in curve]

@@ -40,7 +40,7 @@ import jax
 from jgt.document import InputError
 
 from ..command_line import Exit
-from ..compiled.jax_cache import finish_trial
+from ..compiled import finish_trial
 from ..sections import WatchdogConfig
 from ..sink import say
 from .peers import Peers

@@ -1,17 +1,16 @@
 """Step times, measured on finished work.
 
-JAX dispatches asynchronously: a jitted step returns at once, with arrays that the devices compute later. A clock around the
-call would measure how fast Python can enqueue work. A clock around `block_until_ready` after every step would measure
-correctly and slow the run down, because the devices would idle while the host prepares the next step. So the host runs a few
-steps ahead of the devices (`InFlight`), and a step ends when its result is first seen to be finished, not when it was
-dispatched. The time between two such ends is the time of the steps between them (`StepClock`).
+JAX dispatches asynchronously: a jitted step returns at once, with arrays that the devices compute later. A clock around the call would
+measure how fast Python can enqueue work, and waiting for every step would let the devices idle while the host prepares the next one. So the
+host runs a few steps ahead of the devices (`InFlight`), and a step ends when its result is first seen to be finished. The time between two
+such ends is the time of the steps between them (`StepClock`).
 
-The host sees the end of a step at once only if it waits for it. If it was busy meanwhile, it finds the step finished, and several
-steps perhaps together: they ended at some moment since the host last looked. So each end comes with the seconds by which it may have
-been earlier, and a lap between two ends is only measured if these seconds are few against its length.
+The host sees the end of a step at once only if it waits for it. If it was busy meanwhile, it finds the step finished, perhaps with several
+others: they ended at some moment since the host last looked. So each end comes with the seconds by which it may have been earlier, and a
+lap between two ends is only measured if these seconds are few against its length.
 
-Two clocks are in use. `time.perf_counter` measures durations: it never jumps. `time.time` gives the moments that events files
-contain, so that the files of several hosts can be compared; it can be set, and no duration is computed from it.
+`time.perf_counter` measures durations: it never jumps. `time.time` gives the moments in events files, so that the files of several hosts
+can be compared. It can be set, and no duration is computed from it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class InFlight:
         # If the host is slower than the devices, it never waits for them: the results that finished meanwhile get their time here.
         self._look()
         if len(self._ends) == len(self._results) and _is_ready(result):
-            # Small programs run inside the call that dispatches them, and this one has just returned.
+            # Small programs run inside the call that dispatches them, which has just returned.
             self._looked = time.perf_counter()
             self._ends.append((self._looked, 0.0))
         self._results.append(result)
@@ -102,33 +101,29 @@ def _is_ready(result: Any) -> bool:
     return all(x.is_ready() for x in jax.tree.leaves(result) if hasattr(x, "is_ready"))
 
 
-class _End(NamedTuple):
-    """The end of a step. at: without pauses; late: by how much earlier it may have been."""
-
-    step: int
-    at: float
-    late: float
-
-
 class StepClock:
     """Measures the seconds per step between laps, without pauses. `done` is the number of steps before the first one measured."""
 
     def __init__(self, done: int = 0) -> None:
         self._warm = done + WARMUP_STEPS
-        self._ends: collections.deque[_End] = collections.deque(maxlen=_ENDS)
+        self._ends: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=_ENDS)
+        """The step, the time without pauses, and the uncertainty of each end."""
         self._paused = 0.0
 
     def lap(self, step: int, at: float, late: float = 0.0) -> float | None:
-        """Seconds per step since the last lap, or since an earlier one if that is too near to be measured against; None if all are.
+        """Seconds per step since the last lap that is long enough to be measured; None if there is none, as in the warm-up steps.
 
-        at: when `step` was finished, by time.perf_counter(). It must not lie before the end of a pause. late: by how many seconds it may
-        have been finished earlier. The warm-up steps are not measured.
+        at: when `step` was finished, by time.perf_counter(), and not before the end of a pause.
+        late: the seconds by which it may have been finished earlier.
         """
-        end = _End(step, at - self._paused, late)
-        begin = next((e for e in reversed(self._ends) if end.at - e.at > 0 and late + e.late <= _DOUBT * (end.at - e.at)), None)
+        at -= self._paused
+        laps = (
+            (at - begin) / (step - before) for before, begin, early in reversed(self._ends) if late + early <= _DOUBT * (at - begin) > 0
+        )
+        seconds = next(laps, None)
         if step >= self._warm:
-            self._ends.append(end)
-        return None if begin is None else (end.at - begin.at) / (step - begin.step)
+            self._ends.append((step, at, late))
+        return seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -157,7 +152,7 @@ class Stretches:
         self._waited += time.perf_counter() - started
 
     def step(self, step: int) -> None:
-        """The host is done with a step. Ends the stretch if it is long enough."""
+        """The host has finished a step. Ends the stretch if it is long enough."""
         if time.perf_counter() - self._clock > STRETCH_SECONDS:
             self.end(step)
 

@@ -1,8 +1,8 @@
-"""What a person sees of a run: a few lines and a table at the start, a line for each logged step, and a summary at the end.
+"""The lines that a person sees of a run: a description and a table at the start, and a line for each logged step.
 
 On a terminal nothing is broken inside a word: step lines fit (`line.py`), and other lines that are longer than the screen continue below,
 indented. In a file or a pipe a line stays one line, which can be searched, and step lines fit 80 columns, or as many as COLUMNS says. In a
-notebook a step replaces the one before it, until an evaluation or another line follows: a cell of 10,000 lines helps nobody.
+notebook a step replaces the one before it, until an evaluation or another line follows: a cell of 10,000 lines cannot be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
-from rich.text import Text
 
 from jgt.console import make_console, make_table, size_text
 from jgt.pipeline.config import PipelineConfig
@@ -51,24 +50,20 @@ class Screen:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], numbers: int) -> None:
         """Prints a table whose last `numbers` columns are aligned to the right."""
-        table = make_table(title, columns, len(columns) - numbers)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        self._console.print(table)
+        self._console.print(make_table(title, columns, len(columns) - numbers, rows))
 
     def setup(self, setup: Setup) -> None:
         """Prints the mesh, the attention kernel, the pipeline, and each parameter with its spec and its bytes per device."""
-        self.say(describe_mesh(setup))
-        if kernels := describe_kernels(setup):
-            self.say(kernels)
+        lines = [describe_mesh(setup), describe_kernels(setup)]
         if setup.run.config.train.remat == AUTO:
-            self.say(f"Recompute: {setup.remat}, by train.remat: auto")
+            lines.append(f"Recompute: {setup.remat}, by train.remat: auto")
         if setup.run.pipeline is not None:
-            self.say(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
+            lines.append(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
+        self.say("\n".join(filter(None, lines)))
         parameters = setup.placement.parameters
-        # What a device keeps between steps.
+        # The bytes that a device keeps between steps.
         sizes = [p.bytes_per_device(setup.mesh) for p in setup.stored.parameters]
-        # The last row has the parameters without the optimizer's state, which has its own shapes; the dry run shows it.
+        # The last row has the parameters without the optimizer's state, which has other shapes; the dry run shows it.
         columns = {
             "name": [*(p.path for p in parameters), f"{setup.num_parameters:,} parameters"],
             "signal": [*(", ".join(p.signals) or "(none)" for p in parameters), ""],

@@ -25,8 +25,8 @@ _SPEED, _MFU, _TIME_LEFT = 7, 7, 10
 def step_line(step: int, total: int, metrics: Mapping[str, Any], width: int) -> str:
     """The line of a step: `step  30/300  loss 2.4513   123k tok  27.3k/s  31/80 GB  mfu 41%  eta 12m30s`.
 
-    metrics: by name, as they are logged, with `eta_s`; None and what is not a number are left out. It is longer than `width` only if step
-    and loss alone are.
+    metrics: the logged metrics by name, with `eta_s`. None and what is not a number are left out. The line is longer than `width` only if
+    step and loss alone are.
     """
     known = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
     head = [f"step {step:>{len(str(total))}}/{total}", *(_text(name, known[name]) for name in ("loss", "eval_loss") if name in known)]
@@ -54,7 +54,7 @@ def _reserved(known: Mapping[str, float]) -> int:
     if "eval_loss" in known:
         return 0
     has_speed = "tokens_per_s" in known or "samples_per_s" in known
-    # Whether there is an MFU is known with the speed. Devices that tell their memory are likely to have one.
+    # Whether there is an MFU is known with the speed. Devices with memory statistics are likely to have one.
     missing = [(not has_speed, _SPEED), (not has_speed and "memory_bytes" in known, _MFU), ("eta_s" not in known, _TIME_LEFT)]
     return sum(width + _GAP for is_missing, width in missing if is_missing)
 

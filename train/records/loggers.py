@@ -1,50 +1,92 @@
-"""Where the metrics of a run go beside metrics.jsonl: the loggers of the `log:` section.
+"""The loggers of a run: the places that get its metrics. metrics.jsonl and metrics.csv are here.
 
-metrics.jsonl is always written, because resuming, replaying and reports read it. Each further logger gets the same rows. A logger has a
-sink (`train.sink`), so that whatever happens to it costs rows and never the run: rows are counted as lost, and each row is a new attempt.
-
-Without a `log:` section TensorBoard's files are written if tensorboardX is installed; a logger that the section names and that is not
-installed is an error before the run starts (`train.sections.missing_loggers`).
+A logger has a sink (`train.sink`), so that whatever happens to it costs rows and never the run: rows are counted as lost, and each row is a
+new attempt. A restart trains the steps after its checkpoint again, so loggers drop the rows of these steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ..sections import missing_loggers
-from ..sink import Sink
-from .csv_file import CsvFile
-from .services import MlflowClient, Service, WandbClient
-from .tensorboard import Board
+from ..report.rows import forget_rows_after, read_metrics
+from ..sink import AppendedFile, Sink
 
 
-class Logger(Protocol):
-    """A place that gets the metrics of process 0."""
+class Logger:
+    """A place that gets the metrics of process 0. sink: counts the rows that it lost."""
 
-    sink: Sink
+    def __init__(self, sink: Sink):
+        self.sink = sink
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the metrics of a step: numbers, or None for what is not known."""
-        ...
+        raise NotImplementedError
 
     def forget_after(self, step: int) -> None:
         """This start resumes from `step`, and trains later steps again."""
-        ...
 
     def close(self) -> None:
         """No more metrics will come."""
-        ...
 
 
-def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, Any]]) -> list[Logger]:
-    """The loggers of these names. None: TensorBoard's if it is installed. name, config: of the run, for services."""
-    make: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: Board(folder / "tensorboard"),
-        "csv": lambda: CsvFile(folder / "metrics.csv", folder / "metrics.jsonl"),
-        "wandb": lambda: Service("wandb", lambda: WandbClient(folder, name, config())),
-        "mlflow": lambda: Service("mlflow", lambda: MlflowClient(folder, name, config())),
-    }
-    chosen = names if names is not None else () if missing_loggers(("tensorboard",)) else ("tensorboard",)
-    return [make[logger]() for logger in dict.fromkeys(chosen) if logger in make]
+class JsonLines(Logger):
+    """A file with a line of JSON for each row."""
+
+    def __init__(self, path: Path):
+        super().__init__(Sink(path.name, AppendedFile(path).write))
+        self._path = path
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends a row."""
+        self.sink.put(json.dumps({"step": step, **values}).encode() + b"\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drops the rows of later steps."""
+        self.sink.attempt(lambda: forget_rows_after(self._path, step))
+
+
+class CsvFile(Logger):
+    """The table of the rows of metrics.jsonl, which is written before it, for spreadsheets and data frames.
+
+    The columns of a table come first, but which metrics a run has is only known when they arrive. So for a row with a new metric, which
+    comes a few times in a run, the whole table is written anew from metrics.jsonl. All other rows are appended.
+    """
+
+    def __init__(self, path: Path, rows: Path):
+        super().__init__(Sink(path.name, AppendedFile(path).write))
+        self._path, self._rows = path, rows
+        self._columns: list[str] = []
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the metrics of a step."""
+        row = {"step": step, **values}
+        if row.keys() <= set(self._columns):
+            self.sink.put(_csv_lines(self._columns, [row]))
+        else:
+            self.sink.attempt(lambda: self._write_all(row))
+
+    def forget_after(self, step: int) -> None:
+        """The first row of this start has the table written anew."""
+        self._columns = []
+
+    def _write_all(self, last: Mapping[str, Any]) -> None:
+        rows = list(read_metrics(self._rows)) if self._rows.exists() else []
+        # The last row is missing there if it could not be written.
+        rows += [] if rows and rows[-1] == last else [dict(last)]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.write_bytes(_csv_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        new.replace(self._path)
+        self._columns = columns
+
+
+def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO()
+    # None becomes an empty cell, and so does a metric that the row lacks.
+    csv.writer(text, lineterminator="\n").writerows([row.get(name) for name in columns] for row in rows)
+    return text.getvalue().encode()

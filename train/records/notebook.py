@@ -17,7 +17,7 @@ _SECONDS = 0.2
 
 
 class Notebook:
-    """The cell that runs at the moment. display(data, **options) is that of IPython."""
+    """The cell that runs at the moment. display: IPython's function."""
 
     def __init__(self, display: Callable[..., Any]):
         self._display = display

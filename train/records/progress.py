@@ -8,8 +8,8 @@ evaluation, a checkpoint, the end) all of them are handled.
 
 The same place looks for updates that were not applied: the compiled step itself refuses an update whose loss or gradient is
 not finite, or whose loss is a spike, and says so in its metrics. `UpdateGuard` records them and decides whether the run may
-continue. All processes have the same metrics, so each makes the same decision without communication. With phases each process has the
-metrics of its own replicas and decides for itself: communication would make all processes wait for the slowest one.
+continue. All processes have the same metrics, so each makes the same decision without communication. With phases each process has only the
+metrics of its replicas, and decides for itself: communication would make all processes wait for the slowest process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 from jgt.hardware import chip_of
 
 from ..command_line import EndError
-from ..compiled.jax_cache import finish_trial
+from ..compiled import finish_trial
 from ..models.experts.balance import EXPERT_LOAD
 from ..sections import TrainConfig
 from ..setup import Setup
@@ -35,15 +35,8 @@ from ..step.optimizer import learning_rate
 from ..sync.phases import fetch_metrics
 from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead
 from .console import Screen
-from .machine import memory_use
 from .records import Records
 from .summary import tokens_per_sample
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bf16 FLOP/s of a device kind as JAX names it; None where no figure is known (CPU)."""
-    chip = chip_of(device_kind)
-    return None if chip is None else chip.peak_flops("bf16")
 
 
 class SkippedError(EndError):
@@ -53,7 +46,8 @@ class SkippedError(EndError):
 _NO_METRICS = ("loss", "grad_norm", "applied", EXPERT_LOAD)
 """Results of a step that its row has in another form, or not at all."""
 _MOST_LOADS = 500
-"""About as many rows of loads has a run at most."""
+"""About the largest number of rows of loads in a run."""
+_MEMORY = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use", "memory_limit_bytes": "bytes_limit"}
 
 
 class StepResult(NamedTuple):
@@ -202,7 +196,7 @@ class Progress:
 
 
 class Countdown:
-    """How long the rest of a run will take, by the wall time of the steps of this start, with their evaluations and checkpoints."""
+    """Predicts the end of a run from the wall time of this start's steps, with their evaluations and checkpoints."""
 
     def __init__(self, done: int):
         self._warm = done + WARMUP_STEPS
@@ -216,6 +210,23 @@ class Countdown:
             return None
         begin, at = self._begin
         return (now - at) / (step - begin) * (total - step)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bf16 FLOP/s of a device kind as JAX names it; None where no figure is known (CPU)."""
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.peak_flops("bf16")
+
+
+def memory_use() -> dict[str, int]:
+    """Bytes in use at this moment, at most in use so far, and available, on the fullest device of this process.
+
+    Empty if the allocator keeps no statistics, as on CPU devices.
+    """
+    all_stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    # The fullest device is the one that runs out.
+    fullest = max(all_stats, key=lambda stats: stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)), default={})
+    return {name: int(fullest[key]) for name, key in _MEMORY.items() if key in fullest}
 
 
 def _flops_per_sample(setup: Setup) -> float | None:

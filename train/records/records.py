@@ -1,12 +1,12 @@
-"""The files that a run writes about itself: metrics.jsonl, events.jsonl, experts.jsonl, and the metrics of its loggers (`loggers.py`).
+"""The files that a run writes about itself: metrics.jsonl, events.jsonl, experts.jsonl, and the metrics of its other loggers.
 
 A run can be killed at any moment, so every record is appended and the file closed at once: a killed process loses at most the record that
 it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`train.sink`): the
-record is then lost as a whole, and the run goes on. Readers skip lines that are not valid JSON.
+record is then lost as a whole, and the run continues. Readers skip lines that are not valid JSON.
 
-Metrics and events have different histories. A restart trains the steps after its checkpoint again, so their metrics are
-dropped and written once more: metrics.jsonl has each step once. Events are what really happened, the lost steps included, and
-are never dropped. Process 0 writes everything; the others write only their events, each into a file of its own.
+Metrics and events have different histories. A restart trains the steps after its checkpoint again, so their metrics are dropped and written
+once more: metrics.jsonl has each step once. Events are what really happened, including the lost steps, and are never dropped. Process 0
+writes everything; each other process writes only its events, into another file.
 """
 
 from __future__ import annotations
@@ -15,51 +15,66 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.rows import LOADS, forget_rows_after
+from ..report.rows import LOADS
+from ..sections import missing_loggers
 from ..sink import AppendedFile, Sink
-from .loggers import Logger
+from .loggers import CsvFile, JsonLines, Logger
+from .services import MlflowClient, Service, WandbClient
+from .tensorboard import Board
+
+
+def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, Any]]) -> list[Logger]:
+    """The loggers of these names. None: TensorBoard's if it is installed. name, config: the run's, for services.
+
+    metrics.jsonl is not among them: it is always written, because resuming, replaying and reports read it. A logger that the `log:` section
+    names and that is not installed is an error before the run starts (`train.sections.missing_loggers`).
+    """
+    make: dict[str, Callable[[], Logger]] = {
+        "tensorboard": lambda: Board(folder / "tensorboard"),
+        "csv": lambda: CsvFile(folder / "metrics.csv", folder / "metrics.jsonl"),
+        "wandb": lambda: Service("wandb", lambda: WandbClient(folder, name, config())),
+        "mlflow": lambda: Service("mlflow", lambda: MlflowClient(folder, name, config())),
+    }
+    chosen = names if names is not None else () if missing_loggers(("tensorboard",)) else ("tensorboard",)
+    return [make[logger]() for logger in dict.fromkeys(chosen) if logger in make]
 
 
 class Records:
     """Writes the records of one process into the run directory. No method raises an error of the disk.
 
-    loggers: get the metrics too; only process 0 has any.
+    loggers: they get the metrics too; only process 0 has any.
     """
 
     def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
-        self._folder, self._loggers = folder, loggers
+        self._folder = folder
         # The metrics are the same on all processes.
-        self._is_first = process == 0
-        self._metrics = _lines(folder / "metrics.jsonl")
-        self._events = _lines(folder / ("events.jsonl" if self._is_first else f"events-{process}.jsonl"))
-        self._loads = _lines(folder / LOADS)
-        self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt"))
+        self._loggers = [JsonLines(folder / "metrics.jsonl"), *loggers] if process == 0 else []
+        self._loads = [JsonLines(folder / LOADS)] if process == 0 else []
+        events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
+        self._events = Sink(events.name, AppendedFile(events).write)
+        self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt").write)
 
     @property
     def lost(self) -> dict[str, int]:
         """The number of lost records of each sink that lost any."""
-        sinks = [self._metrics, self._events, self._loads, self._sample, *(logger.sink for logger in self._loggers)]
-        return {sink.name: sink.lost for sink in sinks if sink.lost}
+        metrics, *others = [logger.sink for logger in (*self._loggers, *self._loads)] or [self._events]
+        return {sink.name: sink.lost for sink in (metrics, self._events, self._sample, *others) if sink.lost}
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Appends the metrics of a step, to metrics.jsonl and for all loggers."""
-        if not self._is_first:
-            return
+        """Adds the metrics of a step to metrics.jsonl and to all loggers."""
         # JSON has no NaN and no infinity.
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        self._metrics.put(_line({"step": step, **plain}))
         for logger in self._loggers:
             logger.add(step, plain)
 
     def loads(self, step: int, loads: Sequence[Sequence[float]]) -> None:
         """Appends the load of each expert, by layer, to experts.jsonl."""
-        if self._is_first:
-            plain = [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]
-            self._loads.put(_line({"step": step, "load": plain}))
+        for logger in self._loads:
+            logger.add(step, {"load": [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]})
 
     @contextlib.contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -70,33 +85,23 @@ class Records:
 
     def event(self, name: str, started: float, seconds: float, **details: Any) -> None:
         """Appends an event. started: seconds since 1970."""
-        self._events.put(_line({"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details}))
+        row = {"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details}
+        self._events.put(json.dumps(row).encode() + b"\n")
 
     def text(self, name: str, text: str) -> None:
         """Writes a text file into the run directory; process 0 only."""
-        if self._is_first:
+        if self._loggers:
             self._sample.attempt(lambda: _write_text(self._folder / name, text))
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of later steps than the one that a restart resumes from: they will be written again."""
-        if self._is_first:
-            self._metrics.attempt(lambda: forget_rows_after(self._folder / "metrics.jsonl", step))
-            self._loads.attempt(lambda: forget_rows_after(self._folder / LOADS, step))
-        for logger in self._loggers:
+        for logger in (*self._loggers, *self._loads):
             logger.forget_after(step)
 
     def close(self) -> None:
         """No more metrics will come. Waits for services, but not for ever."""
         for logger in self._loggers:
             logger.close()
-
-
-def _lines(path: Path) -> Sink:
-    return Sink(path.name, AppendedFile(path))
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,12 +1,12 @@
 """Tracking services as loggers: Weights & Biases and MLflow.
 
-A service is somewhere else: its client may wait for a network, ask for a key, or raise anything. So all calls happen in a thread of the
-service's own, and training only puts rows into a queue of limited length. A call that fails costs its rows, and the next row is a new
-attempt. At the end of the run the thread gets some time to send what is left.
+A service is somewhere else: its client may wait for a network, ask for a key, or raise anything. So all calls happen in another thread, and
+training only puts rows into a queue of limited length. A call that fails costs its row, and the next row is a new attempt. At the end of
+the run the thread gets some time to send what is left.
 
-A run is one run of the service, over all its starts: its id there is stored in the run directory. Steps that the service has already are
-not sent again when a restart trains them again. The clients take their addresses and keys from the environment (`WANDB_...`,
-`MLFLOW_...`), and never from a config, which may be shared.
+All starts of a run are one run of the service: its id there is stored in the run directory. Steps that the service has already are not sent
+again when a restart trains them again. The clients take their addresses and keys from the environment (`WANDB_...`, `MLFLOW_...`), and
+never from a config, which may be shared.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..report.rows import flattened, read_object
 from ..sink import Sink, say
+from .loggers import Logger
 
-IDS = "loggers.json"
-"""The file with the run's id in each service."""
 CLOSE_SECONDS = 30.0
 """How long the end of a run waits for rows that are not sent yet."""
 _PROJECT = "jgt"
 _WAITING_ROWS = 10_000
 _MAX_PARAMETER = 500
-_MAX_BYTES = 1_000_000
-_WRITING = threading.Lock()
+# Each service has a thread.
+_IDS_LOCK = threading.Lock()
 
 
 class Client(Protocol):
@@ -47,13 +47,13 @@ class Client(Protocol):
         ...
 
 
-class Service:
-    """A logger that sends rows in a thread of its own. connect: opens the connection; it is called again after it has failed."""
+class Service(Logger):
+    """A logger that sends rows in another thread. connect: opens the connection; it is called again after it has failed."""
 
     def __init__(self, name: str, connect: Callable[[], Client]):
+        super().__init__(Sink(name, self._send))
         self._connect, self._client = connect, None
         self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING_ROWS)
-        self.sink = Sink(name, self)
         # A daemon: a service that does not answer must not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -61,13 +61,7 @@ class Service:
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the metrics of a step to what is to be sent."""
         row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
-        self.sink.attempt(lambda: self._put((step, row)))
-
-    def write(self, record: bytes) -> None:
-        """Not used: rows are not bytes here."""
-
-    def forget_after(self, step: int) -> None:
-        """The service keeps the steps that it has."""
+        self.sink.attempt(lambda: self._enqueue((step, row)))
 
     def close(self) -> None:
         """Waits a while until everything is sent. Rows that are not are lost."""
@@ -79,41 +73,33 @@ class Service:
             say(f"{self.sink.name} does not answer; the run ends without it")
             self.sink.lost += self._rows.qsize()
 
-    def _put(self, row: tuple[int, dict[str, float]]) -> None:
+    def _enqueue(self, row: tuple[int, dict[str, float]]) -> None:
         try:
             self._rows.put_nowait(row)
         except queue.Full:
             raise OSError(f"it has not taken the last {_WAITING_ROWS:,} rows") from None
 
     def _run(self) -> None:
-        for step, values in iter(self._rows.get, None):
-            self.sink.attempt(lambda step=step, values=values: self._send(step, values))
+        while (row := self._rows.get()) is not None:
+            self.sink.put(row)
         if self._client is not None:
-            self.sink.attempt(self._finish)
+            self.sink.put(None)
 
-    def _send(self, step: int, values: Mapping[str, float]) -> None:
-        with _as_os_error():
+    def _send(self, row: tuple[int, dict[str, float]] | None) -> None:
+        """Sends a row; None: ends the connection. Raises OSError, whatever the client raises, with the first line of its message."""
+        try:
             if self._client is None:
                 self._client = self._connect()
-            self._client.log(step, values)
-
-    def _finish(self) -> None:
-        with _as_os_error():
-            assert self._client is not None
-            self._client.finish()
-
-
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Clients raise classes of their own, and a sink knows OSError."""
-    try:
-        yield
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+            if row is None:
+                self._client.finish()
+            else:
+                self._client.log(*row)
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
 
 
 class WandbClient:
-    """A run of Weights & Biases, https://docs.wandb.ai/ref/python. WANDB_PROJECT, WANDB_MODE and the like are its own variables."""
+    """A run of Weights & Biases, https://docs.wandb.ai/ref/python. It reads WANDB_PROJECT, WANDB_MODE and other variables itself."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]):
         # Imported here, because it takes seconds, and only runs that log to it pay for it.
@@ -121,14 +107,14 @@ class WandbClient:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=name,
-            id=read_id(folder, "wandb"),
+            id=_ids(folder).get("wandb"),
             resume="allow",
             dir=str(folder),
             config=dict(config),
             # It would print among the step lines, and record the screen.
             settings={"silent": True, "console": "off"},
         )
-        write_id(folder, "wandb", str(self._run.id))
+        _write_id(folder, "wandb", self._run.id)
         self._last = int(self._run.summary.get("_step", 0) or 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -142,15 +128,15 @@ class WandbClient:
 
 
 class MlflowClient:
-    """A run of MLflow, https://mlflow.org/docs/latest/python_api. MLFLOW_TRACKING_URI and the like are its own variables."""
+    """A run of MLflow, https://mlflow.org/docs/latest/python_api. It reads MLFLOW_TRACKING_URI and other variables itself."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]):
         self._mlflow: Any = importlib.import_module("mlflow")
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & set(os.environ):
             self._mlflow.set_experiment(_PROJECT)
-        known = read_id(folder, "mlflow")
+        known = _ids(folder).get("mlflow")
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=name)
-        write_id(folder, "mlflow", str(run.info.run_id))
+        _write_id(folder, "mlflow", run.info.run_id)
         # The row of a step has the step as a metric, too.
         self._last = int(run.data.metrics.get("step", 0))
         if not known:
@@ -166,34 +152,16 @@ class MlflowClient:
         self._mlflow.end_run()
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings, with dotted keys."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def read_id(folder: Path, service: str) -> str | None:
-    """The run's id in a service; None for a new run."""
-    found = _ids(folder).get(service)
-    return found if isinstance(found, str) else None
-
-
-def write_id(folder: Path, service: str, value: str) -> None:
-    """Stores the run's id in a service. Raises OSError."""
-    # Each service has a thread.
-    with _WRITING:
-        new = folder / f"{IDS}.new"
-        new.write_text(json.dumps({**_ids(folder), service: value}) + "\n")
-        new.replace(folder / IDS)
-
-
 def _ids(folder: Path) -> dict[str, Any]:
-    try:
-        with (folder / IDS).open("rb") as file:
-            found = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """The run's id in each service; empty for a new run, or if the file is damaged."""
+    with contextlib.suppress(OSError):
+        return read_object((folder / "loggers.json").read_bytes()) or {}
+    return {}
+
+
+def _write_id(folder: Path, service: str, value: object) -> None:
+    """Stores the run's id in a service. Raises OSError."""
+    with _IDS_LOCK:
+        new = folder / "loggers.json.new"
+        new.write_text(json.dumps({**_ids(folder), service: str(value)}) + "\n")
+        new.replace(folder / "loggers.json")

@@ -1,8 +1,8 @@
-"""The first and the last lines of a run on the screen: what is going to run on which data, and what has come of it.
+"""The first and the last lines of a run on the screen: its size and its data, and its result.
 
-At the end a person asks how long it took, how good it became, how much of the time counted, and where everything is. The answers cover the
-whole run and not only its last start, so they are read from the run's files: the best evaluation from metrics.jsonl, the goodput from the
-events, as `train.report` computes it. They are a service: whatever cannot be read is left out, and no run ends because of it.
+The lines at the end cover the whole run and not only its last start, so they are read from the run's files: the best evaluation from
+metrics.jsonl, the goodput from the events, as `train.report` computes it. Whatever cannot be read is left out, and no run ends because of
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILES = {
     "sample.txt": "sample.txt",
     "profile": "profile/",
 }
-"""What a person may look for in a run directory."""
+"""The files and folders of a run directory that its last line names."""
 
 
 def describe_start(folder: Path) -> str:
@@ -82,7 +82,7 @@ def describe_data(fingerprint: Mapping[str, Any]) -> str:
 
 
 def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: int) -> Iterator[str]:
-    """The lines of the summary. seconds: of this start; tokens and samples: of the whole run, tokens None if there are none."""
+    """The last lines. seconds: the length of this start. tokens, samples: the amounts of the whole run; tokens is None for other inputs."""
     amount = f"{short_text(samples)} samples" if tokens is None else f"{short_text(tokens)} tokens"
     line = f"Trained for {duration_text(seconds)}, {amount} in all"
     with contextlib.suppress(InputError, OSError):
@@ -91,15 +91,13 @@ def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: i
         line += f", goodput {accounts.goodput:.1%}{starts}"
     yield line
     with contextlib.suppress(OSError):
-        if (best := _best(folder / "metrics.jsonl")) is not None:
-            yield f"Best evaluation: loss {best[0]:.4f} at step {best[1]}"
+        rows = read_metrics(folder / "metrics.jsonl")
+        evaluations = [(row["eval_loss"], row["step"]) for row in rows if isinstance(row.get("eval_loss"), int | float)]
+        if evaluations:
+            loss, step = min(evaluations)
+            yield f"Best evaluation: loss {loss:.4f} at step {step}"
     names = [shown for name, shown in _FILES.items() if (folder / name).exists()]
     yield f"In {folder}: {', '.join(names)}"
-
-
-def _best(path: Path) -> tuple[float, int] | None:
-    rows = (row for _, row in read_metrics(path))
-    return min(((value, row["step"]) for row in rows if isinstance(value := row.get("eval_loss"), int | float)), default=None)
 
 
 def _source(fingerprint: Mapping[str, Any]) -> str:
@@ -110,19 +108,15 @@ def _source(fingerprint: Mapping[str, Any]) -> str:
 
 def _files(fingerprint: Mapping[str, Any]) -> str | None:
     """The files of all parts and splits together."""
-    files, size = (_sum(fingerprint, name) for name in ("files", "bytes"))
-    return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {size_text(size)}"
-
-
-def _sum(fingerprint: Mapping[str, Any], name: str) -> int:
-    return sum(
-        value for key, value in fingerprint.items() if isinstance(value, int) and key.rpartition(".")[2].removeprefix("eval_") == name
+    files, size = (
+        sum(value for key, value in fingerprint.items() if key.rpartition(".")[2] in (name, f"eval_{name}")) for name in ("files", "bytes")
     )
+    return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {size_text(size)}"
 
 
 def _splits(fingerprint: Mapping[str, Any]) -> Iterator[str]:
     for unit in ("tokens", "samples"):
-        for split, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
-            count = fingerprint.get(f"{split}_{unit}")
-            if isinstance(count, int) and count:
-                yield f"{count:,} {unit if purpose == 'to train on' else ''}".rstrip() + f" {purpose}"
+        if train := fingerprint.get(f"train_{unit}"):
+            yield f"{train:,} {unit} to train on"
+        if held_out := fingerprint.get(f"eval_{unit}"):
+            yield f"{held_out:,} to evaluate on"

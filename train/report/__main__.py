@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -12,48 +12,14 @@ from pathlib import Path
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
-from .accounts import Accounts, read_accounts
+from .accounts import read_accounts
 from .loads import read_loads
-
-_END = "\n}"
+from .table import print_accounts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report, with the garbage collector paused: millions of events are made, and none of them is garbage before the end."""
-    arguments = parser().parse_args(argv)
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        return _report(Path(arguments.run), as_json=arguments.json)
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _report(run: Path, *, as_json: bool) -> int:
-    """Prints the report. Exit code 2, with the reason on stderr, if RUN is not a run directory, has no events, or cannot be read."""
-    try:
-        accounts = replace(read_accounts(run), experts=read_loads(run))
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename}: cannot be read: {error.strerror or error}", file=sys.stderr)
-        return 2
-    if as_json:
-        print(_json_text(accounts))
-    else:
-        from .table import print_accounts
-
-        print_accounts(accounts)
-    return 0
-
-
-def _json_text(accounts: Accounts) -> str:
-    """The report as JSON, with a line for each start: Python's encoder is slow where it indents, and there may be many starts."""
-    report = accounts.to_json()
-    starts = ",\n  ".join(map(json.dumps, report.pop("starts")))
-    return f'{json.dumps(report, indent=1).removesuffix(_END)},\n "starts": [\n  {starts}\n ]{_END}'
+    """Exit code 0: the report is printed. 2: RUN is not a run directory, has no events, or cannot be read, and stderr says why."""
+    return parser().answer(argv, _report)
 
 
 def parser() -> CommandParser:
@@ -62,6 +28,18 @@ def parser() -> CommandParser:
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    run = Path(arguments.run)
+    try:
+        accounts = replace(read_accounts(run), experts=read_loads(run))
+    except OSError as error:
+        raise InputError([f"{error.filename}: cannot be read: {error.strerror or error}"]) from None
+    if arguments.json:
+        print(json.dumps(accounts.to_json(), indent=1))
+    else:
+        print_accounts(accounts)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """The accounts of a run's wall time: how much of it counts, and what the rest was spent on.
 
-Wall time runs from the beginning of the first start to the last event, and every second of it belongs to exactly one cause.
-The starts are gone through in order, with a mark at the moment up to which time is accounted for. The time from the mark to
-the beginning of a start is `down`. Inside a start, its phases and its stretches of steps take the seconds that they measured,
-`other` takes the rest, and the mark moves to the end of the start. Two things could count a second twice, and both come from
-a clock that was set: a start that seems to begin before the one before it ended counts only from the mark on, and phases that
-are longer than their start are scaled to fit.
+Wall time runs from the beginning of the first start to the last event, and every second of it belongs to exactly one cause. Starts are
+processed in order; a cursor marks the time already accounted for. The time from the cursor to the beginning of a start is `down`. Inside a
+start, its phases and its stretches of steps take the seconds that they measured, `other` takes the rest, and the cursor moves to the end of
+the start. A clock that was set could count a second twice. So a start counts only from the cursor on, and phases that are longer than their
+start shrink to fit it.
 
-Of the time in steps, only the steps that count are useful. A step that was trained, but lies behind the checkpoint from which
-a later start resumed, was lost and trained again: its time is `redone`. Steps inside one stretch share its seconds in
-proportion.
+Of the time in steps, only the steps that count are useful. A step behind the checkpoint from which a later start resumed was lost and
+trained again: its time is `redone`. Steps inside one stretch share its seconds in proportion.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -22,11 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jgt import document
 from jgt.document import InputError
 
 from .events import Event, StartSummary, find_starts, read_events
 from .loads import Loads
+from .rows import read_config
 from .stragglers import Stragglers, find_stragglers
 
 CAUSES: Mapping[str, str] = {
@@ -51,14 +50,10 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 
-_INCIDENTS, _FAULT = ("nonfinite", "spike", "save_failed"), "fault"
+_INCIDENTS = ("nonfinite", "spike", "save_failed")
 
-_CAUSE_OF = {
-    "start": "startup",
-    "verify": "restore",
-    # Phases that are causes under the same name. All other phases are part of `other`.
-    **{name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample")},
-}
+_CAUSE_OF = {"start": "startup", "verify": "restore"} | {n: n for n in ("open", "compile", "init", "restore", "save", "eval", "sample")}
+"""The cause of a phase. All other phases are part of `other`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +68,10 @@ class Share:
 class Throughput:
     """The speed of a run, by the steps that count. None if there are no such steps.
 
-    steps_per_s, tokens_per_s: over the seconds spent in these steps; with _wall: over wall time. tokens_per_step: from the run's config;
-    None if that cannot be read. median_step_s, slowest_step_s: seconds per step in the median and in the slowest stretch of all
-    steps, lost ones included; slowest_first, slowest_last: the steps of the slowest stretch.
+    tokens_per_step: the batch times the length in the run's config; None if that cannot be read.
+    steps_per_s, tokens_per_s: over the seconds spent in these steps. With `_wall`: over wall time.
+    median_step_s, slowest_step_s: seconds per step in the median and in the slowest stretch of all steps, including lost ones.
+    slowest_first, slowest_last: the steps of the slowest stretch.
     """
 
     tokens_per_step: int | None
@@ -99,7 +95,7 @@ class Accounts:
     steps, steps_redone: the number of steps that count, and of trained steps that do not.
     restarts_after: how the starts before a restart ended, with counts.
     skipped: updates that were not applied, by reason.
-    unreadable_lines: in all events files.
+    unreadable_lines: the number of lines in all events files that are not events.
     experts: the load of each expert over time, which `read_accounts` leaves out: a large model has millions of numbers.
     """
 
@@ -130,39 +126,32 @@ class Accounts:
 def read_accounts(run: Path) -> Accounts:
     """The accounts of a run directory. Raises InputError if it is not a run directory or has no events, and OSError."""
     first = run / "events.jsonl"
-    if not run.is_dir():
-        raise InputError([f"{run}: is not a run directory. Name one, such as runs/quickstart"])
     if not first.is_file():
-        raise InputError([f"{run}: is not a run directory: it has no events.jsonl. Name one, such as runs/quickstart"])
+        why = ": it has no events.jsonl" if run.is_dir() else ""
+        raise InputError([f"{run}: is not a run directory{why}. Name one, such as runs/quickstart"])
     events, unreadable = read_events(first)
     if not events:
         lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
         raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
-    others: dict[int, tuple[StartSummary, ...]] = {}
-    events_of_others: list[Sequence[Event]] = []
-    # Process 0's file has no number. Others, such as a copy that someone made, are left alone.
-    for path in sorted(run.glob("events-*.jsonl")):
+    others: dict[int, Sequence[Event]] = {}
+    # Process 0's file has no number. A file of any other name, such as a copy that someone made, is not the run's.
+    for path in run.glob("events-*.jsonl"):
         if (process := path.stem.removeprefix("events-")).isdecimal():
-            other_events, other_unreadable = read_events(path)
-            others[int(process)] = find_starts(other_events)
-            # Of millions of events, those that count one by one.
-            events_of_others.append([event for event in other_events if event.phase in (*_INCIDENTS, _FAULT)])
-            unreadable += other_unreadable
-    return account(
-        str(run), events, others, events_of_others=events_of_others, tokens_per_step=_tokens_per_step(run), unreadable_lines=unreadable
-    )
+            others[int(process)], unreadable_here = read_events(path)
+            unreadable += unreadable_here
+    return account(str(run), events, others, tokens_per_step=_tokens_per_step(read_config(run)), unreadable_lines=unreadable)
 
 
 def account(
     run: str,
     events: Sequence[Event],
-    others: Mapping[int, Sequence[StartSummary]] | None = None,
+    others: Mapping[int, Sequence[Event]] | None = None,
     *,
-    events_of_others: Sequence[Sequence[Event]] = (),
     tokens_per_step: int | None = None,
     unreadable_lines: int = 0,
 ) -> Accounts:
-    """The accounts from the events of process 0, at least one. others, events_of_others: of the other processes."""
+    """The accounts from the events of process 0, at least one, and from the events of each other process."""
+    others = others or {}
     starts = find_starts(events)
     limits = _last_preserved_steps(starts)
     causes = _seconds_by_cause(starts, limits)
@@ -170,7 +159,7 @@ def account(
     wall = math.fsum(causes.values())
     trained = sum(stretch.steps for start in starts for stretch in start.stretches)
     preserved = sum(stretch.steps_up_to(limit) for start, limit in zip(starts, limits, strict=True) for stretch in start.stretches)
-    incidents, faults = _incidents([events, *events_of_others])
+    incidents, faults = _incidents([events, *others.values()])
     return Accounts(
         run=run,
         wall_s=wall,
@@ -187,39 +176,34 @@ def account(
         failed_saves=incidents["save_failed"],
         faults=faults,
         throughput=_throughput(starts, preserved, tokens_per_step, causes["steps"], wall),
-        stragglers=find_stragglers(starts, others or {}),
+        stragglers=find_stragglers(starts, {process: find_starts(theirs) for process, theirs in others.items()}),
         unreadable_lines=unreadable_lines,
     )
 
 
 def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict[str, int]]:
     """The skipped updates and failed saves of a run, by phase, and the injected faults, by kind, from the events of all processes."""
-    found: Counter[tuple[str, int | None]] = Counter()
+    most: Counter[tuple[str, int | None]] = Counter()
     faults: Counter[str] = Counter()
     for events in processes:
         # All processes skip the same updates, and each notes it; a save may fail on one of them. Neither may be counted twice.
-        found |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
+        most |= Counter((event.phase, event.natural("step")) for event in events if event.phase in _INCIDENTS)
         # A fault is injected into one process.
-        faults.update(event.text("kind") or "unknown" for event in events if event.phase == _FAULT)
-    by_phase: Counter[str] = Counter()
-    for (phase, _), count in found.items():
-        by_phase[phase] += count
-    return by_phase, dict(faults)
+        faults.update(event.text("kind") or "unknown" for event in events if event.phase == "fault")
+    return Counter(phase for phase, _ in most.elements()), dict(faults)
 
 
 def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:
-    """For each start, the last step that counts if it trained it: a later start that resumes before a step makes it lost."""
-    limits, limit = [], math.inf
+    """The last step of each start that is not lost: a step is lost if a later start resumes before it."""
+    # A start that ended before it resumed took nothing away.
+    resumed = [math.inf if start.resumed is None else start.resumed for start in starts]
     # Backwards, because a step is lost by the earliest checkpoint that any later start resumed from.
-    for start in reversed(starts):
-        limits.append(limit)
-        # A start that ended before it resumed took nothing away.
-        limit = min(limit, math.inf if start.resumed is None else start.resumed)
-    return limits[::-1]
+    limits = [*itertools.accumulate(reversed(resumed), min, initial=math.inf)]
+    return limits[-2::-1]
 
 
 def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -> dict[str, float]:
-    """The seconds of wall time for each cause. limits: for each start, the last of its steps that counts."""
+    """The seconds of wall time for each cause. limits: the last step of each start that counts."""
     seconds: dict[str, list[float]] = {cause: [] for cause in CAUSES}
     accounted_until = starts[0].begin
     for start, limit in zip(starts, limits, strict=True):
@@ -230,7 +214,7 @@ def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -
             preserved = stretch.steps_up_to(limit) / stretch.steps
             parts += [("steps", stretch.seconds * preserved), ("redone", stretch.seconds * (1 - preserved))]
         total = math.fsum(spent for _, spent in parts)
-        # If a clock was set, the phases can be longer than the start that contains them: all of them shrink by the same factor.
+        # Below 1 only if a clock was set.
         scale = min(1.0, (end - begin) / total) if total else 1.0
         for cause, spent in parts:
             seconds[cause].append(spent * scale)
@@ -241,7 +225,7 @@ def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -
 
 
 def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, useful: float, wall: float) -> Throughput:
-    """steps: how many count; tokens: per step; useful: the seconds in steps that count; wall: the seconds of wall time."""
+    """The speed from the number of steps that count, the tokens of a step, the useful seconds and the seconds of wall time."""
     speeds = [(stretch.seconds / stretch.steps, stretch) for start in starts for stretch in start.stretches]
     slowest_s, slowest = max(speeds, key=lambda speed: speed[0], default=(None, None))
     over_steps, over_wall = (steps / seconds if steps and seconds else None for seconds in (useful, wall))
@@ -258,12 +242,7 @@ def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, 
     )
 
 
-def _tokens_per_step(run: Path) -> int | None:
-    """By the config of the latest start; None if it cannot be read. The config may be of a version with other keys."""
-    try:
-        config = document.read(run / "config.yaml").plain()
-    except InputError:
-        return None
+def _tokens_per_step(config: Mapping[str, Any]) -> int | None:
     # The file may be anything that YAML allows; only whole numbers in both places give an answer.
     match config:
         case {"train": {"batch": int(batch)}, "model": {"seq": int(seq)}}:

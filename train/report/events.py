@@ -1,24 +1,23 @@
 """The events files of a run, read back: lines into events, and events into the starts that wrote them.
 
-A run is often started many times: it is stopped, killed, moved to other machines, and started again, and every start appends
-to the same file. The file is read by what it says, not by how it should look. A killed process leaves half a line, an older
-version wrote other keys, a clock was set back. So every value is checked when it is read, a line that is not an event is
-counted instead of refused, and a `StartSummary` has None for everything that its events do not say. Whoever reads further can
-rely on finite numbers, steps from 1 on, text of printable characters only, and at least one event per start.
+A run is often started many times, and every start appends to the same file. A killed process leaves half a line, and lines may be missing
+or edited. So every value is checked when it is read, a line that is not an event is counted instead of refused, and a `StartSummary` has
+None for everything that its events do not say. Whoever reads further can rely on finite numbers, steps from 1 on, text of printable
+characters only, and at least one event per start.
 
-A run of years may have millions of lines. What exists once for each of them is a NamedTuple, which is made several times faster than a
-frozen dataclass.
+A run of years may have millions of lines, so what exists for each of them is a NamedTuple, which is made faster than a frozen dataclass.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt.document import printable
+from jgt.document.node import printable
+
+from .rows import read_lines
 
 KILLED = "killed"
 """How a start ended that wrote no `stop`, although another start followed."""
@@ -27,8 +26,6 @@ MAX_COUNT = 2**53
 MAX_SECONDS = 253_402_300_800
 """The year 10000, in seconds since 1970. Larger numbers are not an event's."""
 _LONGEST_TEXT = 300
-_NUMBERS = (float, int)
-_DECODER = json.JSONDecoder()
 
 
 class Event(NamedTuple):
@@ -59,37 +56,18 @@ class Event(NamedTuple):
 
 def read_events(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and the number of its lines that could not be read. Raises OSError."""
-    events: list[Event] = []
-    unreadable = 0
-    # A damaged byte makes one line unreadable and not the whole file.
-    for line in map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines()):
-        if not line:
-            continue
-        event = _event(line)
-        if event is None:
-            unreadable += 1
-            # A killed process can leave its last line open, and older versions continued in the same line. So the line is read again
-            # from the last place where an event begins.
-            event = _event(line[max(line.rfind('{"phase"'), 0) :])
-        if event is not None:
-            events.append(event)
-    return events, unreadable
+    events = [_event(row) for line, row in read_lines(path) if line.strip()]
+    return [event for event in events if event is not None], events.count(None)
 
 
 def seconds_of(value: Any) -> float | None:
     """A number of seconds of at least 0; None if the value is anything else."""
     # Not isinstance: True is an int. NaN fails the comparison below, and so does infinity.
-    return float(value) if type(value) in _NUMBERS and 0 <= value < MAX_SECONDS else None
+    return float(value) if type(value) in (float, int) and 0 <= value < MAX_SECONDS else None
 
 
-def _event(line: str) -> Event | None:
-    """The event of a line without spaces around it."""
-    try:
-        row, end = _DECODER.raw_decode(line)
-    except (ValueError, RecursionError):
-        # RecursionError: a damaged line may be a hundred thousand open brackets.
-        return None
-    if not isinstance(row, dict) or end != len(line):
+def _event(row: dict[str, Any] | None) -> Event | None:
+    if row is None:
         return None
     phase, time, seconds = row.pop("phase", None), seconds_of(row.pop("time", None)), seconds_of(row.pop("seconds", None))
     if not isinstance(phase, str) or time is None or seconds is None:
@@ -117,10 +95,12 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StartSummary:
-    """What one process did in one start of the run, as far as its events say. What they do not say is None.
+    """The work of one process in one start of the run. A field is None if the events do not say it.
 
-    begin, end: seconds since 1970; the end is the end of the last event. resumed: the step that it resumed from, 0 for a fresh start.
-    reached: the last step known to be done. ended: the `why` of its `stop` event; without one, KILLED if another start followed.
+    begin, end: seconds since 1970; the end is the end of the last event.
+    resumed: the step that it resumed from, 0 for a fresh start.
+    reached: the last step known to be done.
+    ended: the `why` of its `stop` event; without one, KILLED if another start followed.
     seconds: the seconds in each phase, without steps.
     """
 
@@ -141,29 +121,21 @@ class StartSummary:
 
 
 def find_starts(events: Sequence[Event]) -> tuple[StartSummary, ...]:
-    """The starts in the events of one process, in order."""
-    groups = list(_split_at_starts(events))
-    return tuple(_summary(group, is_last=group is groups[-1]) for group in groups)
-
-
-def _split_at_starts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each start. A start begins at `start`; in older files, or if that line was lost, at a second `verify`."""
-    group: list[Event] = []
+    """The starts in the events of one process, in order. A start begins at its `start` event."""
+    groups: list[list[Event]] = []
     for event in events:
-        if group and (event.phase == "start" or (event.phase == "verify" and any(e.phase == "verify" for e in group))):
-            yield group
-            group = []
-        group.append(event)
-    if group:
-        yield group
+        if event.phase == "start" or not groups:
+            groups.append([])
+        groups[-1].append(event)
+    return tuple(_summary(group, is_last=group is groups[-1]) for group in groups)
 
 
 def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     by_phase: dict[str, list[Event]] = {}
     for event in events:
         by_phase.setdefault(event.phase, []).append(event)
+    stretches = tuple(_stretches(by_phase.get("step", ())))
     resumed = next((e.natural("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
-    stretches = tuple(_stretches(by_phase.get("step", ()), resumed or 0))
     # The events before the steps were lost: the first step says where the start resumed.
     if resumed is None and stretches:
         resumed = stretches[0].first - 1
@@ -177,22 +149,17 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
         resumed=resumed,
         reached=max((step for step in [*known, *(s.last for s in stretches), resumed] if step is not None), default=None),
         ended=stop.text("why") if stop is not None else None if is_last or opening is None else KILLED,
-        processes=opening.natural("processes") if opening is not None else None,
-        devices=opening.natural("devices") if opening is not None else None,
-        host=opening.text("host") if opening is not None else None,
+        processes=opening and opening.natural("processes"),
+        devices=opening and opening.natural("devices"),
+        host=opening and opening.text("host"),
         seconds={name: sum(e.seconds for e in group) for name, group in by_phase.items() if name != "step"},
         stretches=stretches,
     )
 
 
-def _stretches(events: Sequence[Event], done: int) -> Iterator[Stretch]:
-    """The stretches of a start that resumed from step `done`. Older files have one `step` event per start, with a count of steps only."""
+def _stretches(events: Sequence[Event]) -> Iterator[Stretch]:
     for event in events:
-        first, last, steps = (event.natural(key) for key in ("first", "last", "steps"))
-        first = done + 1 if first is None else first
-        last = first + (steps or 0) - 1 if last is None else last
+        first, last = event.natural("first"), event.natural("last")
         # Anything else is not a stretch, and would divide by zero later.
-        if first >= 1 and last >= first:
-            busy = seconds_of(event.details.get("busy"))
-            yield Stretch(first=first, last=last, seconds=event.seconds, busy=busy)
-            done = last
+        if first and last is not None and last >= first:
+            yield Stretch(first=first, last=last, seconds=event.seconds, busy=seconds_of(event.details.get("busy")))

@@ -2,8 +2,8 @@
 
 `jgt report` and `jgt plot --experts` print it; the picture is in `train/curves/plot.py`.
 
-A model may have thousands of experts and a terminal has some dozens of rows. So the heat map is of one layer, that with the least equal
-loads at the end of the run, and of its most and least used experts. Time runs to the right; a column is the mean over some records.
+A model may have thousands of experts and a terminal has some dozens of rows. So the heat map shows one layer, the one with the least equal
+loads at the end of the run, and its most and least used experts. Time runs to the right; a column is the mean over some records.
 
 The invariant: loads are in mean loads of their layer, so 1 is equal whatever the layer and the number of experts.
 """
@@ -23,7 +23,7 @@ MAX_ROWS = 16
 MARGIN = 12
 """The columns beside a heat map."""
 _NAMED = 3
-"""So many of the most and of the least used experts are named."""
+"""How many of the most and of the least used experts are named."""
 _SHADES, _ASCII = " ░▒▓█", " .:*#"
 _LARGEST = 1e9
 """More mean loads than an expert can have."""
@@ -33,7 +33,7 @@ _STEPS = (0.25, 0.75, 1.25, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """The records of a run. steps: of each record. loads: by record, layer and expert, in mean loads."""
+    """The records of a run. steps: the step of each record. loads: by record, layer and expert, in mean loads."""
 
     steps: tuple[int, ...]
     loads: tuple[tuple[tuple[float, ...], ...], ...]
@@ -83,14 +83,14 @@ def read_loads(run: Path) -> Loads | None:
     path = run / LOADS
     if not path.exists():
         return None
-    rows = [(row["step"], found) for _, row in read_metrics(path) if (found := _loads(row.get("load")))]
-    # All that have the shape of the last: a line that was edited is left out.
+    rows = [(row["step"], found) for row in read_metrics(path) if (found := _loads(row.get("load")))]
+    # A line of another shape than the last was edited.
     kept = [(step, found) for step, found in rows if [len(layer) for layer in found] == [len(layer) for layer in rows[-1][1]]]
     return Loads(steps=tuple(step for step, _ in kept), loads=tuple(found for _, found in kept)) if kept else None
 
 
 def describe_loads(loads: Loads, columns: int, *, is_ascii: bool = False) -> Iterator[str]:
-    """The lines that a terminal shows. columns: of the heat map."""
+    """The lines that a terminal shows. columns: the width of the heat map."""
     layer = loads.worst_layer
     last = loads.loads[-1][layer]
     order = loads.by_use(layer)

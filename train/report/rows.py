@@ -1,65 +1,86 @@
-"""metrics.jsonl and experts.jsonl, read back: the rows of a run, and the rows that a restart drops.
+"""The .jsonl files of a run, read back: metrics.jsonl, experts.jsonl and the events, and the rows that a restart drops.
 
-A restart trains the steps after its checkpoint again, so their rows are dropped and written once more: the file has each step once. It may
-have been cut short by a kill or a full disk, or have been edited. So readers skip whatever is not a row, and bound what they read of it.
-Imports neither JAX nor numpy: commands that only read a run use it too.
+A file may have been cut short by a kill or a full disk, or have been edited. So readers skip whatever is not an object, and bound what they
+read of it. Imports neither JAX nor numpy: commands that only read a run use it too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jgt import document
+from jgt.document import InputError
 
 LOADS = "experts.jsonl"
 """The load of each expert over time, for models with experts: of a few hundred steps, since a row may have thousands of numbers."""
 _LONGEST_LINE = 1 << 20
 
 
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file. Skips lines that are cut short or damaged. Raises OSError."""
+    return (row for _, row in read_lines(path) if row is not None and _has_step(row))
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The lines of a file with the objects in them; None for a line that is anything else. Raises OSError."""
+    with path.open("rb") as file:
+        # A longer line is not one that a run wrote. It is read in pieces to bound the memory, and each piece fails to parse.
+        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+            yield line, read_object(line)
+
+
+def read_object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None if there is anything else."""
+    try:
+        row = json.loads(line)
+    # RecursionError: a damaged line may be a hundred thousand open brackets.
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def forget_rows_after(path: Path, step: int) -> None:
-    """Drops the rows of later steps. Raises OSError."""
+    """Drops the rows of later steps, which a restart trains again: the file has each step once. Raises OSError."""
     if not path.exists():
         return
     # A rename replaces the file in one step: a restart that is killed here leaves the old file or the new one, never a part.
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("wb") as file:
-            file.writelines(line + b"\n" for line, row in read_metrics(path) if row["step"] <= step)
+            file.writelines(line.rstrip() + b"\n" for line, row in read_lines(path) if row and _has_step(row) and row["step"] <= step)
         new.replace(path)
     except OSError:
-        # Without room for a second file: rows ascend, so the later ones are its end.
+        # Without room for a second file: steps ascend, so the later rows are the end of the file.
         with contextlib.suppress(OSError):
             new.unlink()
-        os.truncate(path, _end_of(path, step))
+        lines = itertools.takewhile(lambda item: not (item[1] and _has_step(item[1]) and item[1]["step"] > step), read_lines(path))
+        os.truncate(path, sum(len(line) for line, _ in lines))
 
 
-def _end_of(path: Path, step: int) -> int:
-    """The number of bytes before the first row of a later step."""
-    end = 0
-    with path.open("rb") as file:
-        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
-            row = _row(line)
-            if row is not None and row["step"] > step:
-                return end
-            end += len(line)
-    return end
+def _has_step(row: Mapping[str, Any]) -> bool:
+    # Not isinstance: True is an int.
+    return type(row.get("step")) is int
 
 
-def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a metrics file and their contents. Skips lines that are cut short or damaged."""
-    with path.open("rb") as file:
-        # A longer line is not one that `Records` wrote. It is read in pieces to bound the memory, and each piece fails to parse.
-        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
-            if (row := _row(line)) is not None:
-                yield line.rstrip(b"\r\n"), row
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
+def read_config(run: Path) -> Mapping[str, Any]:
+    """The config of a run's latest start, which may be of another version; empty if it cannot be read."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+        config = document.read(run / "config.yaml").plain()
+    except InputError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, with dotted keys."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -2,7 +2,7 @@
 
 All processes take the same time for a step, because its collectives wait for the slowest. So step times cannot show which one
 is slow. What differs is how a host spends that time: a fast one waits for its devices, a slow one is busy with its own work,
-such as reading data and dispatching. The process with the most work of its own per step is the straggler.
+such as reading data and dispatching. The process with the most own work per step is the straggler.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ class Stragglers:
 def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequence[StartSummary]]) -> Stragglers | None:
     """Compares the processes in the last start of process 0 that has steps. None if only one process has steps in it.
 
-    starts: of process 0; others: of the other processes.
+    starts: the starts of process 0. others: the starts of each other process.
     """
     last = next((start for start in reversed(starts) if start.stretches), None)
     if last is None:
         return None
     start_of = {0: last}
     for process, their_starts in others.items():
-        # By overlap, because each process begins at its own time, by its own clock.
-        # Files of more processes than this start had are left from earlier starts.
+        # By overlap, because each process begins at another time, by its host's clock. Further processes are of an earlier start.
         overlapping = [start for start in their_starts if start.begin <= last.end and start.end >= last.begin]
         if overlapping and (last.processes is None or process < last.processes):
             start_of[process] = overlapping[-1]
-    processes = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
-    if len(processes) < 2:
+    busy = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
+    if len(busy) < 2:
         return None
     # Ties go to the lowest process, so that the report is the same each time.
-    processes.sort(key=lambda busy: (-busy.step_s, busy.process))
-    slowest, median = processes[0], statistics.median(busy.step_s for busy in processes)
+    busy.sort(key=lambda busy: (-busy.step_s, busy.process))
+    slowest, median = busy[0], statistics.median(b.step_s for b in busy)
     return Stragglers(
-        processes=tuple(processes),
+        processes=tuple(busy),
         slowest=slowest.process,
         host=slowest.host,
         slowest_s=slowest.step_s,

@@ -1,26 +1,20 @@
 """Prints a run's accounts as tables: the goodput, what the rest of the time was spent on, the starts, and the speed.
 
-A run may have many starts and many processes, and its reader asks one thing first: how much of the time counted, and what took the rest?
-So the goodput is the first line, the causes follow by their size, and only then come the starts, the speed and the stragglers. Tables
-that could be long show their last or their largest rows, because the JSON has all of them.
-
-The invariant: nothing is measured here. Every number follows from `Accounts`, so tables and JSON cannot disagree.
+The reader of a run asks first how much of the time counted, and what took the rest. So the goodput is the first line, the causes follow by
+their size, and only then come the starts, the speed and the stragglers. Tables that could be long show their last or their largest rows;
+the JSON has all of them. Nothing is measured here: every number follows from `Accounts`, so tables and JSON cannot disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-
-from rich.table import Table
-from rich.text import Text
 
 from jgt.console import count_text, make_console, make_table
 
 from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary
 from .loads import MARGIN, describe_loads
-from .stragglers import Stragglers
 
 MAX_STARTS = 20
 """The rows of the table of starts. The JSON has all."""
@@ -38,81 +32,66 @@ def print_accounts(accounts: Accounts) -> None:
     useful = accounts.causes["steps"].seconds
     steps = f"{_number(accounts.steps, 'step')} that {'counts' if accounts.steps == 1 else 'count'}"
     of_wall = f"{_time(useful)} of {_time(accounts.wall_s)} in {steps}"
-    console.print(Text(f"{accounts.run}: goodput {accounts.goodput:.1%}: {of_wall}", style="bold"), soft_wrap=True)
+    console.print(f"{accounts.run}: goodput {accounts.goodput:.1%}: {of_wall}", style="bold", soft_wrap=True)
     # A terminal without Unicode gets # in its bars.
-    console.print(_causes_table(accounts, "#" if console.options.ascii_only else "█"))
-    console.print(_starts_table(accounts.starts))
-    console.print(_speed_table(accounts))
+    block = "#" if console.options.ascii_only else "█"
+    table = make_table("Wall time", ["spent on", "seconds", "share", ""], 1, _causes(accounts, block))
+    table.columns[-1].justify = "left"
+    console.print(table)
+    left_out = max(0, len(accounts.starts) - MAX_STARTS)
+    title = f"Starts, the last {MAX_STARTS} of {len(accounts.starts)}" if left_out else "Starts"
+    columns = ["", "began (UTC)", "ended", "lasted", "from step", "to step", "processes", "devices"]
+    console.print(make_table(title, columns, 3, [_start(n, s) for n, s in enumerate(accounts.starts[left_out:], left_out + 1)]))
+    speed = accounts.throughput
+    rates = {"steps/s": (speed.steps_per_s, speed.steps_per_s_wall), "tokens/s": (speed.tokens_per_s, speed.tokens_per_s_wall)}
+    rows = [[name, *("" if rate is None else count_text(rate) for rate in both)] for name, both in rates.items()]
+    console.print(make_table("Speed", ["", "in steps that count", "in wall time"], 1, rows))
     if accounts.stragglers is not None:
-        console.print(_stragglers_table(accounts.stragglers))
+        busiest = accounts.stragglers.processes[:MAX_PROCESSES]
+        rows = [[str(busy.process), busy.host or "", _milliseconds(busy.step_s)] for busy in busiest]
+        console.print(make_table("Stragglers: own work of each host", ["process", "host", "per step"], 2, rows))
     for line in _closing_lines(accounts):
-        console.print(Text(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if accounts.experts is not None:
-        columns = min(console.width, MAX_COLUMNS) - MARGIN
-        for line in describe_loads(accounts.experts, columns, is_ascii=console.options.ascii_only):
-            console.print(Text(line), soft_wrap=True)
+        width = min(console.width, MAX_COLUMNS) - MARGIN
+        for line in describe_loads(accounts.experts, width, is_ascii=console.options.ascii_only):
+            console.print(line, soft_wrap=True)
 
 
-def _causes_table(accounts: Accounts, block: str) -> Table:
-    """Steps first, then the other causes with any seconds, the largest first. block: the character of the bars."""
-    table = make_table("Wall time", ["spent on", "seconds", "share"], 1)
-    table.add_column("")
+def _causes(accounts: Accounts, block: str) -> Iterator[list[str]]:
+    """A row for the steps, and for each other cause with any seconds, the largest first. block: the character of the bars."""
     # Steps are what a run is for, so they come first, whatever their share.
-    rows = sorted(accounts.causes.items(), key=lambda row: (row[0] != "steps", -row[1].seconds))
-    for cause, part in rows:
+    for cause, part in sorted(accounts.causes.items(), key=lambda row: (row[0] != "steps", -row[1].seconds)):
         if part.seconds or cause == "steps":
             label = f"{CAUSES[cause]} ({accounts.steps_redone:,})" if cause == "redone" else CAUSES[cause]
-            table.add_row(label, f"{part.seconds:,.1f}", f"{part.share:.1%}", block * round(BAR * part.share))
-    table.add_row("all", f"{accounts.wall_s:,.1f}", "", "")
-    return table
+            yield [label, f"{part.seconds:,.1f}", f"{part.share:.1%}", block * round(BAR * part.share)]
+    yield ["all", f"{accounts.wall_s:,.1f}", "", ""]
 
 
-def _starts_table(starts: Sequence[StartSummary]) -> Table:
-    left_out = max(0, len(starts) - MAX_STARTS)
-    title = f"Starts, the last {MAX_STARTS} of {len(starts)}" if left_out else "Starts"
-    table = make_table(title, ["", "began (UTC)", "ended", "lasted", "from step", "to step", "processes", "devices"], 3)
-    for number, start in enumerate(starts[left_out:], left_out + 1):
-        began = datetime.fromtimestamp(start.begin, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        counts = ["" if n is None else f"{n:,}" for n in (start.resumed, start.reached, start.processes, start.devices)]
-        # Text, not str: a host's name may contain brackets, which rich would take for markup.
-        table.add_row(*map(Text, [str(number), began, start.ended or NO_RECORD, _time(start.end - start.begin), *counts]))
-    return table
+def _start(number: int, start: StartSummary) -> list[str]:
+    began = datetime.fromtimestamp(start.begin, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    counts = ["" if n is None else f"{n:,}" for n in (start.resumed, start.reached, start.processes, start.devices)]
+    return [str(number), began, start.ended or NO_RECORD, _time(start.end - start.begin), *counts]
 
 
-def _speed_table(accounts: Accounts) -> Table:
-    speed = accounts.throughput
-    table = make_table("Speed", ["", "in steps that count", "in wall time"], 1)
-    table.add_row("steps/s", _rate(speed.steps_per_s), _rate(speed.steps_per_s_wall))
-    table.add_row("tokens/s", _rate(speed.tokens_per_s), _rate(speed.tokens_per_s_wall))
-    return table
-
-
-def _stragglers_table(stragglers: Stragglers) -> Table:
-    table = make_table("Stragglers: own work of each host", ["process", "host", "per step"], 2)
-    for busy in stragglers.processes[:MAX_PROCESSES]:
-        table.add_row(*map(Text, [str(busy.process), busy.host or "", _milliseconds(busy.step_s)]))
-    return table
-
-
-def _closing_lines(accounts: Accounts) -> list[str]:
+def _closing_lines(accounts: Accounts) -> Iterator[str]:
     """The straggler, the slowest steps, and the numbers of restarts, skipped updates, failed saves and faults."""
-    speed, stragglers, lines = accounts.throughput, accounts.stragglers, []
+    speed, stragglers = accounts.throughput, accounts.stragglers
     if stragglers is not None:
         spread = "" if stragglers.spread is None else f" {stragglers.spread:.2f}"
         host = "" if stragglers.host is None else f" ({stragglers.host})"
         works = f"works {_milliseconds(stragglers.slowest_s)} per step, the median process {_milliseconds(stragglers.median_s)}"
-        lines.append(f"Straggler spread{spread}: process {stragglers.slowest}{host} {works}")
+        yield f"Straggler spread{spread}: process {stragglers.slowest}{host} {works}"
     if speed.median_step_s is not None and speed.slowest_step_s is not None:
         slowest = f"{_milliseconds(speed.slowest_step_s)} in steps {speed.slowest_first} to {speed.slowest_last}"
-        lines.append(f"A step took {_milliseconds(speed.median_step_s)} in the median stretch, at most {slowest}")
+        yield f"A step took {_milliseconds(speed.median_step_s)} in the median stretch, at most {slowest}"
     skipped, faults = sum(accounts.skipped.values()), sum(accounts.faults.values())
     restarts = f"{_number(accounts.restarts, 'restart')}{_kinds(accounts.restarts_after)}"
     updates = f"{_number(skipped, 'skipped update')}{_kinds(accounts.skipped)}"
     saves = _number(accounts.failed_saves, "failed save")
-    lines.append(f"{restarts}, {updates}, {saves}, {_number(faults, 'injected fault')}{_kinds(accounts.faults)}")
+    yield f"{restarts}, {updates}, {saves}, {_number(faults, 'injected fault')}{_kinds(accounts.faults)}"
     if accounts.unreadable_lines:
-        lines.append(f"{_number(accounts.unreadable_lines, 'line')} of the events files could not be read")
-    return lines
+        yield f"{_number(accounts.unreadable_lines, 'line')} of the events files could not be read"
 
 
 def _kinds(counts: Mapping[str, int]) -> str:
@@ -123,10 +102,6 @@ def _kinds(counts: Mapping[str, int]) -> str:
 
 def _number(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _rate(rate: float | None) -> str:
-    return "" if rate is None else count_text(rate)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -28,7 +28,7 @@ from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
 from ..code.names import PYTHON
-from ..compiled.jax_cache import programs_on_trial
+from ..compiled import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
@@ -123,7 +123,7 @@ def run_here(
         train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
     setup, position = ends[0]
     folder = checked.config.run.path
-    rows = [row for _, row in read_metrics(folder / "metrics.jsonl")]
+    rows = list(read_metrics(folder / "metrics.jsonl"))
     return RunResult(folder=folder, position=position, setup=setup, metrics=rows)
 
 

@@ -210,7 +210,7 @@ def _digest(tree: Any) -> jax.Array:
 
 def _logged_losses(folder: Path) -> dict[int, float | None]:
     path = folder / "metrics.jsonl"
-    rows = [row for _, row in read_metrics(path)] if path.is_file() else []
+    rows = list(read_metrics(path)) if path.is_file() else []
     return {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss", ""), float | None)}
 
 

@@ -32,8 +32,7 @@ from ..processes.watch import Watch
 from ..profile.profiler import Profiler
 from ..profile.steps import StepRange
 from ..records.console import Screen
-from ..records.loggers import open_loggers
-from ..records.records import Records
+from ..records.records import Records, open_loggers
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, compiled_to_fit, prepare, with_remat
 from ..sink import describe_lost, say

@@ -15,7 +15,7 @@ from jgt.document import shipped_folder
 from jgt.sharding.sharded import Sharded
 from jgt.verification import Verification, verify_sharded
 
-from ..compiled.programs import default_folder
+from ..compiled import default_folder
 from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own

@@ -15,11 +15,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src import compilation_cache
 
-from train.compiled import programs as programs_file
-from train.compiled.jax_cache import use_programs
-from train.compiled.programs import ENDING, Programs, open_programs
-from train.compiled.sealed import UNFINISHED, write_sealed
-from train.compiled.trial import TRIAL
+from train import compiled
+from train.compiled import ENDING, TRIAL, Programs, open_programs, use_programs, write_sealed
 
 HARMS = ("flip", "cut", "swap", "empty")
 
@@ -125,16 +122,14 @@ def make_socket(path):
     os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
-@pytest.mark.parametrize(
-    ("make", "what"), [(make_pipe, "a named pipe"), (make_folder, "a folder"), (make_link, "a link"), (make_socket, "a socket")]
-)
-def test_what_is_not_a_file_is_removed_and_what_a_link_leads_to_stays(make, what, tmp_path, capsys):
+@pytest.mark.parametrize("make", [make_pipe, make_folder, make_link, make_socket])
+def test_what_is_not_a_file_is_removed_and_what_a_link_leads_to_stays(make, tmp_path, capsys):
     programs = open_programs(tmp_path)
     write_sealed(tmp_path / "elsewhere", b"another")
     make(tmp_path / f"jit_f{ENDING}")
     assert programs.get("jit_f") is None
     path = tmp_path / f"jit_f{ENDING}"
-    assert capsys.readouterr().err == f"jgt: the compiled program {path} is {what}, not a file. It was removed and is compiled again\n"
+    assert capsys.readouterr().err == f"jgt: the compiled program {path} is not a file. It was removed and is compiled again\n"
     programs.put("jit_f", b"program")
     assert programs.get("jit_f") == b"program"
     assert (tmp_path / "elsewhere").exists()
@@ -148,7 +143,7 @@ def test_a_program_that_cannot_be_read_now_stays(tmp_path, capsys, monkeypatch):
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs_file, "read_sealed", fail)
+        patch.setattr(compiled, "read_sealed", fail)
         assert programs.get("jit_f") is None
         assert programs.get("jit_f") is None
     path = tmp_path / f"jit_f{ENDING}"
@@ -165,8 +160,6 @@ def test_a_folder_that_is_read_only_can_be_used(tmp_path, capsys):
         programs = open_programs(folder)
         programs.put("jit_f", b"program")
         (folder / f"jit_g{ENDING}").write_bytes(b"damaged")
-        programs.trial.add(f"jit_h{ENDING}")
-        programs.trial.end()
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         programs = open_programs(folder)
         assert programs.get("jit_f") == b"program"
@@ -174,7 +167,7 @@ def test_a_folder_that_is_read_only_can_be_used(tmp_path, capsys):
             assert programs.get("jit_g") is None
             programs.put("jit_g", b"program")
         assert capsys.readouterr().err.splitlines() == [
-            f"jgt: the compiled program {folder}/jit_g{ENDING} is cut off. "
+            f"jgt: the compiled program {folder}/jit_g{ENDING} is damaged: its checksum differs. "
             "It cannot be removed (Read-only file system), and is compiled at each start",
             f"jgt: compiled programs cannot be stored in {folder}: Read-only file system. Those that are in it can still be used",
         ]
@@ -188,7 +181,7 @@ def test_a_full_disk_leaves_no_unfinished_file(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.compiled.sealed.Path.replace", fail)
+    monkeypatch.setattr("train.compiled.Path.replace", fail)
     programs.put("jit_f", b"program")
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -197,7 +190,7 @@ def test_a_full_disk_leaves_no_unfinished_file(tmp_path, capsys, monkeypatch):
 SHARED = f"""
 import random, sys
 from pathlib import Path
-from train.compiled.programs import Programs
+from train.compiled import Programs
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 programs, chance = Programs(folder), random.Random(seed)
 for i in range(400):
@@ -208,7 +201,7 @@ for i in range(400):
         programs.put(key, key.encode() * chance.randrange(1, 50_000))
     elif (found := programs.get(key)) is not None:
         assert found and found == key.encode() * (len(found) // len(key)), (key, found[:20])
-programs.trial.end()
+programs.end_trial()
 """
 
 
@@ -225,7 +218,7 @@ def test_processes_that_share_a_folder_meet_whole_programs(tmp_path, root):
 DYING = """
 import os, sys
 from pathlib import Path
-from train.compiled.programs import open_programs
+from train.compiled import open_programs
 programs = open_programs(Path(sys.argv[1]))
 programs.get("jit_f-1"), programs.get("jit_g-2")
 exec(sys.argv[2])
@@ -246,13 +239,13 @@ def three(tmp_path):
 
 def usable(programs):
     found = [key for key in ("jit_f-1", "jit_g-2", "jit_h-3") if programs.get(key)]
-    programs.trial.end()
+    programs.end_trial()
     return found
 
 
 def test_programs_that_a_dead_process_had_loaded_are_removed(three, root, capsys):
     assert die(three, root) == -signal.SIGKILL
-    assert len(list(three.glob(f"*{TRIAL}"))) == 1
+    assert len(list(three.glob(f"*{TRIAL}"))) == 2
     assert usable(open_programs(three)) == ["jit_h-3"]
     assert capsys.readouterr().err == (
         f"jgt: a start died before it finished a step with compiled programs from {three}. They are compiled again: jit_f, jit_g\n"
@@ -266,26 +259,28 @@ def test_programs_of_a_process_that_lives_or_has_finished_a_step_stay(three, roo
     alive = open_programs(three)
     assert alive.get("jit_f-1")
     assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2", "jit_h-3"]
-    alive.trial.end()
-    assert die(three, root, "programs.trial.end(); os.kill(os.getpid(), 9)") == -signal.SIGKILL
+    alive.end_trial()
+    assert die(three, root, "programs.end_trial(); os.kill(os.getpid(), 9)") == -signal.SIGKILL
     assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2", "jit_h-3"]
     assert capsys.readouterr().err == ""
 
 
 def test_a_program_loaded_after_a_step_is_on_trial_again(three, root):
-    assert die(three, root, "programs.trial.end(); programs.get('jit_h-3'); os.kill(os.getpid(), 9)") == -signal.SIGKILL
+    assert die(three, root, "programs.end_trial(); programs.get('jit_h-3'); os.kill(os.getpid(), 9)") == -signal.SIGKILL
     assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2"]
 
 
-def test_a_list_of_suspects_leads_nowhere_else(three, tmp_path, capsys):
+def test_a_trial_leads_nowhere_else(three, tmp_path, capsys):
     outside = tmp_path.parent / f"victim{ENDING}"
     outside.touch()
-    (three / f"a{TRIAL}").write_bytes(f"../{outside.name}\n{outside}\n\x1b[0m{ENDING}\n\xff\nletters.txt\n".encode("latin-1"))
-    os.mkfifo(three / f"b{TRIAL}")
-    (three / f"c{TRIAL}").symlink_to(outside)
-    (three / f"d{TRIAL}").mkdir()
+    (three / f"letters.txt{TRIAL}").touch()
     (three / "letters.txt").touch()
-    assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2", "jit_h-3"]
+    (three / f"jit_none-1{ENDING}{TRIAL}").touch()
+    os.mkfifo(three / f"jit_f-1{ENDING}{TRIAL}")
+    (three / f"jit_g-2{ENDING}{TRIAL}").symlink_to(outside)
+    (three / f"jit_h-3{ENDING}{TRIAL}").mkdir()
+    programs = open_programs(three)
+    assert all(programs.get(key) for key in ("jit_f-1", "jit_h-3"))
     assert outside.exists() and (three / "letters.txt").exists()
     assert capsys.readouterr().err == ""
 
@@ -294,9 +289,11 @@ def test_without_locks_there_is_no_trial(three, monkeypatch):
     def fail(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("train.compiled.trial.fcntl.flock", fail)
+    monkeypatch.setattr("train.compiled.fcntl.flock", fail)
     programs = open_programs(three)
     assert programs.get("jit_f-1")
+    assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2", "jit_h-3"]
+    programs.end_trial()
     assert {path.name for path in three.iterdir()} == {f"{key}{ENDING}" for key in ("jit_f-1", "jit_g-2", "jit_h-3")}
 
 
@@ -304,7 +301,7 @@ def test_without_locks_there_is_no_trial(three, monkeypatch):
 
 
 def test_a_folder_that_has_grown_too_large_loses_the_oldest(monkeypatch, tmp_path):
-    monkeypatch.setattr(programs_file, "_LARGEST", 25)
+    monkeypatch.setattr(compiled, "_LARGEST", 25)
     for age, name in enumerate(["new-cache", f"old{ENDING}", "oldest-cache", "first-atime"]):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
@@ -313,12 +310,19 @@ def test_a_folder_that_has_grown_too_large_loses_the_oldest(monkeypatch, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letters.txt", "new-cache", f"old{ENDING}"]
 
 
-def test_what_killed_writers_left_is_removed(tmp_path):
-    for name in ("old", "new"):
-        (tmp_path / f"{name}{UNFINISHED}").touch()
-    os.utime(tmp_path / f"old{UNFINISHED}", (1000, 1000))
+def test_what_killed_writers_left_is_removed_like_an_old_program(monkeypatch, tmp_path):
+    def die(path, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "_LARGEST", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled.Path, "replace", die)
+        patch.setattr(compiled.Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            open_programs(tmp_path).put("jit_f", b"program")
+    assert len(list(tmp_path.iterdir())) == 1
     open_programs(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"new{UNFINISHED}"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_messages_survive_a_closed_stderr(tmp_path, monkeypatch):

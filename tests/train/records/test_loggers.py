@@ -12,8 +12,7 @@ from jgt.document import InputError
 from train import sections
 from train.config import load
 from train.records import services
-from train.records.loggers import open_loggers
-from train.records.records import Records
+from train.records.records import Records, open_loggers
 from train.run.train import train
 
 CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}

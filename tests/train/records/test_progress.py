@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from train.records.console import Screen
-from train.records.machine import memory_use
-from train.records.progress import Countdown, Progress, StepResult
+from train.records.progress import Countdown, Progress, StepResult, memory_use
 from train.records.records import Records
 from train.setup import prepare
 

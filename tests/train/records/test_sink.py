@@ -29,7 +29,7 @@ def half(monkeypatch):
 
 
 def test_a_record_is_written_whole_or_not_at_all(tmp_path, half, capsys):
-    lines = Sink("a file", AppendedFile(tmp_path / "f"))
+    lines = Sink("a file", AppendedFile(tmp_path / "f").write)
     lines.put(b"one\n")
     half += [errno.ENOSPC, errno.EIO]
     for record in (b"two\n", b"three\n", b"four\n"):
@@ -40,7 +40,7 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, half, capsys):
 
 
 def test_a_record_that_could_not_be_cut_off_is_cut_off_before_the_next(tmp_path, half, monkeypatch):
-    lines = Sink("a file", AppendedFile(tmp_path / "f"))
+    lines = Sink("a file", AppendedFile(tmp_path / "f").write)
     lines.put(b"one\n")
     half.append(errno.ENOSPC)
     with monkeypatch.context() as patch:
@@ -67,7 +67,7 @@ def test_a_reader_that_is_away_costs_one_wait_and_comes_back(monkeypatch):
     monkeypatch.setattr(sink, "PATIENCE_SECONDS", 0.2)
     reading, writing = os.pipe()
     away = threading.Event()
-    stream = Sink("stdout", StandardStream(lambda record: (away.wait(10), os.write(writing, record))))
+    stream = Sink("stdout", StandardStream(lambda record: (away.wait(10), os.write(writing, record))).write)
     for record in (b"1", b"2", b"3"):
         stream.put(record)
     assert stream.lost == 3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from train.report.__main__ import main
 from train.report.accounts import CAUSES, account, read_accounts
-from train.report.events import Event, find_starts, read_events
+from train.report.events import Event, read_events
 
 
 def event(phase, time, seconds=0.0, **details):
@@ -152,15 +152,6 @@ def test_a_last_line_that_was_cut_short(write, cut):
     assert (found.wall_s, found.steps, found.starts[0].ended, found.starts[0].reached) == (45.5, 20, None, 20)
 
 
-def test_a_start_in_the_same_line_as_one_that_was_cut_short(write):
-    lines = [json.dumps(row) + "\n" for row in KILLED_TWICE]
-    lines[6] = lines[6][:30]
-    found = read_accounts(write("".join(lines)))
-    assert (found.unreadable_lines, found.restarts) == (1, 2)
-    assert [(s.begin, s.resumed, s.ended) for s in found.starts] == [(0.0, 0, "killed"), (50.0, 10, "killed"), (90.0, 15, "SIGTERM")]
-    assert causes(found)["redone"] == 15.0
-
-
 NO_EVENTS = [
     "[1]",
     "3",
@@ -207,28 +198,6 @@ def test_processes_that_did_no_work_of_their_own(write):
     assert (found.slowest, found.spread) == (0, None)
 
 
-OLD = [
-    event("verify", 10.0, 1.0),
-    event("init", 11.0, 2.0),
-    event("compile", 13.0, 3.0),
-    event("save", 20.0, 1.0, step=5),  # killed after it, at step 7
-    event("verify", 30.0, 1.0),
-    event("restore", 31.0, 1.0, step=5),
-    event("compile", 32.0, 3.0),
-    event("save", 40.0, 1.0, step=10),
-    event("step", 35.0, 10.0, steps=10),
-    event("save", 46.0, 1.0, step=15),
-]
-
-
-def test_events_of_older_versions(write):
-    found = read_accounts(write(OLD))
-    assert causes(found) == {"steps": 10.0, "down": 9.0, "compile": 6.0, "init": 2.0, "restore": 3.0, "save": 3.0, "other": 4.0}
-    assert [(s.resumed, s.reached, s.ended) for s in found.starts] == [(0, 5, None), (5, 15, None)]
-    assert (found.wall_s, found.steps, found.restarts_after) == (37.0, 10, {"no record": 1})
-    assert (found.throughput.slowest_first, found.throughput.slowest_last, found.stragglers) == (6, 15, None)
-
-
 def test_a_clock_that_was_set_back():
     rows = [*opening(100.0), stretch(104.0, 6.0, 1, 6), *opening(109.0), stretch(113.0, 4.0, 7, 10)]
     found = account_of(rows)
@@ -265,7 +234,7 @@ def timelines(draw):
 @given(timelines(), timelines())
 @settings(max_examples=60, deadline=None)
 def test_causes_sum_to_wall_time_whatever_happened(rows, others):
-    found = account_of(rows, others={1: find_starts(events_of(others))})
+    found = account_of(rows, others={1: events_of(others)})
     assert set(found.causes) == set(CAUSES)
     assert found.wall_s == 0 or causes(found)
     assert all(share.seconds >= 0 and 0 <= share.share <= 1 for share in found.causes.values())

@@ -8,7 +8,7 @@ import pytest
 
 from jgt import document
 from jgt.__main__ import main
-from train.schema.__main__ import SCHEMAS, schema_text
+from train.schema import SCHEMAS, schema_text
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -1,15 +1,25 @@
-"""The JSON Schema of a run file: the schema of `Config`, and of the parts of the file that other rooms read."""
+"""The command `jgt schema`: the JSON Schemas of run files and rules files, with which editors complete and check them.
+
+The schema of a run file describes `Config` and the sections whose keys belong to jgt.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jgt.command.parser import CommandParser
+from jgt.document import InputError
 from jgt.document.schema import DIALECT, Schema, mapping_of, or_null, schema_of
 from jgt.mesh.sizes import MAX_DEVICES
 from jgt.planner import Budget
 from jgt.rules.schema import rules_schema
 
-from ..config import Config
+from .config import Config
 
 _NUMBER: Schema = {"type": "number", "minimum": 0}
 _TEXTS = {
@@ -21,11 +31,43 @@ _TEXTS = {
 }
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: printed or written. 2: a file cannot be written."""
+    return parser().answer(argv, _print_or_write)
+
+
+def schema_text(name: str) -> str:
+    """The schema of this name, as the text of its file."""
+    return json.dumps(SCHEMAS[name](), indent=1, ensure_ascii=False) + "\n"
+
+
+def parser() -> CommandParser:
+    """The command line of the schemas."""
+    parser = CommandParser("jgt schema", "Prints the JSON Schema of run files or of rules files, for editors.")
+    parser.add_argument("name", nargs="?", choices=[*SCHEMAS], default="run", help="run (the default) or rules")
+    parser.add_argument("--write", metavar="DIR", help="write both schemas to a folder, as run.json and rules.json")
+    return parser
+
+
+def _print_or_write(arguments: argparse.Namespace) -> None:
+    if arguments.write is None:
+        print(schema_text(arguments.name), end="")
+        return
+    folder = Path(arguments.write)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in SCHEMAS:
+            (folder / f"{name}.json").write_text(schema_text(name), encoding="utf-8")
+    except OSError as error:
+        raise InputError([f"command line: --write: {error.filename} cannot be written: {error.strerror or error}"]) from None
+    print(f"Wrote {' and '.join(f'{name}.json' for name in SCHEMAS)} in {folder}", file=sys.stderr)
+
+
 def run_schema() -> Schema:
     """The schema of a run file."""
     sections: dict[str, Schema] = schema_of(Config)["properties"]
     own: dict[str, Schema] = {
-        # null removes an axis of the file that this one extends.
+        # null removes an axis that the extended file has.
         "mesh": {"type": "object", "additionalProperties": or_null({"type": "integer", "minimum": -1, "maximum": MAX_DEVICES})},
         "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
         "budget": _budget(),
@@ -41,3 +83,9 @@ def run_schema() -> Schema:
 def _budget() -> dict[str, Any]:
     limits = dict.fromkeys(Budget.KEYS, _NUMBER)
     return {"type": "object", "properties": limits, "additionalProperties": {"type": "object", "additionalProperties": _NUMBER}}
+
+
+SCHEMAS: Mapping[str, Callable[[], Schema]] = {"run": run_schema, "rules": rules_schema}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+# pyright: reportPrivateUsage=false
+"""Compiled programs that are stored for later starts, and checked before they run.
+
+A program with one wrong bit may run and compute wrong numbers, and JAX's own cache does not always notice: a compressed frame without a
+checksum unpacks to other bytes. So each stored file begins with a SHA-256 over its name and its content. The name is part of it because
+two whole files may be exchanged. The checksum shows accidents, not forgeries: whoever may write to the folder can also make a checksum.
+Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
+
+A whole program can still end the process that loads it: it may use instructions that this machine lacks, or a driver may have changed. A
+restart would load it again and die again. So a process that loads a stored program puts a `.trial` file beside it, locks that file, and
+removes it as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a
+process died with the program, and the next start removes both. Without locks or room for such a file, a program is loaded without a trial.
+
+Many processes share a folder. A file gets its name only when it is complete, and names may appear and disappear at any moment.
+
+JAX reads and writes its cache through one object with the methods `get` and `put`. The object is private, and JAX has no public way to give
+it another. This file puts its own object there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better
+than running a program that was not checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+
+import jax
+from jax._src import compilation_cache
+
+from .sink import say
+
+ENDING = ".sealed-cache"
+"""The end of the names of stored programs. JAX's own cache, which may be in the same folder, uses `-cache` and `-atime`."""
+TRIAL = ".trial"
+_LARGEST = 10 * 2**30
+"""The bytes of a folder above which the oldest programs are removed at a start."""
+_MOST_NAMES = 5
+_SEAL_BYTES = hashlib.sha256().digest_size
+
+
+class DamagedError(Exception):
+    """The file has no content that can be trusted. The message continues a sentence that begins with the file's name."""
+
+
+class Programs:
+    """The compiled programs in a folder, with the methods of JAX's `CacheInterface`. They never raise OSError."""
+
+    def __init__(self, folder: Path):
+        # JAX shows `_path` in its log.
+        self.folder = self._path = folder
+        self._reported: set[str] = set()
+        self._trials: dict[Path, int] = {}
+        """The `.trial` files of this process, and the descriptors that hold their locks."""
+
+    def get(self, key: str) -> bytes | None:
+        """The program of a key, which is then on trial; None if there is none that can be used."""
+        path = self.folder / f"{key}{ENDING}"
+        try:
+            program = read_sealed(path)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            self._report(f"the compiled program {path} {error}. {_remove(path)}")
+            return None
+        except OSError as error:
+            # A disk that fails for a moment is no damage, so the file stays.
+            self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
+            return None
+        trial = path.with_name(f"{path.name}{TRIAL}")
+        with contextlib.suppress(OSError):
+            if trial not in self._trials:
+                # Neither followed nor waited for: the name may belong to a link or a pipe.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                self._trials[trial] = os.open(trial, flags, 0o666)
+                # Shared with the other processes that load the program.
+                fcntl.flock(self._trials[trial], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores the program of a key, in place of an earlier one."""
+        try:
+            write_sealed(self.folder / f"{key}{ENDING}", value)
+        except OSError as error:
+            why = error.strerror or str(error)
+            self._report(f"compiled programs cannot be stored in {self.folder}: {why}. Those that are in it can still be used")
+
+    def end_trial(self) -> None:
+        """The programs loaded so far have run, or this process ends for a reason that is not theirs."""
+        # KeyError: there is none left. Asked in this way because another thread may end the trial at the same time.
+        with contextlib.suppress(KeyError):
+            while True:
+                trial, descriptor = self._trials.popitem()
+                # Removed before the lock is released: no other process takes it for a dead one's.
+                with contextlib.suppress(OSError):
+                    trial.unlink(missing_ok=True)
+                os.close(descriptor)
+
+    def remove_suspects(self) -> None:
+        """Removes the programs that dead processes have left on trial."""
+        names: set[str] = set()
+        for trial in self.folder.glob(f"*{ENDING}{TRIAL}"):
+            # BlockingIOError: a process lives that has the program on trial.
+            with contextlib.suppress(OSError, DamagedError), _open_file(trial) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                program = trial.with_name(trial.name.removesuffix(TRIAL))
+                if program.exists():
+                    _remove(program)
+                    names.add(program.name.removesuffix(ENDING).rpartition("-")[0])
+                trial.unlink()
+        if names:
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            self._report(
+                f"a start died before it finished a step with compiled programs from {self.folder}. They are compiled again: "
+                f"{', '.join(sorted(names)[:_MOST_NAMES])}{more}"
+            )
+
+    def _report(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
+            say(text)
+
+
+def open_programs(folder: Path) -> Programs:
+    """The programs in a folder, which is made if it is absent. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    programs = Programs(folder)
+    programs.remove_suspects()
+    _remove_oldest(folder)
+    return programs
+
+
+def use_programs(programs: Programs) -> bool:
+    """Makes JAX store its programs there. Returns whether it does; if not, JAX stores none."""
+    # XLA keeps more files below this folder.
+    jax.config.update("jax_compilation_cache_dir", str(programs.folder))
+    # JAX's default skips programs that compile in under a second. A start has a dozen of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Any error of another version of JAX means the same.
+    with contextlib.suppress(Exception):
+        compilation_cache.reset_cache()
+        with compilation_cache._cache_initialized_mutex:
+            # Through setattr: its type is JAX's own interface.
+            setattr(compilation_cache, "_cache", programs)  # noqa: B010
+            compilation_cache._cache_initialized = True
+        # JAX asks the backend only for the type of its runtime.
+        if compilation_cache._get_cache(SimpleNamespace(runtime_type="")) is programs:
+            return True
+    jax.config.update("jax_compilation_cache_dir", None)
+    return False
+
+
+def finish_trial() -> None:
+    """Ends the trial of the programs that JAX has loaded; see `Programs.end_trial`."""
+    cache = getattr(compilation_cache, "_cache", None)
+    if isinstance(cache, Programs):
+        cache.end_trial()
+
+
+@contextlib.contextmanager
+def programs_on_trial() -> Iterator[None]:
+    """Programs that are loaded inside stay on trial if the process dies there, or if JAX's runtime raises an error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        raise
+    except BaseException:
+        finish_trial()
+        raise
+    finish_trial()
+
+
+def default_folder() -> Path:
+    """A folder in the user's cache, one for each kind of CPU: a program compiled for one kind may use instructions that another lacks.
+
+    Raises RuntimeError for a user without a home.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def read_sealed(path: Path) -> bytes:
+    """The content of a file of `write_sealed`. Raises DamagedError, or OSError if the file is absent or cannot be read."""
+    with _open_file(path) as file:
+        seal, content = file.read(_SEAL_BYTES), file.read()
+    if seal != _seal(path.name, content):
+        raise DamagedError("is damaged: its checksum differs")
+    return content
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Writes a file that shows whether it is whole, in place of an earlier one of the same name. Raises OSError."""
+    # A short name: the file's own may be as long as names can be. The ending is one that `_remove_oldest` removes after a killed process.
+    new = path.with_name(f"{secrets.token_hex(8)}-cache")
+    try:
+        new.write_bytes(_seal(path.name, content) + content)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(os.fsencode(name) + b"\0" + content).digest()
+
+
+def _open_file(path: Path) -> IO[bytes]:
+    """Opens a file to read. Raises DamagedError for anything else of this name, such as a pipe, at which reading would wait for ever."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise DamagedError("is not a file")
+    return path.open("rb")
+
+
+def _remove(path: Path) -> str:
+    """Removes whatever has this name. Returns a sentence about it."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"It cannot be removed ({error.strerror or error}), and is compiled at each start"
+    return "It was removed and is compiled again"
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes the oldest programs of a folder that has grown too large. Other files stay: they may be the user's."""
+    files: list[tuple[float, int, Path]] = []
+    for path in folder.iterdir():
+        # Another start may have removed it.
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if path.name.endswith(("-cache", "-atime")) and stat.S_ISREG(status.st_mode):
+                files.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total > _LARGEST:
+            total -= size
+            with contextlib.suppress(OSError):
+                path.unlink()
