@@ -1,38 +1,39 @@
 """The texts of plain text and JSON lines files, for a tokenizer.
 
-A data set of text is read once, from one end to the other, and can be larger than memory. The readers therefore yield pieces:
-a plain file in blocks of about a megabyte that end at a line end, so that no word is cut; a JSON lines file line by line,
-each line one document. A line that cannot be used does not end the reading: the reader yields an `Unreadable` in its place,
-so that a user sees all bad lines of a file at once. Only what makes the rest of a file meaningless ends that file.
+A data set of text is read once, from one end to the other, and can be larger than memory. The readers therefore yield pieces: a plain file
+in blocks of about a megabyte that end at a line end, so that no word is cut; a JSON lines file line by line, each line one document. A line
+that cannot be used does not end the reading: the reader yields an `Unreadable` in its place, so that a user sees all bad lines of a file at
+once. Only what makes the rest of a file meaningless ends that file.
 
 One mistake would fill the screen with equal lines: a wrong name of the field with the text. So a document without the field says which
 fields it has, and the caller makes one problem of all such documents (`missing_field`).
 
-What is read is not trusted. A line without an end and nested brackets would exhaust the memory or run for ever; each has a limit, and a
+The files are not trusted. A line without an end and nested brackets would exhaust the memory or run for ever; each has a limit, and a
 message that names it. `packed.py` bounds what a small file may unpack to.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import describe, most_similar, shown
 
 from .files import FileSet
-from .packed import PackedError, read_blocks
+from .packed import BadTextError, read_blocks
 
 MAX_LINE_BYTES = 1 << 24
 _MOST_FIELDS = 12
+_LIMIT = f"is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it"
 
 
 @dataclass(frozen=True)
 class Unreadable:
     """Takes the place of a text that could not be read. The message is `file:line: what is wrong. What to change`.
 
-    fields: of a document without the field that was asked for, the fields that it has and whether each of them is text.
+    fields: as in `packed.BadTextError`.
     """
 
     message: str
@@ -45,150 +46,112 @@ def read_texts(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unre
     as_bytes: bytes that are not UTF-8 become surrogates, which the byte tokenizer turns into these bytes again.
     """
     for path in files.paths:
-        yield from _texts_of(path, "surrogateescape" if as_bytes else "strict")
+        yield from _texts_of(path, as_bytes=as_bytes)
 
 
 def read_files(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
     """As `read_texts`, but each file whole, as one document."""
     for path in files.paths:
         pieces: list[str] = []
-        for text in _texts_of(path, "surrogateescape" if as_bytes else "strict"):
-            if isinstance(text, Unreadable):
-                yield text
-                break
-            pieces.append(text)
-            if sum(map(len, pieces)) > MAX_LINE_BYTES:
-                yield Unreadable(f"{path}: the file is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+        for text in _texts_of(path, as_bytes=as_bytes):
+            if isinstance(text, str):
+                pieces.append(text)
+            if isinstance(text, Unreadable) or sum(map(len, pieces)) > MAX_LINE_BYTES:
+                yield text if isinstance(text, Unreadable) else Unreadable(f"{path}: the file {_LIMIT}")
                 break
         else:
             yield "".join(pieces)
 
 
-def _texts_of(path: Path, errors: str) -> Iterator[str | Unreadable]:
-    line, rest = 1, b""
+def _texts_of(path: Path, *, as_bytes: bool) -> Iterator[str | Unreadable]:
+    line, rest, errors = 1, b"", "surrogateescape" if as_bytes else "strict"
     try:
         for block in read_blocks(path):
-            # Cut at the last line end: what follows it waits for the next block, with the line number of its beginning in `line`.
+            # Cut at the last line end. The rest waits for the next block, and `line` is the number of the first line that waits.
             whole, newline, rest = (rest + block).rpartition(b"\n")
+            if newline:
+                yield (whole + newline).decode("utf-8", errors)
+                line += whole.count(b"\n") + 1
             if len(rest) > MAX_LINE_BYTES:
-                at = line + whole.count(b"\n") + len(newline)
-                too_long = f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it"
-                yield Unreadable(f"{path}:{at}: {too_long}")
-                return
-            if not newline:
-                continue
-            text = _decoded(whole + newline, line, path, errors)
-            yield text
-            if isinstance(text, Unreadable):
-                return
-            line += whole.count(b"\n") + 1
-    except PackedError as error:
-        yield Unreadable(f"{path}:{line}: {error}")
-        return
-    if rest:
-        yield _decoded(rest, line, path, errors)
-
-
-def _decoded(block: bytes, line: int, path: Path, errors: str) -> str | Unreadable:
-    try:
-        return block.decode("utf-8", errors)
+                raise BadTextError(f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it")
+        if rest:
+            yield rest.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         # A block has thousands of lines; the user needs the one with the bad byte.
-        at = line + block[: error.start].count(b"\n")
-        return Unreadable(f"{path}:{at}: not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or set the tokenizer to bytes")
-
-
-class _BadLineError(Exception):
-    """A line cannot be used; the message says why. fields: as those of `Unreadable`."""
-
-    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None):
-        super().__init__(message)
-        self.fields = fields
+        at = line + error.object[: error.start].count(b"\n")
+        bad = f"not UTF-8: byte {error.object[error.start]:#04x}. Save the file as UTF-8, or set the tokenizer to bytes"
+        yield Unreadable(f"{path}:{at}: {bad}")
+    except BadTextError as error:
+        yield Unreadable(f"{path}:{line}: {error}")
 
 
 def read_documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
     """The text in `field` of every JSON line that is not blank. Files that end in .gz or .zst are unpacked."""
     for path in files.paths:
-        yield from _documents_of(path, field)
+        # An empty file among many is most likely a failed download.
+        texts = _documents_of(path, field)
+        yield next(texts, Unreadable(f"{path}: the file is empty: it contains no documents"))
+        yield from texts
 
 
 def _documents_of(path: Path, field: str) -> Iterator[str | Unreadable]:
-    counter = _LineCounter()
-    empty = True
+    for number, line in _lines(path):
+        try:
+            if isinstance(line, BadTextError):
+                raise line
+            yield _text(line, field)
+        except BadTextError as error:
+            yield Unreadable(f"{path}:{number}: {error}", error.fields)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes | BadTextError]]:
+    """The number and the contents of each line that is not blank; last an error, if the file cannot be read further."""
+    number, rest = 1, b""
     try:
-        for line in _lines(read_blocks(path), counter):
-            empty = False
-            yield _document(path, counter.line, line, field)
-    except (PackedError, _BadLineError) as error:
-        yield Unreadable(f"{path}:{counter.line}: {error}")
+        for block in read_blocks(path):
+            # Blank lines can fill gigabytes of a packed file: they are counted, not split.
+            if not rest and block.isspace():
+                number += block.count(b"\n")
+                continue
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                if line and not line.isspace():
+                    yield number, line
+                number += 1
+            if len(rest) > MAX_LINE_BYTES:
+                raise BadTextError(f"the line {_LIMIT}")
+    except BadTextError as error:
+        yield number, error
         return
-    # An empty file among many is most likely a failed download.
-    if empty:
-        yield Unreadable(f"{path}: the file is empty: it contains no documents")
-
-
-@dataclass
-class _LineCounter:
-    """The number of the line that is being read, from 1. It outlives the generator of lines, whose error it locates."""
-
-    line: int = 1
-
-
-def _lines(blocks: Iterable[bytes], counter: _LineCounter) -> Iterator[bytes]:
-    """The lines that are not blank. Raises _BadLineError for a line beyond the limit."""
-    rest = b""
-    for block in blocks:
-        # Blank lines can fill gigabytes of a packed file: they are counted, not split.
-        if not rest and block.isspace():
-            counter.line += block.count(b"\n")
-            continue
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            if line and not line.isspace():
-                yield line
-            counter.line += 1
-        if len(rest) > MAX_LINE_BYTES:
-            raise _BadLineError(f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
     if rest and not rest.isspace():
-        yield rest
-
-
-def _document(path: Path, number: int, line: bytes, field: str) -> str | Unreadable:
-    try:
-        return _text(line, field)
-    except _BadLineError as error:
-        return Unreadable(f"{path}:{number}: {error}", error.fields)
+        yield number, rest
 
 
 def _text(line: bytes, field: str) -> str:
-    document = _parse(line)
+    try:
+        document = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadTextError(f"not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line") from None
+    except RecursionError:
+        # Python's JSON parser recurses once per level of nesting.
+        raise BadTextError("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise BadTextError(f"not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise _BadLineError(f"must be a JSON object, not {describe(document)}")
+        raise BadTextError(f"must be a JSON object, not {describe(document)}")
     if field not in document:
         # The longest text first: it is the likeliest to be meant.
         known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)
-        raise _BadLineError(f"has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
+        raise BadTextError(f"has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
     text = document[field]
     if not isinstance(text, str):
-        raise _BadLineError(f"the field {field!r} must be text, not {describe(text)}")
+        raise BadTextError(f"the field {field!r} must be text, not {describe(text)}")
     try:
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadLineError(f"the field {field!r} contains half of a surrogate pair, which is not a character") from None
+        raise BadTextError(f"the field {field!r} contains half of a surrogate pair, which is not a character") from None
     return text
-
-
-def _parse(line: bytes) -> object:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadLineError(f"not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line") from None
-    except RecursionError:
-        # Python's JSON parser recurses once per level of nesting.
-        raise _BadLineError("the JSON is nested too deeply") from None
-    except ValueError as error:
-        raise _BadLineError(f"not valid JSON: {error}") from None
 
 
 def missing_field(documents: Sequence[Unreadable], field: str, *, stopped: bool) -> tuple[str, str | None]:

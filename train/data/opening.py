@@ -1,11 +1,10 @@
-"""From the `data:` section to `Data`: opens every part, sets held-out data apart, and lays out the order of the samples.
+"""Opens the `data:` section: every part of it, apart from the held-out data, in the order of the samples.
 
 All parts are opened even after one has failed, so that a user sees the problems of all files at once, each with the line of its key.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,15 +39,15 @@ def open_data(
     _raise_if_any([whole.at(key, f"data.{key}: {message}") for key, message in path_problems(config)])
     is_mixture = config.source == "mixture"
     places = [PartKeys(prefix=f"data.mixture[{i}]." if is_mixture else "data.", where=where) for i in range(len(config.parts()))]
-    with _located(places[0], "tokenizer"):
+    with places[0].located("tokenizer"):
         # `DataConfig.problems` made sure that all parts use one tokenizer.
         tokenizer = open_tokenizer(config.parts()[0].tokenizer)
-    with _located(whole, "documents"):
+    with whole.located("documents"):
         end = end_of_documents(config, tokenizer, vocab)
     open_part = partial(open_splits, eval_tokens=config.eval_tokens, tokenizer=tokenizer, seq=seq, vocab=vocab, end=end)
     splits = _open_all(config, places, partial(open_part, cache_dir=cache_dir))
     _raise_if_any(list(_size_problems(config, places, splits, seq)))
-    with _located(whole, "documents"):
+    with whole.located("documents"):
         check_ends(config, [split.train for split in splits], end)
     held_out = {
         name: grain.MapDataset.source(Windows(stream=split.held_out, seq=seq, vocab=vocab))
@@ -68,7 +67,7 @@ def open_data(
 
 
 def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
-    """Data of the user's own, in an order that depends on the seed. Raises InputError if it has no samples."""
+    """The samples of a user's function, in an order that depends on the seed. Raises InputError if there are none."""
     return Data(
         fingerprint=source.fingerprint,
         train_sequences=len(source.train),
@@ -78,15 +77,6 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
         _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
         _held_out={} if source.held_out is None else {"eval": source.held_out},
     )
-
-
-@contextlib.contextmanager
-def _located(keys: PartKeys, key: str) -> Iterator[None]:
-    """Inside, problems get the line of this key."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError([keys.at(key, problem) for problem in error.problems]) from None
 
 
 def _open_all(config: DataConfig, places: Sequence[PartKeys], open_part: Callable[[MixturePart, PartKeys], Splits]) -> list[Splits]:
@@ -129,7 +119,7 @@ def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
 
 
 def _bad_share(held_out: int, num_tokens: int, seq: int) -> str | None:
-    """What is wrong with the number of tokens to hold out of so many, which are at least one window. `{}` is the name of the data."""
+    """Why `held_out` of `num_tokens` tokens, which are at least one window, cannot be held out. `{}` is the name of the data."""
     window = f"one window of seq {seq} needs {seq + 1:,}"
     if num_tokens < 2 * (seq + 1):
         none = "Set data.eval_tokens=0 for no evaluation, or lower model.seq"

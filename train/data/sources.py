@@ -1,4 +1,4 @@
-"""One part of the data config → its token streams, and the fingerprint of its data.
+"""Opening one part of the data config: its token streams, and the fingerprint of its data.
 
 Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded
 once. All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not
@@ -11,8 +11,9 @@ files, and the config knows keys.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,19 +48,22 @@ class PartKeys:
 
     def at(self, key: str, message: str) -> str:
         """A message with the line of the part's key, which the message names itself."""
-        return _located(self.where(f"{self.prefix}{key}"), message)
-
-    def setting(self, key: str, value: str) -> str:
-        """How to set a key of the part, in words."""
-        # A list has no override for one of its entries.
-        return f"{self.prefix}{key}={value}" if not self.prefix.endswith("].") else f"{key}: {value} in {self.prefix.rstrip('.')}"
+        return _with_line(self.where(f"{self.prefix}{key}"), message)
 
     def of_model(self, message: str) -> str:
-        """A message about the vocabulary."""
-        return _located(self.where("model.vocab"), message)
+        """A message about the vocabulary, with the line of its key."""
+        return _with_line(self.where("model.vocab"), message)
+
+    @contextlib.contextmanager
+    def located(self, key: str) -> Iterator[None]:
+        """Inside, the problems of an InputError get the line of the part's key."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError([self.at(key, problem) for problem in error.problems]) from None
 
 
-def _located(where: str, message: str) -> str:
+def _with_line(where: str, message: str) -> str:
     return f"{where}: {message}" if where else message
 
 
@@ -127,13 +131,11 @@ def _open_checked(
 ) -> Stream:
     try:
         stream = _open(part, files, tokenizer, end, cache_dir)
-    except UnreadableError as error:
+    except InputError as error:
         problems = [keys.at(key, problem) for problem in error.problems]
-        if error.missing:
+        if isinstance(error, UnreadableError) and error.missing:
             problems.append(_field_problem(part, keys, error))
         raise InputError(problems) from None
-    except InputError as error:
-        raise InputError([keys.at(key, problem) for problem in error.problems]) from None
     if outside := find_outside(stream, vocab):
         raise _vocab_error(part, keys, key, tokenizer, outside)
     return stream
@@ -143,12 +145,16 @@ def _field_problem(part: MixturePart, keys: PartKeys, error: UnreadableError) ->
     message, best = missing_field(error.missing, part.field, stopped=error.stopped)
     if best is None:
         return keys.at("field", message)
-    return keys.at("field", f"{message}. Set {keys.setting('field', best if best.isidentifier() else shown(best))}")
+    value = best if best.isidentifier() else shown(best)
+    # A list has no override for one of its entries.
+    is_list = keys.prefix.endswith("].")
+    setting = f"field: {value} in {keys.prefix.rstrip('.')}" if is_list else f"{keys.prefix}field={value}"
+    return keys.at("field", f"{message}. Set {setting}")
 
 
 def _vocab_error(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokenizer, outside: Outside) -> InputError:
     needed = outside.needed
-    # The next text may have ids that this one lacks.
+    # The next text may have ids that are not in it.
     if needed is not None and (part.source != "tokens" or part.tokenizer != BYTES):
         needed = max(needed, tokenizer.vocab_size)
     if needed is None or needed > _MAX_VOCAB:
@@ -160,46 +166,33 @@ def _vocab_error(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokeniz
 def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, end: int | None, cache_dir: Path) -> Stream:
     if part.source == "tokens":
         return open_tokens(files, part.dtype)
+    if part.source in ("text", "jsonl"):
+        problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
+        if problems:
+            raise InputError(problems[:_MAX_PROBLEMS])
+    encoded = partial(open_encoded, files, tokenizer=tokenizer, cache_dir=cache_dir)
     if part.source in _DOCUMENT_READERS:
-        return _open_documents(part, files, tokenizer, cache_dir)
-    if part.source == "text":
-        _check_formats(files)
+        if tokenizer.end_of_text is None:
+            known = ", ".join(END_OF_TEXT_NAMES)
+            raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
+        reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
+        # The field decides which texts are read, so it is part of the cache's key (`kind`).
+        return encoded(reader, separator=tokenizer.end_of_text, kind=f"{part.source}:{part.field}")
     # Bytes of text are ids already, so even a large text needs no cache.
     as_bytes = part.tokenizer == BYTES
     if as_bytes and not any(map(is_packed, files.paths)):
         return open_bytes(files) if end is None else with_ends(open_bytes(files), end)
     if end is not None:
-        reader = partial(read_files, as_bytes=as_bytes)
-        return open_encoded(files, reader, tokenizer=tokenizer, separator=end, kind="files", cache_dir=cache_dir)
-    reader = partial(read_texts, as_bytes=as_bytes)
+        return encoded(partial(read_files, as_bytes=as_bytes), separator=end, kind="files")
     # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
-    return open_encoded(files, reader, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
-
-
-def _open_documents(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
-    if tokenizer.end_of_text is None:
-        known = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
-    if part.source == "jsonl":
-        _check_formats(files)
-    # The field decides which texts are read, so it is part of the cache's key (`kind`).
-    reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
-    kind = f"{part.source}:{part.field}"
-    return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
-
-
-def _check_formats(files: FileSet) -> None:
-    """Raises InputError for files that are not text, unless they are unpacked."""
-    problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
-    if problems:
-        raise InputError(problems[:_MAX_PROBLEMS])
+    return encoded(partial(read_texts, as_bytes=as_bytes), separator=None, kind="text")
 
 
 def _identity(files: FileSet) -> dict[str, str | int]:
-    """What identifies files: their names and sizes, and a checksum of each file's first and last megabyte.
+    """The identity of files: their names and sizes, and a checksum of each file's first and last megabyte.
 
-    Cheap for files of any size, and enough to tell another data set from this one. A change in the middle of a large file that keeps its
-    size is not noticed.
+    Cheap for files of any size, and enough to notice another data set. A change in the middle of a large file that keeps its size is not
+    noticed.
     """
     checksum = 0
     for path in files.paths:

@@ -6,9 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from train.data import DataConfig, open_data
+from train.data.config import DataConfig
 from train.data.encoded import remove_leftovers
 from train.data.mapped import DataChangedError
+from train.data.opening import open_data
 from train.data.tokens import map_bin, map_npy
 
 SEQ = 4

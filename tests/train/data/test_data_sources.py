@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.data import DataConfig, open_data
+from train.data.config import DataConfig
+from train.data.opening import open_data
 from train.data.stream import Segment, Stream, find_outside
 
 SEQ = 4
@@ -259,7 +260,7 @@ def test_a_text_is_encoded_once_and_again_when_it_changes(opened, tmp_path, monk
     first = tokens_of(opened(source="jsonl", path=path), 2)
     (cached,) = (tmp_path / "cache").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr("train.data.encoded._write_atomically", None)
+        patch.setattr("train.data.encoded._write", None)
         assert tokens_of(opened(source="jsonl", path=path), 2) == first
     write_lines(tmp_path / "a.jsonl", {"text": "ABCDEFGH"})
     os.utime(path, ns=(1, 1))
