@@ -226,13 +226,14 @@ def _missing(part: MixturePart) -> Iterator[Problem]:
 
 
 def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
-    found: dict[str, tuple[Path, ...]] = {}
+    whole: dict[str, tuple[Path, ...]] = {}
     for key, path in (("path", part.path), ("eval_path", part.eval_path)):
         if path is None:
             continue
         try:
-            found[key] = finder.files(path).paths
-            problems = list(_file_problems(path, part.source, found[key]))
+            found = finder.files(path).paths
+            problems = list(_file_problems(path, part.source, found))
+            whole |= {} if problems else {key: found}
         except InputError as error:
             problems = error.problems
         # A folder of the wrong kind has thousands of bad files.
@@ -240,8 +241,8 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
         if len(problems) > _MAX_PROBLEMS:
             yield key, f"and {len(problems) - _MAX_PROBLEMS:,} more such files"
     # Links are resolved, because two names may lead to one file.
-    trained_on = {file.resolve() for file in found.get("path", ())}
-    if shared := [file for file in found.get("eval_path", ()) if file.resolve() in trained_on]:
+    trained_on = {file.resolve() for file in whole.get("path", ())}
+    if shared := [file for file in whole.get("eval_path", ()) if file.resolve() in trained_on]:
         matches = f"{shared[0]} is training data too ({len(shared)} such files): path {part.path} matches it as well"
         yield "eval_path", f"{matches}. Keep held-out files apart"
 

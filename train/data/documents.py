@@ -33,7 +33,7 @@ _LIMIT = f"is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have
 class Unreadable:
     """Takes the place of a text that could not be read. The message is `file:line: what is wrong. What to change`.
 
-    fields: as in `packed.BadTextError`.
+    fields: the fields of a document without the field that was asked for; see `packed.BadTextError`.
     """
 
     message: str
@@ -64,25 +64,18 @@ def read_files(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unre
 
 
 def _texts_of(path: Path, *, as_bytes: bool) -> Iterator[str | Unreadable]:
-    line, rest, errors = 1, b"", "surrogateescape" if as_bytes else "strict"
     try:
-        for block in read_blocks(path):
-            # Cut at the last line end. The rest waits for the next block, and `line` is the number of the first line that waits.
-            whole, newline, rest = (rest + block).rpartition(b"\n")
-            if newline:
-                yield (whole + newline).decode("utf-8", errors)
-                line += whole.count(b"\n") + 1
-            if len(rest) > MAX_LINE_BYTES:
-                raise BadTextError(f"the line is longer than {MAX_LINE_BYTES:,} bytes, the most that is encoded at once. Break it")
-        if rest:
-            yield rest.decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        # A block has thousands of lines; the user needs the one with the bad byte.
-        at = line + error.object[: error.start].count(b"\n")
-        bad = f"not UTF-8: byte {error.object[error.start]:#04x}. Save the file as UTF-8, or set the tokenizer to bytes"
-        yield Unreadable(f"{path}:{at}: {bad}")
+        for first, block in _blocks(path):
+            try:
+                yield block.decode("utf-8", "surrogateescape" if as_bytes else "strict")
+            except UnicodeDecodeError as error:
+                # A block has thousands of lines; the user needs the one with the bad byte.
+                at = first + block[: error.start].count(b"\n")
+                bad = f"not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or set the tokenizer to bytes"
+                yield Unreadable(f"{path}:{at}: {bad}")
+                return
     except BadTextError as error:
-        yield Unreadable(f"{path}:{line}: {error}")
+        yield Unreadable(str(error))
 
 
 def read_documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
@@ -95,36 +88,36 @@ def read_documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
 
 
 def _documents_of(path: Path, field: str) -> Iterator[str | Unreadable]:
-    for number, line in _lines(path):
-        try:
-            if isinstance(line, BadTextError):
-                raise line
-            yield _text(line, field)
-        except BadTextError as error:
-            yield Unreadable(f"{path}:{number}: {error}", error.fields)
+    try:
+        for first, block in _blocks(path):
+            # Blank lines can fill gigabytes of a packed file: they are not split.
+            for number, line in enumerate([] if block.isspace() else block.split(b"\n"), first):
+                if not line or line.isspace():
+                    continue
+                try:
+                    yield _text(line, field)
+                except BadTextError as error:
+                    yield Unreadable(f"{path}:{number}: {error}", error.fields)
+    except BadTextError as error:
+        yield Unreadable(str(error))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | BadTextError]]:
-    """The number and the contents of each line that is not blank; last an error, if the file cannot be read further."""
-    number, rest = 1, b""
+def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Blocks of about a megabyte that end at a line end, and the number of their first line. Raises BadTextError with path and line."""
+    line, rest = 1, b""
     try:
         for block in read_blocks(path):
-            # Blank lines can fill gigabytes of a packed file: they are counted, not split.
-            if not rest and block.isspace():
-                number += block.count(b"\n")
-                continue
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                if line and not line.isspace():
-                    yield number, line
-                number += 1
+            # The rest waits for the next block, and `line` is the number of the first line that waits.
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if newline:
+                yield line, whole + newline
+                line += whole.count(b"\n") + 1
             if len(rest) > MAX_LINE_BYTES:
                 raise BadTextError(f"the line {_LIMIT}")
     except BadTextError as error:
-        yield number, error
-        return
-    if rest and not rest.isspace():
-        yield number, rest
+        raise BadTextError(f"{path}:{line}: {error}") from None
+    if rest:
+        yield line, rest
 
 
 def _text(line: bytes, field: str) -> str:

@@ -98,17 +98,22 @@ class Finder:
         """Each folder from `root` down, except hidden and `skipped` ones, with the names in it that are not folders."""
         # os.walk does not enter links to folders, and yields nothing for a folder that cannot be read.
         for folder, folders, names in os.walk(root):
-            self._count(folders, names)
+            self._count(len(folders) + len(names))
             folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
             yield folder, names
 
     def _names(self, folder: str) -> list[str]:
-        _, folders, names = next(os.walk(folder), ("", [], []))
-        self._count(folders, names)
-        return folders + names
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries]
+        except OSError:
+            # Not permitted, or no folder.
+            return []
+        self._count(len(names))
+        return names
 
-    def _count(self, folders: list[str], names: list[str]) -> None:
-        self._names_left -= len(folders) + len(names)
+    def _count(self, number: int) -> None:
+        self._names_left -= number
         if self._names_left < 0:
             raise _TooManyError
 

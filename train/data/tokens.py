@@ -97,7 +97,7 @@ def _opened(path: Path) -> os.stat_result:
 def _mapped(path: Path, opened: os.stat_result, contents: np.memmap) -> Segment:
     # As a plain array: every slice of an np.memmap would be an np.memmap again, with its own bookkeeping.
     tokens = contents.view(np.ndarray)
-    return Segment(name=str(path), tokens=tokens, mapped=MappedFile(path, opened, tokens))
+    return Segment(name=str(path), tokens=tokens, mapped=MappedFile(path, opened))
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
