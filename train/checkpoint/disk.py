@@ -1,4 +1,4 @@
-"""Reading and writing so that three things are not mistaken for each other: a damaged file, a disk that is away, and one without power.
+"""Reading and writing so that three things are not confused: a damaged file, a disk that is away, and a loss of power.
 
 A file that is missing, or is not a regular file, is damage: it stays so, and the checkpoint must not be used. Any other error of the system
 (an input/output error, no permission, a server that does not answer) says nothing about the file. If it counted as damage, a disk that is
@@ -61,7 +61,7 @@ def patiently(call: Callable[[], _Result], path: Path) -> _Result:
 def kind(path: Path, *, follow: bool = False) -> int | None:
     """The kind of what is at a path, such as stat.S_IFDIR; None: nothing. Tried again as in `patiently`. Raises OSError if it is not known.
 
-    follow: for a link, the kind of what it leads to.
+    follow: whether to return the kind of a link's target.
     """
     try:
         # Not `is_dir` and its like: which errors they hide depends on the version of Python.

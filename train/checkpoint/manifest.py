@@ -123,11 +123,11 @@ def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
 def read(folder: Path, key: Key | None = None) -> Manifest:
     """The manifest of a step. With a key it must be signed with it. Raises BrokenError, UnsignedError or OSError."""
     path = folder / NAME
-    found = kind(path)
-    if found is None:
+    what = kind(path)
+    if what is None:
         raise BrokenError(f"it has no {NAME}: it was never finished")
-    if found != stat.S_IFREG:
-        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(found, 'a folder')}")
+    if what != stat.S_IFREG:
+        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(what, 'a folder')}")
     try:
         values = json.loads(patiently(lambda: _read_bytes(path), path))
         if problem := None if key is None else key.problem(_check_kind(dict, values)):
@@ -177,13 +177,13 @@ def _files(folder: Path) -> list[Path]:
     while folders:
         inner = folders.pop()
         for path in patiently(lambda inner=inner: list(inner.iterdir()), folder):
-            name, found = printable(str(path.relative_to(folder))), kind(path)
-            if found == stat.S_IFDIR:
+            name, what = printable(str(path.relative_to(folder))), kind(path)
+            if what == stat.S_IFDIR:
                 folders.append(path)
-            elif found == stat.S_IFREG:
+            elif what == stat.S_IFREG:
                 files.append(path)
             else:
-                raise BrokenError(f"{name} is {_ODD_KINDS.get(found, 'no longer there')}")
+                raise BrokenError(f"{name} is {_ODD_KINDS.get(what, 'no longer there')}")
     # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
     return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
 

@@ -163,10 +163,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _check_contents(tree: Any, saved: SavedStep) -> None:
     """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
-    found = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
+    stored = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
     # Orbax joins the parts of a path with dots.
     listed = {entry.path.replace("/", "."): (entry.shape, entry.dtype) for entry in saved.manifest.arrays}
-    for name in sorted(found.keys() | listed.keys()):
-        if found.get(name) != listed.get(name):
-            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (found.get(name), listed.get(name)))
+    for name in sorted(stored.keys() | listed.keys()):
+        if stored.get(name) != listed.get(name):
+            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (stored.get(name), listed.get(name)))
             raise ValueError(f"{name} is {inside} in its files, but {outside} in its manifest")

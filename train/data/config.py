@@ -231,9 +231,9 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
         if path is None:
             continue
         try:
-            found = finder.files(path).paths
-            problems = list(_file_problems(path, part.source, found))
-            whole |= {} if problems else {key: found}
+            matches = finder.files(path).paths
+            problems = list(_file_problems(path, part.source, matches))
+            whole |= {} if problems else {key: matches}
         except InputError as error:
             problems = error.problems
         # A folder of the wrong kind has thousands of bad files.
@@ -247,14 +247,14 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
         yield "eval_path", f"{matches}. Keep held-out files apart"
 
 
-def _file_problems(path: str, source: str, found: tuple[Path, ...]) -> Iterator[str]:
-    if not found:
+def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterator[str]:
+    if not matches:
         here = f"(working directory: {Path.cwd()})"
         if is_folder(path):
             yield f"the folder {path} has no files"
         else:
             yield f"no file matches {path} {here}" if files.is_glob(path) else f"no such file or folder: {path} {here}"
-    for file in found:
+    for file in matches:
         if problem := kind_problem(file):
             yield f"{file} cannot be read: {problem}"
         elif not os.access(file, os.R_OK):
@@ -266,8 +266,8 @@ def _file_problems(path: str, source: str, found: tuple[Path, ...]) -> Iterator[
                 f"{file} is not {kind}: its name must end in {' or '.join(end for end in ends if end != '.idx')}. "
                 f"To choose among a folder's files, use a glob such as {folder / f'*{ends[0]}'}"
             )
-    if found and all(file.suffix == ".idx" for file in found):
-        yield f"{found[0]} is only an index. Name the .bin file beside it"
-    packed = [file for file in found if file.suffix == ".zst"] if source in ("text", "jsonl") else []
+    if matches and all(file.suffix == ".idx" for file in matches):
+        yield f"{matches[0]} is only an index. Name the .bin file beside it"
+    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl") else []
     if packed and not is_installed("zstandard"):
         yield f"{packed[0]} needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"

@@ -158,7 +158,7 @@ def _write(folder: Path, key: str, dtype: str, pieces: Iterable[bytes], time_ns:
             file.flush()
             # Without fsync, a crash of the machine can leave the final name on an empty file.
             os.fsync(file.fileno())
-            # The same on every process. A file that replaces another process's is then no change to a run that has mapped that one.
+            # The same time on every process: to a process that has mapped a file, its replacement by an equal one is no change.
             os.utime(new, ns=(time_ns, time_ns))
             return new.replace(folder / f"{key}.{checksum:08x}.{dtype}.bin")
     except BaseException as error:

@@ -121,17 +121,17 @@ class Finder:
         """The matches of a glob that are not folders. Each level of the pattern turns the matches so far into their matching entries."""
         path = Path(pattern)
         # As text, because a set of paths is slow.
-        found = {path.anchor or "."}
+        matches = {path.anchor or "."}
         for part in (*path.relative_to(path.anchor).parts, *(["*"] if path.name == "**" else [])):
             if part == "**":
-                found = {below for folder in found for below, _ in self.walk(folder)}
+                matches = {below for folder in matches for below, _ in self.walk(folder)}
             elif is_glob(part):
-                found = {_below(folder, name) for folder in found for name in self._names(folder) if _is_match(name, part)}
+                matches = {_below(folder, name) for folder in matches for name in self._names(folder) if _is_match(name, part)}
             else:
                 # Levels without magic are joined without listing a folder: `/data/*/train.bin` looks at the names in /data only.
-                found = {_below(folder, part) for folder in found}
+                matches = {_below(folder, part) for folder in matches}
         # A broken link counts, so that it is reported instead of ignored.
-        return (Path(path) for path in found if os.path.lexists(path) and not is_folder(path))
+        return (Path(path) for path in matches if os.path.lexists(path) and not is_folder(path))
 
 
 class _TooManyError(Exception):

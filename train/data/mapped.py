@@ -44,20 +44,20 @@ class MappedFile:
     def check(self) -> None:
         """Raises DataChangedError if the file's size, modification time or inode shows that it changed."""
         try:
-            found = self._path.stat()
+            state = self._path.stat()
         except OSError as error:
-            found = self._state_later(error)
+            state = self._state_later(error)
         opened = self._opened
-        if found.st_size == opened.st_size and found.st_mtime_ns == opened.st_mtime_ns and _inode(found) == self._inode:
+        if state.st_size == opened.st_size and state.st_mtime_ns == opened.st_mtime_ns and _inode(state) == self._inode:
             return
-        if found.st_size != opened.st_size:
-            raise DataChangedError(f"{self._path}: has {found.st_size:,} bytes, but had {opened.st_size:,} when the run opened it")
-        if found.st_mtime_ns != opened.st_mtime_ns:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+        if state.st_size != opened.st_size:
+            raise DataChangedError(f"{self._path}: has {state.st_size:,} bytes, but had {opened.st_size:,} when the run opened it")
+        if state.st_mtime_ns != opened.st_mtime_ns:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.st_mtime))
             raise DataChangedError(f"{self._path}: was written after the run opened it (modified at {when})")
         if self._checksum_now() != self._checksum:
             raise DataChangedError(f"{self._path}: was replaced by a file with other contents after the run opened it")
-        self._inode = _inode(found)
+        self._inode = _inode(state)
 
     def check_contents(self) -> None:
         """As `check`, and also compares some blocks of the contents."""
