@@ -20,23 +20,20 @@ from typing import Any
 from jgt.document import shown
 
 from .documents import MAX_LINE_BYTES, Unreadable
-from .files import FileSet
 from .packed import BadTextError, is_too_much
 
 _ROWS = 128
 """Rows that become Python objects together. A text has at most MAX_LINE_BYTES, and this many of them must fit the memory."""
 
 
-def read_parquet(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
+def read_parquet(path: Path, *, field: str) -> Iterator[str | Unreadable]:
     """The text of each row in the column `field`."""
-    for path in files.paths:
-        yield from _documents(path, field, "Parquet", _parquet_rows)
+    return _documents(path, field, "Parquet", _parquet_rows)
 
 
-def read_arrow(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
-    """The text of each row in the column `field`, of Arrow IPC files and streams."""
-    for path in files.paths:
-        yield from _documents(path, field, "Arrow", _arrow_rows)
+def read_arrow(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+    """The text of each row in the column `field` of an Arrow IPC file or stream."""
+    return _documents(path, field, "Arrow", _arrow_rows)
 
 
 def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str], Iterator[Any]]) -> Iterator[str | Unreadable]:

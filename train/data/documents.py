@@ -21,7 +21,6 @@ from pathlib import Path
 
 from jgt.document import describe, most_similar, shown
 
-from .files import FileSet
 from .packed import BadTextError, read_blocks
 
 MAX_LINE_BYTES = 1 << 24
@@ -40,30 +39,11 @@ class Unreadable:
     fields: tuple[tuple[str, bool], ...] | None = None
 
 
-def read_texts(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
-    """The text of UTF-8 files in blocks of about a megabyte, each ending at a line end.
+def read_texts(path: Path, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+    """The text of a UTF-8 file in blocks of about a megabyte, each ending at a line end.
 
     as_bytes: bytes that are not UTF-8 become surrogates, which the byte tokenizer turns into these bytes again.
     """
-    for path in files.paths:
-        yield from _texts_of(path, as_bytes=as_bytes)
-
-
-def read_files(files: FileSet, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
-    """As `read_texts`, but each file whole, as one document."""
-    for path in files.paths:
-        pieces: list[str] = []
-        for text in _texts_of(path, as_bytes=as_bytes):
-            if isinstance(text, str):
-                pieces.append(text)
-            if isinstance(text, Unreadable) or sum(map(len, pieces)) > MAX_LINE_BYTES:
-                yield text if isinstance(text, Unreadable) else Unreadable(f"{path}: the file {_LIMIT}")
-                break
-        else:
-            yield "".join(pieces)
-
-
-def _texts_of(path: Path, *, as_bytes: bool) -> Iterator[str | Unreadable]:
     try:
         for first, block in _blocks(path):
             try:
@@ -78,26 +58,33 @@ def _texts_of(path: Path, *, as_bytes: bool) -> Iterator[str | Unreadable]:
         yield Unreadable(str(error))
 
 
-def read_documents(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
-    """The text in `field` of every JSON line that is not blank. Files that end in .gz or .zst are unpacked."""
-    for path in files.paths:
-        # An empty file among many is most likely a failed download.
-        texts = _documents_of(path, field)
-        yield next(texts, Unreadable(f"{path}: the file is empty: it contains no documents"))
-        yield from texts
+def read_file(path: Path, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+    """As `read_texts`, but the whole file as one document."""
+    pieces: list[str] = []
+    for text in read_texts(path, as_bytes=as_bytes):
+        if isinstance(text, Unreadable):
+            yield text
+            return
+        pieces.append(text)
+        if sum(map(len, pieces)) > MAX_LINE_BYTES:
+            yield Unreadable(f"{path}: the file {_LIMIT}")
+            return
+    yield "".join(pieces)
 
 
-def _documents_of(path: Path, field: str) -> Iterator[str | Unreadable]:
+def read_documents(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+    """The text in `field` of every JSON line that is not blank. A file that ends in .gz or .zst is unpacked."""
+    is_empty = True
     try:
         for first, block in _blocks(path):
             # Blank lines can fill gigabytes of a packed file: they are not split.
             for number, line in enumerate([] if block.isspace() else block.split(b"\n"), first):
-                if not line or line.isspace():
-                    continue
-                try:
-                    yield _text(line, field)
-                except BadTextError as error:
-                    yield Unreadable(f"{path}:{number}: {error}", error.fields)
+                if line and not line.isspace():
+                    is_empty = False
+                    yield _text(f"{path}:{number}", line, field)
+        # An empty file among many is most likely a failed download.
+        if is_empty:
+            yield Unreadable(f"{path}: the file is empty: it contains no documents")
     except BadTextError as error:
         yield Unreadable(str(error))
 
@@ -120,30 +107,30 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         yield line, rest
 
 
-def _text(line: bytes, field: str) -> str:
+def _text(where: str, line: bytes, field: str) -> str | Unreadable:
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadTextError(f"not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line") from None
+        return Unreadable(f"{where}: not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line")
     except RecursionError:
         # Python's JSON parser recurses once per level of nesting.
-        raise BadTextError("the JSON is nested too deeply") from None
+        return Unreadable(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
-        raise BadTextError(f"not valid JSON: {error}") from None
+        return Unreadable(f"{where}: not valid JSON: {error}")
     if not isinstance(document, dict):
-        raise BadTextError(f"must be a JSON object, not {describe(document)}")
+        return Unreadable(f"{where}: must be a JSON object, not {describe(document)}")
     if field not in document:
         # The longest text first: it is the likeliest to be meant.
         known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)
-        raise BadTextError(f"has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
+        return Unreadable(f"{where}: has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
     text = document[field]
     if not isinstance(text, str):
-        raise BadTextError(f"the field {field!r} must be text, not {describe(text)}")
+        return Unreadable(f"{where}: the field {field!r} must be text, not {describe(text)}")
     try:
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadTextError(f"the field {field!r} contains half of a surrogate pair, which is not a character") from None
+        return Unreadable(f"{where}: the field {field!r} contains half of a surrogate pair, which is not a character")
     return text
 
 

@@ -44,7 +44,7 @@ _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
 
-Reader = Callable[[FileSet], Iterator[str | Unreadable]]
+Reader = Callable[[Path], Iterator[str | Unreadable]]
 
 
 class UnreadableError(InputError):
@@ -56,7 +56,7 @@ class UnreadableError(InputError):
 
 
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
-    """The tokens of the texts that `reader` yields, each text followed by `separator`, from the cache if they are in it.
+    """The tokens of the texts that `reader` yields for each file, each text followed by `separator`, from the cache if they are in it.
 
     `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError, and
     UnreadableError with all texts that could not be read.
@@ -93,7 +93,7 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
     # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
-    for texts in _batches(_readable(reader(files), problems)):
+    for texts in _batches(_readable((text for path in files.paths for text in reader(path)), problems)):
         for tokens in tokenizer.encode_batch(texts):
             num_tokens += len(tokens) + len(end)
             # Little-endian on every machine, as `map_bin` reads it.

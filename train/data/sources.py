@@ -22,7 +22,7 @@ from jgt.document import InputError, shown
 from .boundaries import with_ends
 from .columns import read_arrow, read_parquet
 from .config import BYTES, MixturePart, Problem
-from .documents import missing_field, read_documents, read_files, read_texts
+from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
 from .files import FileSet, find_files, standard_library
 from .headers import format_problem
@@ -154,7 +154,7 @@ def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, end: int | No
     if as_bytes and not any(map(is_packed, files.paths)):
         return open_bytes(files) if end is None else with_ends(open_bytes(files), end)
     if end is not None:
-        return encoded(partial(read_files, as_bytes=as_bytes), separator=end, kind="files")
+        return encoded(partial(read_file, as_bytes=as_bytes), separator=end, kind="files")
     # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
     return encoded(partial(read_texts, as_bytes=as_bytes), separator=None, kind="text")
 
