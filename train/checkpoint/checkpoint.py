@@ -108,11 +108,8 @@ class Checkpoints:
         return search.next(), search.reports
 
     def newest(self) -> int:
-        """The newest listed step; 0 if there is none, or if they cannot be listed."""
-        try:
-            return max(self._steps.listed(), default=0)
-        except OSError:
-            return 0
+        """As `Steps.newest`."""
+        return self._steps.newest()
 
     def describe(self) -> str:
         """Which checkpoint a restart would resume from, for a message."""

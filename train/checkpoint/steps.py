@@ -51,6 +51,13 @@ class Steps:
         steps = [path for path in self._entries() if _STEP.fullmatch(path.name)]
         return sorted(int(path.name) for path in steps if kind(path) == stat.S_IFDIR)
 
+    def newest(self) -> int:
+        """The newest finished step; 0 if there is none, or if the disk cannot be read."""
+        try:
+            return max(self.listed(), default=0)
+        except OSError:
+            return 0
+
     def path(self, step: int) -> Path:
         """The folder of a finished step."""
         return self.folder / str(step)

@@ -112,7 +112,7 @@ class Launcher:
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none, or if the disk cannot be read."""
         try:
-            return 0 if self._is_to_be_moved() else max(self._steps.listed(), default=0)
+            return 0 if self._is_to_be_moved() else self._steps.newest()
         except OSError:
             return 0
 
