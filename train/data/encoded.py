@@ -93,7 +93,7 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
     # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
-    for texts in _batches(_readable((text for path in files.paths for text in reader(path)), problems)):
+    for texts in _batches(_readable(files, reader, problems)):
         for tokens in tokenizer.encode_batch(texts):
             num_tokens += len(tokens) + len(end)
             # Little-endian on every machine, as `map_bin` reads it.
@@ -108,9 +108,9 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
         raise UnreadableError(others, missing, stopped=stopped)
 
 
-def _readable(texts: Iterable[str | Unreadable], problems: list[Unreadable]) -> Iterator[str]:
+def _readable(files: FileSet, reader: Reader, problems: list[Unreadable]) -> Iterator[str]:
     """The texts that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
-    for text in texts:
+    for text in (text for path in files.paths for text in reader(path)):
         if isinstance(text, str):
             yield text
             continue

@@ -1,4 +1,4 @@
-"""Opens the `data:` section: every part of it, apart from the held-out data, in the order of the samples.
+"""Opens the `data:` section: every part of it, the held-out data apart, and the order of the samples.
 
 All parts are opened even after one has failed, so that a user sees the problems of all files at once, each with the line of its key.
 """
