@@ -1,9 +1,7 @@
 """The texts of Parquet and Arrow files, for a tokenizer: one column, each of its rows a document.
 
-Both formats know their columns, so a wrong `data.field` is found from the schema, before anything is read. A Parquet file is read in
-batches of rows of the column. An Arrow file is mapped: its random-access form, which Feather files of version 2 have too, or the stream
-that the package `datasets` writes. Like JSON lines, the texts are read once and become a file of tokens (`encoded.py`), where every
-position is an index; so a run on such files resumes as any other.
+Both formats know their columns, so a wrong `data.field` is found from the schema, before anything is read. An Arrow file is in the
+random-access form, which Feather files of version 2 have too, or a stream as the package `datasets` writes it.
 
 The files are not trusted. Arrays are validated before Python sees them, and a dictionary that expands a small file into terabytes meets the
 limit of packed files (`packed.py`). pyarrow is the extra `data`; it is imported when such a file is read.

@@ -1,15 +1,13 @@
 """The texts of plain text and JSON lines files, for a tokenizer.
 
-A data set of text is read once, from one end to the other, and can be larger than memory. The readers therefore yield pieces: a plain file
-in blocks of about a megabyte that end at a line end, so that no word is cut; a JSON lines file line by line, each line one document. A line
-that cannot be used does not end the reading: the reader yields an `Unreadable` in its place, so that a user sees all bad lines of a file at
-once. Only what makes the rest of a file meaningless ends that file.
+A data set of text is read once, from one end to the other, and can be larger than memory. So a plain file is read in blocks of about a
+megabyte that end at a line end, and a JSON lines file line by line, each line one document. A line that cannot be used does not end the
+reading: the reader yields an `Unreadable` in its place, so that a user sees all bad lines of a file at once. A wrong name of the field with
+the text would fill the screen with equal lines; so a document without the field says which fields it has, and the caller makes one problem
+of all such documents (`missing_field`).
 
-One mistake would fill the screen with equal lines: a wrong name of the field with the text. So a document without the field says which
-fields it has, and the caller makes one problem of all such documents (`missing_field`).
-
-The files are not trusted. A line without an end and nested brackets would exhaust the memory or run for ever; each has a limit, and a
-message that names it. `packed.py` bounds what a small file may unpack to.
+The files are not trusted. A line without an end would exhaust the memory, so it has a limit; `packed.py` bounds what a small file may
+unpack to.
 """
 
 from __future__ import annotations

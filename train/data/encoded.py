@@ -1,10 +1,9 @@
 """Text is encoded once, and its tokens are read from a cache from then on.
 
 Encoding a large text takes hours, mapping its tokens takes milliseconds. So the tokens of a data set are written to one .bin file in the
-run directory. How does a later start know that the file is still right? By its name, `KEY.CHECKSUM.DTYPE.bin`. The key is a hash of
-everything that decides the tokens: this format's version, how the text was read, the identity of the tokenizer, and the path, size and
-modification time of every input file. If any of them changes, the key changes, and no file of that name is found. The checksum covers the
-contents: a file that was damaged or cut short no longer has the name it ought to have and is written again.
+run directory, `KEY.CHECKSUM.DTYPE.bin`. The key is a hash of everything that decides the tokens: this format's version, how the text was
+read, the identity of the tokenizer, and the path, size and modification time of every input file. The checksum covers the contents: a file
+that was damaged or cut short no longer has the name it ought to have and is written again.
 
 Several processes may encode the same text at the same time, without waiting for each other. Each writes its own temporary file and then
 renames it; all of them arrive at the same contents, and so at the same name. A rename is atomic, so a reader never sees a half-written

@@ -4,10 +4,10 @@ Every token is checked when a run starts. Mapped memory shows the file as it is 
 writes into the run, for days after that check. The run would train on whatever is there, and its resumed twin on something else; and a
 read behind the new end of a file that was cut short kills the process with SIGBUS, which Python cannot catch.
 
-So a file is looked at again. `check` compares its size and modification time, for the price of one `stat`, before each read from it: nearly
-all changes end the run here, with a message, before a single wrong token was read. What remains is a change between this look and the copy,
-and a writer that leaves no trace in the modification time. `check_contents` therefore also compares the checksum of some blocks, and the
-caller calls it before each save. The invariant: whatever a saved state was trained on was read before a look that found the file unchanged.
+So `check` compares size and modification time, for the price of one `stat`, before each read from the file: nearly all changes end the run
+here, before a single wrong token was read. What remains is a change between this look and the copy, and a writer that leaves no trace in
+the modification time. `check_contents` therefore also compares the checksum of some blocks, and the caller calls it before each save. The
+invariant: whatever a saved state was trained on was read before a look that found the file unchanged.
 
 A file that was replaced by another one is a change too, although its mapping still shows the old contents: a restart would read the new
 ones. The number of its inode shows this. Some network file systems give a file a new number now and then; so a new number alone is not

@@ -1,12 +1,8 @@
 """Opening one part of the data config: its token streams, and the fingerprint of its data.
 
-Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded
-once. All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not
-fail on an accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong
-embedding.
-
-A problem is a key of the part and a message, which names the value that would do where there is one. Only here both are known: the readers
-know files, and the config knows keys.
+Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded once.
+All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not fail on an
+accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong embedding.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Tokenizers: text to token ids and back.
 
-There are two. `ByteTokenizer` needs no file: its ids are the bytes of UTF-8. `JsonTokenizer` reads a tokenizer.json through
-the optional package `tokenizers`. Each has a `vocab_size`, the largest id plus one, and an `end_of_text`, None if it has no
-such token. Encoded text is cached (`encoded.py`), so each also has an `identity` that changes whenever its ids may change: the
-cache is reused only under the same identity. A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be
-truncated or padded, produce ids outside its own vocabulary, or make the package's Rust code panic. All of these end in an
-InputError that names the file.
+`ByteTokenizer` needs no file: its ids are the bytes of UTF-8. `JsonTokenizer` reads a tokenizer.json through the optional package
+`tokenizers`. Each has a `vocab_size`, the largest id plus one, and an `end_of_text`, None if it has no such token. Encoded text is cached
+(`encoded.py`), so each also has an `identity`, which changes whenever its ids may change.
+
+A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be truncated or padded, produce ids outside its own
+vocabulary, or make the package's Rust code panic. All of these end in an InputError that names the file.
 """
 
 from __future__ import annotations
