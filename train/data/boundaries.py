@@ -52,7 +52,7 @@ def check_ends(config: DataConfig, streams: Sequence[Stream], end: int | None) -
         searched = min(len(stream), _SEARCHED)
         if not (stream.read(0, searched) == end).any():
             problems.append(
-                f"data.documents: none of the first {searched:,} tokens of {part.name} is {end}, the end of a document. "
+                f"data.documents: none of the first {searched:,} tokens of {part.label} is {end}, the end of a document. "
                 "Give its id as data.end_of_text, or use documents: join"
             )
     if problems:
