@@ -133,6 +133,8 @@ class _Gathering:
 
     async def complete(self, place: Place) -> None:
         """Lets processes join until all have, and says `start` to them."""
+        # asyncio would print a traceback for each connection that is still open at the end, and for each that a stranger breaks.
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         # Closed before `start`: whoever finds the port open after it has found JAX's service.
         with contextlib.closing(await self._listen(place)):
             while missing := [process for process in range(1, self._count) if process not in self._joined]:

@@ -91,7 +91,7 @@ def refusal(future):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_go_when_all_are_there(run, order):
+def test_all_go_when_all_are_there(run, order, caplog):
     waiting = []
     for process in order:
         assert not any(one.done() for one in waiting)
@@ -99,6 +99,7 @@ def test_all_go_when_all_are_there(run, order):
         time.sleep(0.2)
     for one in waiting:
         one.result(SECONDS)
+    assert not caplog.records
 
 
 def test_a_process_alone_needs_nobody(run):
