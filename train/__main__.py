@@ -212,22 +212,18 @@ def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argpar
 
 def _join(run: Run, arguments: argparse.Namespace) -> None:
     """Makes this process one of the run's processes."""
-    from .processes.badge import fingerprint
-    from .processes.processes import Admission, start_jax
+    from .processes.join import Membership, facts_of
+    from .processes.processes import start_jax
     from .xla import open_devices
 
     is_watched = not arguments.dry_run and arguments.replay is None
     # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there
     # is a watch, it is quicker and knows about suspensions, so JAX's own limit only has to be there.
     heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + (_SUSPENDED_SECONDS if is_watched else 10)
-    admission = Admission(
-        run=run.config.run.name,
-        config=fingerprint(run.resolved()),
-        token=read_token(arguments.token_file)[0],
-        seconds=join_seconds(run.config.watchdog.join_seconds),
-    )
+    token, wait_seconds = read_token(arguments.token_file)[0], join_seconds(run.config.watchdog.join_seconds)
+    member = Membership(facts=facts_of(run.config.run.name, run.resolved()), token=token, seconds=wait_seconds)
     cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), admission)
+    start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), member)
     # A driver may hang, or another process may not have announced its devices. So training opens its own under its watch.
     if not is_watched:
         open_devices()

@@ -76,7 +76,7 @@ class EndError(Exception):
 
 
 TOKEN = "JGT_TOKEN"
-"""The variable with the token that all processes of a run share; see `train.processes.badge`."""
+"""The variable with the token that all processes of a run share; see `train.processes.join`."""
 LAUNCHED = "JGT_LAUNCHED"
 """The variable that the launcher sets for the processes that it starts."""
 FEWER = "JGT_FEWER"

@@ -25,7 +25,8 @@ import yaml
 from jgt.document import InputError
 from train.__main__ import main
 from train.checkpoint.manifest import BrokenError
-from train.data import DataConfig, open_data
+from train.data.config import DataConfig
+from train.data.opening import open_data
 
 SECONDS = 5
 FOLDER = Path(__file__).parent.parent / "hostile"

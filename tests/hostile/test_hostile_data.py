@@ -10,7 +10,7 @@ from hostile import Trap, assert_lines, command, content, names, npy, npy_header
 
 from jgt.document import InputError
 
-HEADER = "its header does not describe an array of numbers"
+HEADER = "its header does not describe an array of numbers within 10,000 bytes"
 NPYS = {
     "objects": (saved(np.array([Trap()], object), allow_pickle=True), "contains Python objects [1]"),
     "objects with a plain type": (npy(npy_header("'|O'"), pickle.dumps(Trap())), "contains Python objects [20]"),
@@ -53,11 +53,11 @@ NPYS = {
     "a header of signs": (npy("-" * 9_000 + "1"), HEADER),
     "a header of sums": (npy("1+" * 4_000 + "1"), HEADER),
     "a header of spaces": (npy(npy_header(more=" " * 9_000 + "x")), HEADER),
-    "a header of 60,000 bytes": (npy(" " * 60_000), "its header has 60,000 bytes; at most 10,000 are read"),
-    "a header of 4 GB": (npy(npy_header(), version=2, length=2**32 - 1), "its header has 4,294,967,295 bytes"),
+    "a header of 60,000 bytes": (npy(" " * 60_000), HEADER),
+    "a header of 4 GB": (npy(npy_header(), version=2, length=2**32 - 1), HEADER),
     "a long type": (npy(npy_header(repr("<i4," * 2_000)), bytes(80)), HEADER),
     "a type with a line end": (npy(npy_header(repr("<i4\n")), bytes(80)), HEADER),
-    "ids of 3 bytes": (npy(npy_header("'<i3'"), bytes(60)), "contains '<i3' [20]"),
+    "ids of 3 bytes": (npy(npy_header("'<i3'"), bytes(60)), HEADER),
 }
 GZIP = gzip.compress(b'{"text": "abc"}\n')
 DAMAGED_GZIPS = {

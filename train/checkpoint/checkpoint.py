@@ -50,7 +50,7 @@ def free_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a manifest says about the run that wrote it: axis sizes of the mesh, fingerprints of config and data."""
+    """A manifest's facts about the run that wrote it: axis sizes of the mesh, fingerprints of config and data."""
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
@@ -108,11 +108,8 @@ class Checkpoints:
         return search.next(), search.reports
 
     def newest(self) -> int:
-        """The newest listed step; 0 if there is none, or if they cannot be listed."""
-        try:
-            return max(self._steps.listed(), default=0)
-        except OSError:
-            return 0
+        """As `Steps.newest`."""
+        return self._steps.newest()
 
     def describe(self) -> str:
         """Which checkpoint a restart would resume from, for a message."""
@@ -127,9 +124,8 @@ class Checkpoints:
     def save(self, state: State, step: int, samples: int, phase: int = 0) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
-        phase: the steps since the last exchange of `sync`.
-        Waits for the save before it. Raises SaveError, on all processes, if that one failed or this one cannot start; training may
-        continue.
+        phase: the steps since the last exchange of `sync`. Waits for the save before. Raises SaveError, on all processes, if the save
+        before has failed or the new one cannot start; training may continue.
         """
         arrays = array_entries(state.arrays())
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
@@ -200,7 +196,7 @@ class Checkpoints:
                 self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
                 self._steps.retire(self._keep)
         except Exception as error:
-            # Read by the training thread after it has joined this one.
+            # The training thread reads it after it has joined the thread of the save.
             self._failure = error
 
     def _abandon(self) -> None:

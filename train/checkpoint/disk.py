@@ -1,4 +1,4 @@
-"""Reading and writing so that three things are not mistaken for each other: a damaged file, a disk that is away, and one without power.
+"""Reading and writing so that three things are not confused: a damaged file, a disk that is away, and a loss of power.
 
 A file that is missing, or is not a regular file, is damage: it stays so, and the checkpoint must not be used. Any other error of the system
 (an input/output error, no permission, a server that does not answer) says nothing about the file. If it counted as damage, a disk that is
@@ -11,7 +11,6 @@ a folder, because whoever wrote the files may not have. Needs neither JAX nor Or
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -59,11 +58,14 @@ def patiently(call: Callable[[], _Result], path: Path) -> _Result:
     return call()
 
 
-def kind(path: Path) -> int | None:
-    """The kind of what is at a path, such as stat.S_IFDIR, without following a link. None: nothing. Raises OSError if that is not known."""
+def kind(path: Path, *, follow: bool = False) -> int | None:
+    """The kind of what is at a path, such as stat.S_IFDIR; None: nothing. Tried again as in `patiently`. Raises OSError if it is not known.
+
+    follow: whether to return the kind of a link's target.
+    """
     try:
         # Not `is_dir` and its like: which errors they hide depends on the version of Python.
-        return stat.S_IFMT(path.lstat().st_mode)
+        return stat.S_IFMT(patiently(lambda: path.stat(follow_symlinks=follow), path).st_mode)
     except OSError as error:
         if is_damage(error):
             return None
@@ -73,39 +75,16 @@ def kind(path: Path) -> int | None:
         return None
 
 
-def leads_to_folder(path: Path) -> bool:
-    """Whether a path is a folder or a link to one. Raises OSError if that is not known."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except OSError as error:
-        if is_damage(error):
-            return False
-        raise
-    except ValueError:
-        return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Writes a folder's entries to disk: the names of new files, and renames. fsync of a file does not do that."""
-    _sync(folder)
-
-
 def sync_tree(folder: Path) -> None:
     """Writes all files below a folder to disk, then all folders, the innermost first, and last the folder itself."""
     for inner, _, files in os.walk(folder, topdown=False, onerror=_raise):
         for name in files:
-            _sync(Path(inner, name))
-        _sync(Path(inner))
+            sync(Path(inner, name))
+        sync(Path(inner))
 
 
-def sync_parents(folder: Path) -> None:
-    """Writes the names of a folder, and of the folders that contain it, to disk, as far as permissions allow."""
-    for parent in folder.parents:
-        with contextlib.suppress(OSError):
-            _sync(parent)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Writes a file's contents, or a folder's entries, to disk. A new name is an entry, which fsync of the file does not write."""
     # Reading suffices for fsync. A file may belong to another user of the same group.
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

@@ -21,14 +21,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jgt.document import printable, shown
 
 from ..sections import MAX_BATCH
-from .disk import kind, patiently, sync_folder
+from .disk import kind, patiently, sync
 from .signature import FIELD, Key
 
 NAME = "manifest.json"
@@ -77,7 +76,7 @@ class Manifest:
     """A checkpoint after `step` updates.
 
     samples: sequences of training data consumed; mesh: axis sizes it was saved on; versions: by package; fingerprints: of config and data.
-    phase: with `sync.every`, the steps since the last exchange.
+    phase: the steps since the last exchange of `sync`.
     """
 
     step: int
@@ -118,17 +117,17 @@ def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
         # Before the rename: a file system may put the name on disk before the content, and a power failure between would leave it empty.
         os.fsync(file.fileno())
     new.replace(path)
-    sync_folder(folder)
+    sync(folder)
 
 
 def read(folder: Path, key: Key | None = None) -> Manifest:
     """The manifest of a step. With a key it must be signed with it. Raises BrokenError, UnsignedError or OSError."""
     path = folder / NAME
-    found = patiently(lambda: kind(path), path)
-    if found is None:
+    what = kind(path)
+    if what is None:
         raise BrokenError(f"it has no {NAME}: it was never finished")
-    if found != stat.S_IFREG:
-        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(found, 'a folder')}")
+    if what != stat.S_IFREG:
+        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(what, 'a folder')}")
     try:
         values = json.loads(patiently(lambda: _read_bytes(path), path))
         if problem := None if key is None else key.problem(_check_kind(dict, values)):
@@ -141,7 +140,7 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
 
 
 def file_problems(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What is wrong with the files of a step: missing, not listed, of another size, or with other content.
+    """Problems of the files of a step: missing, not listed, of another size, or with other content.
 
     part: (i, n) compares the content of every n-th file from the i-th on, so that n processes share the reading.
     """
@@ -176,20 +175,17 @@ def _files(folder: Path) -> list[Path]:
     """The files of a step except its manifest. A loop instead of a recursion, because folders may be nested very deeply."""
     files, folders = [], [folder]
     while folders:
-        for path in patiently(partial(_entries, folders.pop()), folder):
-            name, found = printable(str(path.relative_to(folder))), patiently(partial(kind, path), path)
-            if found == stat.S_IFDIR:
+        inner = folders.pop()
+        for path in patiently(lambda inner=inner: list(inner.iterdir()), folder):
+            name, what = printable(str(path.relative_to(folder))), kind(path)
+            if what == stat.S_IFDIR:
                 folders.append(path)
-            elif found == stat.S_IFREG:
+            elif what == stat.S_IFREG:
                 files.append(path)
             else:
-                raise BrokenError(f"{name} is {_ODD_KINDS.get(found, 'no longer there')}")
+                raise BrokenError(f"{name} is {_ODD_KINDS.get(what, 'no longer there')}")
     # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
     return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir())
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -202,18 +198,16 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
-    return patiently(lambda: _checksums(folder, path, sha256=sha256), path)
+    def read() -> FileEntry:
+        crc, size, digest = 0, 0, hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                crc, size = zlib.crc32(block, crc), size + len(block)
+                if sha256:
+                    digest.update(block)
+        return FileEntry(path=str(path.relative_to(folder)), size=size, crc32=crc, sha256=digest.hexdigest() if sha256 else None)
 
-
-def _checksums(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
-    crc, size, digest = 0, 0, hashlib.sha256() if sha256 else None
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-            size += len(block)
-            if digest is not None:
-                digest.update(block)
-    return FileEntry(path=str(path.relative_to(folder)), size=size, crc32=crc, sha256=None if digest is None else digest.hexdigest())
+    return patiently(read, path)
 
 
 # `jgt.document.bind` validates too, but does not fit. It refuses unknown keys, so that a checkpoint of a newer version would be set aside

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -51,7 +50,7 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """The parameters alone, as in `restore`; of a run with phases those of the last exchange."""
+    """The parameters alone, as in `restore`. A run with phases has them from the last exchange."""
     name = "anchor" if any(entry.path.startswith("anchor/") for entry in saved.manifest.arrays) else "params"
     return restore_parts(saved, {name: shapes}, {name: shardings}, cast=cast)[name]
 
@@ -69,7 +68,7 @@ def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str,
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     is_part = len(arrays) < len(saved.manifest.arrays)
-    # Orbax declares a path class of its own, and takes any.
+    # Orbax declares another class of paths, and takes any.
     folder: Any = saved.folder / ARRAYS
 
     def read() -> dict[str, Any]:
@@ -90,7 +89,7 @@ def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str,
 
 
 def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any] | None, OSError | None, str | None]:
-    """What `read` returns, or the error of the disk that ended it, or why the step cannot be restored."""
+    """The result of `read`, or the error of the disk that ended it, or why the step cannot be restored."""
 
     def attempt() -> dict[str, Any]:
         try:
@@ -130,27 +129,20 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 def _quiet_callbacks() -> Iterator[None]:
     """Inside, what is left of a failed attempt prints nothing.
 
-    Orbax closes its event loop at the first read that fails. The callbacks of all other reads, and coroutines that nobody awaits any more,
-    would each print a traceback.
+    Orbax closes its event loop at the first read that fails. The callbacks of all other reads, and coroutines without an awaiter, would
+    each print a traceback.
     """
     hooks = sys.excepthook, sys.unraisablehook
-    sys.excepthook, sys.unraisablehook = _ignore_error, _ignore_unraisable
+    # Only native code calls them while this thread runs.
+    sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
     try:
         yield
     finally:
         sys.excepthook, sys.unraisablehook = hooks
 
 
-def _ignore_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Takes the place of sys.excepthook, which only native code calls while this thread runs."""
-
-
-def _ignore_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Takes the place of sys.unraisablehook."""
-
-
 def _let_go() -> None:
-    """After a failed attempt: waits for the reads that are under way, and destroys coroutines while nobody hears them."""
+    """After a failed attempt: waits for the reads that are under way, and destroys coroutines while the hooks are quiet."""
     time.sleep(_LATE_SECONDS)
     gc.collect()
 
@@ -166,10 +158,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _check_contents(tree: Any, saved: SavedStep) -> None:
     """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
-    found = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
+    stored = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
     # Orbax joins the parts of a path with dots.
     listed = {entry.path.replace("/", "."): (entry.shape, entry.dtype) for entry in saved.manifest.arrays}
-    for name in sorted(found.keys() | listed.keys()):
-        if found.get(name) != listed.get(name):
-            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (found.get(name), listed.get(name)))
+    for name in sorted(stored.keys() | listed.keys()):
+        if stored.get(name) != listed.get(name):
+            inside, outside = ("absent" if x is None else f"{x[1]}{list(x[0])}" for x in (stored.get(name), listed.get(name)))
             raise ValueError(f"{name} is {inside} in its files, but {outside} in its manifest")

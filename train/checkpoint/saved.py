@@ -129,17 +129,15 @@ class Search:
 def search_elsewhere(path: Path, key: Key | None = None, *, before: int | None = None) -> Search:
     """A search in another run. Nothing in its folder is changed.
 
-    path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this one count.
+    path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this number count.
     """
     path = path.absolute()
-    return _everywhere(lambda: _locate(path, key, before), path)
+    steps, named = _everywhere(lambda: find_steps(path, key), path)
 
+    def listed() -> list[int]:
+        return [named] if named is not None else [step for step in steps.listed() if before is None or step < before]
 
-def _locate(path: Path, key: Key | None, before: int | None) -> Search:
-    steps, named = find_steps(path, key)
-    if named is not None:
-        return Search(steps, lambda: [named], is_own=False)
-    return Search(steps, lambda: [step for step in steps.listed() if before is None or step < before], is_own=False)
+    return Search(steps, listed, is_own=False)
 
 
 def find_checkpoint(path: Path, key: Key | None = None, *, before: int | None = None) -> tuple[SavedStep | None, list[str]]:

@@ -43,11 +43,11 @@ class Key:
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """Why a manifest's values are not trusted; None if they are."""
-        found = values.get(FIELD)
-        if found is None:
+        signature = values.get(FIELD)
+        if signature is None:
             return "it is not signed"
         # As bytes, because compare_digest refuses text that is not ASCII.
-        right = hmac.compare_digest(str(found).encode(errors="replace"), self.sign(values).encode())
+        right = hmac.compare_digest(str(signature).encode(errors="replace"), self.sign(values).encode())
         return None if right else "its signature does not match checkpoint.key"
 
 

@@ -14,19 +14,18 @@ cannot be read at all is an OSError of these functions, and no verdict on a step
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from . import manifest
-from .disk import describe, is_damage, kind, leads_to_folder, patiently, sync_folder, sync_parents, sync_tree
+from .disk import describe, is_damage, kind, patiently, sync, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
 
@@ -35,7 +34,7 @@ FOLDER = "checkpoints"
 _SAVING = ".saving"
 _TRASH = "trash"
 _MAX_PROBLEMS = 5
-# At most ten digits, and no leading zero: one folder name for each step.
+# Ten digits at most, and no leading zero: one folder name for each step.
 _STEP = re.compile(r"[1-9][0-9]{0,9}")
 
 
@@ -50,7 +49,14 @@ class Steps:
     def listed(self) -> list[int]:
         """The finished steps, the newest last. A link is not a step, because what it leads to belongs to someone else."""
         steps = [path for path in self._entries() if _STEP.fullmatch(path.name)]
-        return sorted(int(path.name) for path in steps if patiently(partial(kind, path), path) == stat.S_IFDIR)
+        return sorted(int(path.name) for path in steps if kind(path) == stat.S_IFDIR)
+
+    def newest(self) -> int:
+        """The newest finished step; 0 if there is none, or if the disk cannot be read."""
+        try:
+            return max(self.listed(), default=0)
+        except OSError:
+            return 0
 
     def path(self, step: int) -> Path:
         """The folder of a finished step."""
@@ -72,7 +78,7 @@ class Steps:
             if isinstance(error, OSError) and not is_damage(error):
                 raise
             # A step whose whole folder is gone was not damaged: its disk is away.
-            if patiently(lambda: kind(path), path) != stat.S_IFDIR:
+            if kind(path) != stat.S_IFDIR:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
             raise (BrokenError(describe(error, path)) if isinstance(error, OSError) else error) from None
 
@@ -81,7 +87,7 @@ class Steps:
         names = (self.folder / f"{step}.broken{n or ''}" for n in itertools.count())
         target = next(path for path in names if not (path.exists() or path.is_symlink()))
         self.path(step).rename(target)
-        sync_folder(self.folder)
+        sync(self.folder)
         return target
 
     def finish(self, listing: Manifest) -> None:
@@ -94,9 +100,12 @@ class Steps:
         saving.rename(self.path(listing.step))
         # A rename is an entry of the parent folder, and on disk only after the folder is. Until then `retire` must not run: a power cut
         # could undo the rename, and the older steps would be gone.
-        sync_folder(self.folder)
+        sync(self.folder)
         if not self._is_named:
-            sync_parents(self.folder)
+            # Once, because the folders above are new at most once. As far as permissions allow.
+            for parent in self.folder.parents:
+                with contextlib.suppress(OSError):
+                    sync(parent)
             self._is_named = True
 
     def sign(self, step: int) -> None:
@@ -114,19 +123,17 @@ class Steps:
             _remove(trash / str(step))
             self.path(step).rename(trash / str(step))
             # Otherwise a power cut could leave a step listed whose first files are removed.
-            sync_folder(self.folder)
+            sync(self.folder)
         _remove(self.folder / _TRASH)
 
     def clear(self) -> None:
         """Removes what an interrupted save or removal left. Must not be called while a save is under way."""
-        for path in self._leftovers():
-            _remove(path)
-
-    def _leftovers(self) -> Iterator[Path]:
-        yield from (path for path in self._entries() if _SAVING in path.name or path.name == _TRASH)
+        for path in self._entries():
+            if _SAVING in path.name or path.name == _TRASH:
+                _remove(path)
 
     def _entries(self) -> list[Path]:
-        if patiently(lambda: kind(self.folder), self.folder) != stat.S_IFDIR:
+        if kind(self.folder) != stat.S_IFDIR:
             return []
         return patiently(lambda: list(self.folder.iterdir()), self.folder)
 
@@ -156,6 +163,6 @@ def find_steps(path: Path, key: Key | None = None) -> tuple[Steps, int | None]:
     # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
     # A step has a number for a name, but so may a run directory; only a step has a manifest.
-    if path.name.isdecimal() and patiently(lambda: kind(path / manifest.NAME), path) is not None:
+    if path.name.isdecimal() and kind(path / manifest.NAME) is not None:
         return Steps(path.parent, key), int(path.name)
-    return Steps(path / FOLDER if patiently(lambda: leads_to_folder(path / FOLDER), path) else path, key), None
+    return Steps(path / FOLDER if kind(path / FOLDER, follow=True) == stat.S_IFDIR else path, key), None

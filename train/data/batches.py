@@ -120,7 +120,7 @@ class Data:
         count = self.eval_sequences
         half = -(-batch // (2 * multiple)) * multiple
         fits = range(half if half <= count else multiple, min(batch, max(count, multiple)) + 1, multiple)
-        # Of equal ones the largest.
+        # The largest of equally good ones.
         return min(reversed(fits), key=lambda size: count % size)
 
 

@@ -1,7 +1,7 @@
-"""Documents of one window that must not see each other: where each of them begins.
+"""Boundaries of the documents in a window, for documents that must not see each other.
 
 A window is a piece of the data of fixed length, and documents are not: it contains the end of one, others, and the beginning of the last.
-With `documents: mask` a token attends to its own document only, as if each document were a row of its own. The boundaries are in the data
+With `documents: mask` a token attends to its own document only, as if each document were another row. The boundaries are in the data
 already: a document ends with its end-of-text token, whichever source it comes from. So a batch can be marked from its tokens alone, one
 comparison, wherever the window begins. JSON lines have that token after each line. Plain text gets one after each file (`with_ends`).
 
@@ -52,7 +52,7 @@ def check_ends(config: DataConfig, streams: Sequence[Stream], end: int | None) -
         searched = min(len(stream), _SEARCHED)
         if not (stream.read(0, searched) == end).any():
             problems.append(
-                f"data.documents: none of the first {searched:,} tokens of {part.name} is {end}, the end of a document. "
+                f"data.documents: none of the first {searched:,} tokens of {part.label} is {end}, the end of a document. "
                 "Give its id as data.end_of_text, or use documents: join"
             )
     if problems:

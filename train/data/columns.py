@@ -1,9 +1,7 @@
 """The texts of Parquet and Arrow files, for a tokenizer: one column, each of its rows a document.
 
-Both formats know their columns, so a wrong `data.field` is found from the schema, before anything is read. A Parquet file is read in
-batches of rows of that one column. An Arrow file is mapped: its random-access form, which Feather files of version 2 have too, or the
-stream that the package `datasets` writes. Like JSON lines, the texts are read once and become a file of tokens (`encoded.py`), where every
-position is an index; so a run on such files resumes as any other.
+Both formats know their columns, so a wrong `data.field` is found from the schema, before anything is read. An Arrow file is in the
+random-access form, which Feather files of version 2 have too, or a stream as the package `datasets` writes it.
 
 The files are not trusted. Arrays are validated before Python sees them, and a dictionary that expands a small file into terabytes meets the
 limit of packed files (`packed.py`). pyarrow is the extra `data`; it is imported when such a file is read.
@@ -12,42 +10,31 @@ limit of packed files (`packed.py`). pyarrow is the extra `data`; it is imported
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jgt.document import shown
 
 from .documents import MAX_LINE_BYTES, Unreadable
-from .files import FileSet
-from .packed import is_too_much
+from .packed import BadTextError, is_too_much
 
 _ROWS = 128
 """Rows that become Python objects together. A text has at most MAX_LINE_BYTES, and this many of them must fit the memory."""
-_FILE_MAGIC, _FEATHER_1 = b"ARROW1", b"FEA1"
 
 
-def read_parquet(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
+def read_parquet(path: Path, *, field: str) -> Iterator[str | Unreadable]:
     """The text of each row in the column `field`."""
-    for path in files.paths:
-        yield from _documents(path, field, "Parquet", _parquet_rows)
+    return _documents(path, field, "Parquet", _parquet_rows)
 
 
-def read_arrow(files: FileSet, *, field: str) -> Iterator[str | Unreadable]:
-    """The text of each row in the column `field`, of Arrow IPC files and streams."""
-    for path in files.paths:
-        yield from _documents(path, field, "Arrow", _arrow_rows)
+def read_arrow(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+    """The text of each row in the column `field` of an Arrow IPC file or stream."""
+    return _documents(path, field, "Arrow", _arrow_rows)
 
 
-class _ColumnError(Exception):
-    """The column cannot be read. The message says why; fields: as those of `Unreadable`."""
-
-    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None):
-        super().__init__(message)
-        self.fields = fields
-
-
-def _documents(path: Path, field: str, kind: str, rows_of: Any) -> Iterator[str | Unreadable]:
+def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str], Iterator[Any]]) -> Iterator[str | Unreadable]:
     pyarrow: Any = importlib.import_module("pyarrow")
     row, total, size = 0, 0, path.stat().st_size
     try:
@@ -56,20 +43,18 @@ def _documents(path: Path, field: str, kind: str, rows_of: Any) -> Iterator[str 
             array.validate(full=True)
             for value in array.to_pylist():
                 row += 1
-                text = _text(path, row, field, value)
+                text = _text(f"{path}: row {row}", field, value)
                 total += len(text) if isinstance(text, str) else 0
                 if is_too_much(total, size):
-                    yield Unreadable(f"{path}: row {row}: the texts are {total // size:,} times as large as the file, too much for text")
-                    return
+                    raise BadTextError(f"row {row}: the texts are {total // size:,} times as large as the file, too much for text")
                 yield text
-    except _ColumnError as error:
+        if row == 0:
+            raise BadTextError("the file is empty: it contains no documents")
+    except BadTextError as error:
         yield Unreadable(f"{path}: {error}", error.fields)
     # Damage is an error of Arrow's, of the system or, in the text of a message, of Python's.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         yield Unreadable(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
-    else:
-        if row == 0:
-            yield Unreadable(f"{path}: the file is empty: it contains no documents")
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
@@ -85,30 +70,32 @@ def _arrow_rows(path: Path, field: str) -> Iterator[Any]:
     pyarrow: Any = importlib.import_module("pyarrow")
     ipc: Any = importlib.import_module("pyarrow.ipc")
     with path.open("rb") as file:
-        magic = file.read(len(_FILE_MAGIC))
-    if magic.startswith(_FEATHER_1):
-        raise _ColumnError("a Feather file of version 1. Write it as version 2 (pyarrow.feather.write_feather)")
+        magic = file.read(6)
+    if magic.startswith(b"FEA1"):
+        raise BadTextError("a Feather file of version 1. Write it as version 2 (pyarrow.feather.write_feather)")
     if not magic:
         return
     with pyarrow.memory_map(str(path)) as source:
-        reader = (ipc.open_file if magic == _FILE_MAGIC else ipc.open_stream)(source)
+        if magic == b"ARROW1":
+            reader = ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = ipc.open_stream(source)
         _check_column(reader.schema, field)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if magic == _FILE_MAGIC else reader
         for batch in batches:
             column = batch.column(batch.schema.get_field_index(field))
-            for start in range(0, len(column), _ROWS):
-                yield column.slice(start, _ROWS)
+            yield from map(partial(column.slice, length=_ROWS), range(0, len(column), _ROWS))
 
 
 def _check_column(schema: Any, field: str) -> None:
-    """Raises _ColumnError if the schema does not have exactly one column of this name, or if it is not text."""
+    """Raises BadTextError if the schema does not have exactly one column of this name, or if it is not text."""
     fields = tuple((column.name, _is_text(column.type)) for column in schema)
     if (count := schema.names.count(field)) > 1:
-        raise _ColumnError(f"has {count} columns {shown(field)}")
+        raise BadTextError(f"has {count} columns {shown(field)}")
     if count == 0:
-        raise _ColumnError(f"has no column {shown(field)}", fields)
+        raise BadTextError(f"has no column {shown(field)}", fields)
     if not _is_text(kind := schema.field(field).type):
-        raise _ColumnError(f"the column {shown(field)} is {shown(str(kind))[1:-1]}, not text", fields)
+        raise BadTextError(f"the column {shown(field)} is {shown(str(kind))[1:-1]}, not text", fields)
 
 
 def _is_text(kind: Any) -> bool:
@@ -119,14 +106,12 @@ def _is_text(kind: Any) -> bool:
     return any(getattr(types, f"is_{name}")(kind) for name in ("string", "large_string", "string_view", "binary", "large_binary"))
 
 
-def _text(path: Path, row: int, field: str, value: str | bytes | None) -> str | Unreadable:
+def _text(where: str, field: str, value: str | bytes | None) -> str | Unreadable:
     if value is None:
-        return Unreadable(f"{path}: row {row}: the column {shown(field)} is null. Remove the row")
+        return Unreadable(f"{where}: the column {shown(field)} is null. Remove the row")
     if len(value) > MAX_LINE_BYTES:
-        return Unreadable(f"{path}: row {row}: the text is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
-    if isinstance(value, str):
-        return value
+        return Unreadable(f"{where}: the text is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
     try:
-        return value.decode("utf-8")
+        return value if isinstance(value, str) else value.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Unreadable(f"{path}: row {row}: not UTF-8: byte {value[error.start]:#04x} at offset {error.start} of the text")
+        return Unreadable(f"{where}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start} of the text")

@@ -2,14 +2,13 @@
 
 A wrong data path is among the most common mistakes, and the worst time to learn of it is after JAX has started on a thousand
 devices. So the section and its paths are checked before JAX, numpy or Grain is imported, and this module imports none of
-them. The check has two parts. `problems()` needs the keys alone: `bind` calls it while it reads the file. `path_problems`
-looks at names, kinds and permissions of files, but opens none, so that it is fast for any amount of data. What only the
-contents can show (a bad line, an id outside the vocabulary) is left to `open_data`.
+them. The check has two parts. `problems()` needs the keys alone: `bind` calls it while it reads the file. `path_problems` looks at
+names, kinds and permissions of files, but opens none, so that it is fast for any amount of data. What only the contents can
+show (a bad line, an id outside the vocabulary) is left to `open_data`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections import Counter
@@ -109,7 +108,7 @@ class MixturePart(_SourceKeys):
 class DataConfig(_SourceKeys):
     """The `data:` section: the training data and its held-out split.
 
-    source: as for a part of a mixture, or mixture.
+    source: the source as in a part of a mixture, or mixture.
     eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
     null: 5 % of them, at most 500,000.
     shuffle: whether training reads the windows in a random order, another one in each epoch.
@@ -146,7 +145,7 @@ class DataConfig(_SourceKeys):
         return tuple(name if own[i] or taken[name] == 1 else f"{name}-{i}" for i, name in enumerate(names))
 
     def problems(self) -> Iterator[Problem]:
-        """Problems of the parts; keys beside a mixture that belong into its parts; parts that cannot be mixed."""
+        """Problems of the parts; keys beside a mixture that belong in its parts; parts that cannot be mixed."""
         yield from self._end_problems()
         if self.source == "mixture":
             yield from self._mixture_problems()
@@ -191,7 +190,7 @@ class DataConfig(_SourceKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnData:
-    """Data of the user's own: a function that returns samples, which are dicts of arrays. See `train.data.own`.
+    """A function of the user that returns samples, which are dicts of arrays. See `train.data.own`.
 
     source: MODULE:NAME of the function. shuffle: whether training reads the samples in a random order, another one in each epoch.
     arguments: all further keys, which are passed to it.
@@ -204,18 +203,19 @@ class OwnData:
 
 
 def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
-    """What is wrong with the files that the config names. Looks at names, kinds and permissions, and opens no file."""
+    """Problems of the files that the config names. Looks at names, kinds and permissions, and opens no file."""
     if isinstance(config, OwnData):
         return
     # One finder for all paths: its budget of names is for the whole config.
     finder = files.Finder()
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
-        for key, message in (*_missing_packages(part, finder), *_part_path_problems(part, finder)):
-            yield prefix + key, message
+        yield from ((prefix + key, message) for key, message in (*_missing(part), *_part_path_problems(part, finder)))
 
 
-def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
+def _missing(part: MixturePart) -> Iterator[Problem]:
+    if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
+        yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     if part.tokenizer != BYTES:
         if not is_file(part.tokenizer):
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
@@ -223,74 +223,51 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
             yield "tokenizer", f"no permission to read {part.tokenizer}"
     if part.source == "stdlib" and not files.standard_library().paths:
         yield "source", "this Python has no standard library in source form. Use the source text and a path"
-    messages_of = {
-        key: list(_file_problems(path, part.source, finder))
-        for key, path in (("path", part.path), ("eval_path", part.eval_path))
-        if path is not None
-    }
-    # Only if both paths are right, because the finder raises for a wrong one.
-    if part.path is not None and part.eval_path is not None and not any(messages_of.values()):
-        messages_of["eval_path"] += _overlap_problems(part.path, part.eval_path, finder)
-    # A folder of the wrong kind has thousands of bad files.
-    for key, messages in messages_of.items():
-        yield from ((key, message) for message in messages[:_MAX_PROBLEMS])
-        if len(messages) > _MAX_PROBLEMS:
-            yield key, f"and {len(messages) - _MAX_PROBLEMS:,} more such files"
 
 
-def _missing_packages(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
-    """Formats whose package is not installed."""
-    if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
-        yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
-    if part.source not in ("text", "jsonl") or is_installed("zstandard"):
-        return
+def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
+    whole: dict[str, tuple[Path, ...]] = {}
     for key, path in (("path", part.path), ("eval_path", part.eval_path)):
-        with contextlib.suppress(InputError):
-            packed = [] if path is None else [file for file in finder.files(path).paths if file.suffix == ".zst"]
-            if packed:
-                yield key, f"{packed[0]} needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"
+        if path is None:
+            continue
+        try:
+            matches = finder.files(path).paths
+            problems = list(_file_problems(path, part.source, matches))
+            whole |= {} if problems else {key: matches}
+        except InputError as error:
+            problems = error.problems
+        # A folder of the wrong kind has thousands of bad files.
+        yield from ((key, problem) for problem in problems[:_MAX_PROBLEMS])
+        if len(problems) > _MAX_PROBLEMS:
+            yield key, f"and {len(problems) - _MAX_PROBLEMS:,} more such files"
+    # Links are resolved, because two names may lead to one file.
+    trained_on = {file.resolve() for file in whole.get("path", ())}
+    if shared := [file for file in whole.get("eval_path", ()) if file.resolve() in trained_on]:
+        matches = f"{shared[0]} is training data too ({len(shared)} such files): path {part.path} matches it as well"
+        yield "eval_path", f"{matches}. Keep held-out files apart"
 
 
-def _file_problems(path: str, source: str, finder: files.Finder) -> Iterator[str]:
-    try:
-        found = finder.files(path).paths
-    except InputError as error:
-        yield from error.problems
-        return
-    if not found:
-        yield _nothing_found(path)
-    for file in found:
+def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterator[str]:
+    if not matches:
+        here = f"(working directory: {Path.cwd()})"
+        if is_folder(path):
+            yield f"the folder {path} has no files"
+        else:
+            yield f"no file matches {path} {here}" if files.is_glob(path) else f"no such file or folder: {path} {here}"
+    for file in matches:
         if problem := kind_problem(file):
             yield f"{file} cannot be read: {problem}"
         elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
         elif file.suffix not in (ends := _SUFFIXES.get(source, (file.suffix,))):
-            kind = {"tokens": "a token file"}.get(source, f"a file of the source {source}")
+            kind = "a token file" if source == "tokens" else f"a file of the source {source}"
+            folder = Path(path) if is_folder(path) else Path(path).parent
             yield (
                 f"{file} is not {kind}: its name must end in {' or '.join(end for end in ends if end != '.idx')}. "
-                f"To choose among a folder's files, use a glob such as {_example_glob(path, ends[0])}"
+                f"To choose among a folder's files, use a glob such as {folder / f'*{ends[0]}'}"
             )
-    if found and all(file.suffix == ".idx" for file in found):
-        yield f"{found[0]} is only an index. Name the .bin file beside it"
-
-
-def _overlap_problems(path: str, eval_path: str, finder: files.Finder) -> Iterator[str]:
-    """Files that are both trained on and held out: the evaluation would measure memory."""
-    # Links are resolved, because two names may lead to one file.
-    trained_on = {file.resolve() for file in finder.files(path).paths}
-    shared = [file for file in finder.files(eval_path).paths if file.resolve() in trained_on]
-    if shared:
-        yield f"{shared[0]} is training data too ({len(shared)} such files): path {path} matches it as well. Keep held-out files apart"
-
-
-def _nothing_found(path: str) -> str:
-    if is_folder(path):
-        return f"the folder {path} has no files"
-    if files.is_glob(path):
-        return f"no file matches {path} (working directory: {Path.cwd()})"
-    return f"no such file or folder: {path} (working directory: {Path.cwd()})"
-
-
-def _example_glob(path: str, suffix: str) -> str:
-    folder = Path(path)
-    return str((folder if folder.is_dir() else folder.parent) / f"*{suffix}")
+    if matches and all(file.suffix == ".idx" for file in matches):
+        yield f"{matches[0]} is only an index. Name the .bin file beside it"
+    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl") else []
+    if packed and not is_installed("zstandard"):
+        yield f"{packed[0]} needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"

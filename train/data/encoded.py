@@ -1,19 +1,16 @@
 """Text is encoded once, and its tokens are read from a cache from then on.
 
-Encoding a large text takes hours, mapping its tokens takes milliseconds. So the tokens of a data set are written to one .bin
-file in the run directory. How does a later start know that the file is still right? By its name, `KEY.CHECKSUM.DTYPE.bin`.
-The key is a hash of everything that decides the tokens: this format's version, how the text was read, the identity of the
-tokenizer, and the path, size and modification time of every input file. If any of them changes, the key changes, and no file
-of that name is found. The checksum covers the contents: a file that was damaged or cut short no longer has the name it ought
-to have and is written again.
+Encoding a large text takes hours, mapping its tokens takes milliseconds. So the tokens of a data set are written to one .bin file in the
+run directory, `KEY.CHECKSUM.DTYPE.bin`. The key is a hash of everything that decides the tokens: this format's version, how the text was
+read, the identity of the tokenizer, and the path, size and modification time of every input file. The checksum covers the contents: a file
+that was damaged or cut short no longer has the name it ought to have and is written again.
 
-Several processes may encode the same text at the same time, without waiting for each other. Each writes a temporary file of its
-own and then gives it the name; all of them arrive at the same contents and hence at the same name, and the first one's file
-stays. A reader never sees a half-written file, nor one that is replaced under it.
+Several processes may encode the same text at the same time, without waiting for each other. Each writes its own temporary file and then
+renames it; all of them arrive at the same contents, and so at the same name. A rename is atomic, so a reader never sees a half-written
+file.
 
-A process that is killed while it encodes leaves its temporary file behind, perhaps a hundred gigabytes. The next start removes
-it. A process that lives holds a lock on its file, which the kernel releases however the process dies: a file that can be locked
-belongs to no one.
+A process that is killed while it encodes leaves its temporary file behind, perhaps a hundred gigabytes. The next start removes it. A living
+process holds a lock on its file, which the kernel releases however the process dies: a file that can be locked belongs to no process.
 """
 
 from __future__ import annotations
@@ -23,13 +20,12 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +42,8 @@ _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
-_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[^.]+\.tmp")
 
-Reader = Callable[[FileSet], Iterator[str | Unreadable]]
+Reader = Callable[[Path], Iterator[str | Unreadable]]
 
 
 class UnreadableError(InputError):
@@ -60,17 +55,21 @@ class UnreadableError(InputError):
 
 
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
-    """The tokens of the texts that `reader` yields, each text followed by `separator`, from the cache if they are in it.
+    """The tokens of the texts that `reader` yields for each file, each text followed by `separator`, from the cache if they are in it.
 
     `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError, and
     UnreadableError with all texts that could not be read.
     """
-    dtype = _narrowest(tokenizer.vocab_size)
-    key = _cache_key(files, tokenizer, kind)
-    candidates = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path))
-    path = next((path for path in candidates if path == _expected_path(path, key, dtype)), None)
+    dtype = next(dtype for dtype in ("uint8", "uint16", "uint32") if tokenizer.vocab_size - 1 <= np.iinfo(dtype).max)
+    # Modification times instead of contents: hashing a large text at every start would take minutes.
+    states = [path.stat() for path in files.paths]
+    listed = [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in zip(files.paths, states, strict=True)]
+    key = hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]
+    cached = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path))
+    path = next((path for path in cached if path.name == f"{key}.{_checksum(path)}.{dtype}.bin"), None)
     if path is None:
-        path = _write_atomically(cache_dir, key, dtype, _token_bytes(files, reader, tokenizer, separator, dtype))
+        pieces = _token_bytes(files, reader, tokenizer, separator, dtype)
+        path = _write(cache_dir, key, dtype, pieces, max(state.st_mtime_ns for state in states))
     # The position of a bad id counts tokens of the cache file, so its message names both.
     first, more = files.paths[0], len(files.paths) - 1
     name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
@@ -78,10 +77,10 @@ def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separa
 
 
 def remove_leftovers(cache_dir: Path) -> None:
-    """Removes the temporary files of processes that were killed while they encoded. Those of living processes stay."""
-    for path in cache_dir.glob("*.tmp"):
+    """Removes the temporary files of processes that were killed while they encoded. Living processes keep theirs."""
+    for path in cache_dir.glob(f"{'[0-9a-f]' * 32}.*.tmp"):
         # Not a pipe, which would block. And what cannot be removed, or cannot be locked on this file system, does no harm.
-        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink() and path.is_file():
+        if path.is_file() and not path.is_symlink():
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -93,7 +92,7 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
     # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
-    for texts in _batches(_readable(reader(files), problems)):
+    for texts in _batches(_readable(files, reader, problems)):
         for tokens in tokenizer.encode_batch(texts):
             num_tokens += len(tokens) + len(end)
             # Little-endian on every machine, as `map_bin` reads it.
@@ -108,9 +107,9 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
         raise UnreadableError(others, missing, stopped=stopped)
 
 
-def _readable(texts: Iterable[str | Unreadable], problems: list[Unreadable]) -> Iterator[str]:
+def _readable(files: FileSet, reader: Reader, problems: list[Unreadable]) -> Iterator[str]:
     """The texts that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
-    for text in texts:
+    for text in (text for path in files.paths for text in reader(path)):
         if isinstance(text, str):
             yield text
             continue
@@ -134,78 +133,50 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _expected_path(path: Path, key: str, dtype: str) -> Path:
-    """The path that a cache file with these contents must have. Reads the whole file."""
+def _checksum(path: Path) -> str:
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
-    return path.with_name(f"{key}.{checksum:08x}.{dtype}.bin")
+    return f"{checksum:08x}"
 
 
-def _write_atomically(folder: Path, key: str, dtype: str, chunks: Iterable[bytes]) -> Path:
+def _write(folder: Path, key: str, dtype: str, pieces: Iterable[bytes], time_ns: int) -> Path:
     """Writes a cache file under a temporary name, then gives it its own; leaves nothing behind on an error. Raises InputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number, name = _locked_file(folder, key)
+        file = _temporary(folder, key)
     except OSError as error:
         raise InputError([f"{folder}: cannot be written: {error.strerror or error}"]) from None
-    new = Path(name)
-    with os.fdopen(number, "wb") as file:
-        try:
-            _write(file, chunks)
-            return _published(new, key, dtype)
-        except BaseException as error:
-            # An interrupt, too, must not leave a temporary file of gigabytes behind.
-            new.unlink(missing_ok=True)
-            if isinstance(error, IsADirectoryError):
-                raise InputError([f"{error.filename2}: cannot be written: it is a folder. Remove it"]) from None
-            raise
-
-
-def _published(new: Path, key: str, dtype: str) -> Path:
-    """Gives a finished file its name. A whole file that has this name already stays, because another process may be reading it."""
-    target = _expected_path(new, key, dtype)
+    new, checksum = Path(file.name), 0
     try:
-        # Unlike a rename, a link never takes the place of a file.
-        target.hardlink_to(new)
-    except FileExistsError:
-        if not is_file(target) or _expected_path(target, key, dtype) != target:
-            return new.replace(target)
-    except OSError:
-        # A file system without links.
-        return new.replace(target)
-    new.unlink()
-    return target
+        with file:
+            for piece in pieces:
+                file.write(piece)
+                checksum = zlib.crc32(piece, checksum)
+            file.flush()
+            # Without fsync, a crash of the machine can leave the final name on an empty file.
+            os.fsync(file.fileno())
+            # The same time on every process: to a process that has mapped a file, its replacement by an equal one is no change.
+            os.utime(new, ns=(time_ns, time_ns))
+            return new.replace(folder / f"{key}.{checksum:08x}.{dtype}.bin")
+    except BaseException as error:
+        # An interrupt, too, must not leave a temporary file of gigabytes behind.
+        new.unlink(missing_ok=True)
+        if isinstance(error, IsADirectoryError):
+            raise InputError([f"{error.filename2}: cannot be written: it is a folder. Remove it"]) from None
+        raise
 
 
-def _locked_file(folder: Path, key: str) -> tuple[int, str]:
-    """A new temporary file, locked until its descriptor is closed: the descriptor and the path."""
+def _temporary(folder: Path, key: str) -> Any:
+    """A new temporary file, locked until it is closed."""
     while True:
         # In the same folder, because a rename is atomic only within one file system.
-        number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
+        file = tempfile.NamedTemporaryFile(dir=folder, prefix=f"{key}.", suffix=".tmp", delete=False)  # noqa: SIM115
         # A file system without locks: leftovers stay there, too, because none can be locked.
         with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_EX)
-        # Another start may have taken the file for a leftover before it was locked.
-        if os.fstat(number).st_nlink:
-            return number, name
-        os.close(number)
-
-
-def _write(file: IO[bytes], chunks: Iterable[bytes]) -> None:
-    file.writelines(chunks)
-    file.flush()
-    # Without fsync, a crash of the machine can leave the final name on an empty file.
-    os.fsync(file.fileno())
-
-
-def _narrowest(vocab_size: int) -> str:
-    """The smallest unsigned type that has all ids."""
-    return next(dtype for dtype in ("uint8", "uint16", "uint32") if vocab_size - 1 <= np.iinfo(dtype).max)
-
-
-def _cache_key(files: FileSet, tokenizer: Tokenizer, kind: str) -> str:
-    # Modification times instead of contents: hashing a large text at every start would take minutes.
-    listed = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths]
-    return hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Another start may have removed the file before it was locked.
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()

@@ -1,35 +1,29 @@
 """The files that a path of the config names: a file, a folder, or a glob. Looks at names and sizes, and opens no file.
 
-Why not `Path.rglob`? Because a path comes from a config, and a config can be wrong. `path: /` or a glob above a file server
-would look at names for hours before it fails, and `Path.rglob` reports only matches: it cannot say that it looked at a
-million names in vain. So every folder is listed in one place, `Finder.entries`, which counts the names and gives up after
-MAX_NAMES of them, over all paths of a config together. The walk of folders and the matching of globs are built on it.
+Why not `Path.glob`? Because a path comes from a config, and a config can be wrong. `path: /` or a glob above a file server would look at
+names for hours before it fails, and `Path.glob` reports only matches: it cannot say that it looked at a million names in vain. So a
+`Finder` counts every name that it looks at, and gives up after MAX_NAMES of them, over all paths of a config together.
 
-Two more rules keep a search finite and its result sensible. `**` and a walk do not follow links to folders, because a link
-can lead back to its own folder. Hidden files and folders are skipped unless the pattern itself begins with a dot.
+`**` and a walk do not follow links to folders, because a link can lead back to its own folder. Hidden files and folders are skipped unless
+the pattern itself begins with a dot.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import glob
 import hashlib
-import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jgt.document import InputError, is_folder
 
-MAX_FILES = 100_000
-"""Files of one path."""
 MAX_NAMES = 300_000
 """Names of files and folders that a search looks at, for all paths of a config together."""
-_MAX_LEVELS = 32
-_MAX_PATH = 4_096
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -60,8 +54,8 @@ def standard_library() -> FileSet:
     """The modules of the running Python's standard library, without their tests."""
     # Present on every machine with Python: the default data needs no download.
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = (Path(file) for file in _files_below(str(root), Finder(), _NOT_LIBRARY) if file.endswith(".py"))
-    return FileSet(root=root, paths=tuple(sorted(files)))
+    modules = (Path(folder, name) for folder, names in Finder().walk(str(root), _NOT_LIBRARY) for name in names if name.endswith(".py"))
+    return FileSet(root=root, paths=tuple(sorted(modules)))
 
 
 def is_glob(path: str) -> bool:
@@ -74,133 +68,79 @@ class Finder:
 
     def __init__(self) -> None:
         self._found: dict[str, FileSet] = {}
-        self._num_names = 0
+        self._names_left = MAX_NAMES
 
     def files(self, path: str) -> FileSet:
         """The file; or the visible files below the folder; or the matches of the glob that are not folders. Sorted, possibly empty.
 
-        The result may contain pipes, devices and broken links: their kind is not examined. Raises InputError if there are too many
-        files, or too many names to look at.
+        The result may contain pipes, devices and broken links: their kind is not examined. Raises InputError if there are too many names.
         """
         if path not in self._found:
             try:
                 self._found[path] = self._find(path)
             except _TooManyError:
-                raise InputError(
-                    [f"{path}: more than {MAX_NAMES:,} names in all would have to be looked at. Name folders further down"]
-                ) from None
+                many = f"more than {MAX_NAMES:,} names in all would have to be looked at"
+                raise InputError([f"{path}: {many}. Name folders further down"]) from None
         return self._found[path]
 
     def _find(self, path: str) -> FileSet:
         # A path that exists is never read as a glob: its name may contain brackets.
         if is_folder(path):
-            visible = (file for file in _files_below(path, self) if not file.rpartition("/")[2].startswith("."))
-            return FileSet(root=Path(path), paths=_sorted_paths(visible, path))
-        # The system would answer such names with errors of different kinds.
-        if "\0" in path or len(path) > _MAX_PATH:
-            return FileSet(root=Path(), paths=())
+            paths = (Path(folder, name) for folder, names in self.walk(path) for name in names if not name.startswith("."))
+            return FileSet(root=Path(path), paths=tuple(sorted(paths)))
         if os.path.lexists(path):
             return FileSet(root=Path(path).parent, paths=(Path(path),))
-        paths = _sorted_paths(_matches(path, self), path) if is_glob(path) else ()
+        matches = sorted(self._matches(path)) if is_glob(path) and "\0" not in path else []
         # The digest of names is taken below this root, so that a moved data set keeps its identity.
-        return FileSet(root=Path(os.path.commonpath([p.parent for p in paths])) if paths else Path(), paths=paths)
+        return FileSet(root=Path(os.path.commonpath([p.parent for p in matches])) if matches else Path(), paths=tuple(matches))
 
-    def entries(self, folder: str) -> list[os.DirEntry[str]]:
-        """The entries of a folder; none if it cannot be read. Raises _TooManyError."""
+    def walk(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
+        """Each folder from `root` down, except hidden and `skipped` ones, with the names in it that are not folders."""
+        # os.walk does not enter links to folders, and yields nothing for a folder that cannot be read.
+        for folder, folders, names in os.walk(root):
+            self._count(len(folders) + len(names))
+            folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+            yield folder, names
+
+    def _names(self, folder: str) -> list[str]:
         try:
             with os.scandir(folder) as entries:
-                # One name more than allowed is enough to know that there are too many.
-                found = list(itertools.islice(entries, max(MAX_NAMES + 1 - self._num_names, 0)))
+                names = [entry.name for entry in entries]
         except OSError:
-            # Not permitted, or gone since its own folder was listed.
+            # Not permitted, or no folder.
             return []
-        self._num_names += len(found)
-        if self._num_names > MAX_NAMES:
+        self._count(len(names))
+        return names
+
+    def _count(self, number: int) -> None:
+        self._names_left -= number
+        if self._names_left < 0:
             raise _TooManyError
-        return found
+
+    def _matches(self, pattern: str) -> Iterator[Path]:
+        """The matches of a glob that are not folders. Each level of the pattern turns the matches so far into their matching entries."""
+        path = Path(pattern)
+        # As text, because a set of paths is slow.
+        matches = {path.anchor or "."}
+        for part in (*path.relative_to(path.anchor).parts, *(["*"] if path.name == "**" else [])):
+            if part == "**":
+                matches = {below for folder in matches for below, _ in self.walk(folder)}
+            elif is_glob(part):
+                matches = {_below(folder, name) for folder in matches for name in self._names(folder) if _is_match(name, part)}
+            else:
+                # Levels without magic are joined without listing a folder: `/data/*/train.bin` looks at the names in /data only.
+                matches = {_below(folder, part) for folder in matches}
+        # A broken link counts, so that it is reported instead of ignored.
+        return (Path(path) for path in matches if os.path.lexists(path) and not is_folder(path))
 
 
 class _TooManyError(Exception):
     """The search would look at more than MAX_NAMES names."""
 
 
-def _sorted_paths(paths: Iterator[str], start: str) -> tuple[Path, ...]:
-    """The paths, each once. Raises InputError if there are more than MAX_FILES; does not consume the rest."""
-    # `**/a/**` can match one file in several ways.
-    found: set[str] = set()
-    for path in paths:
-        found.add(path)
-        if len(found) > MAX_FILES:
-            raise InputError([f"{start} matches more than {MAX_FILES:,} files. Name fewer, or join them"])
-    return tuple(sorted(map(Path, found)))
+def _below(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}"
 
 
-def _walk(root: str, finder: Finder, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
-    """Each folder from `root` down, with the names in it that are not folders.
-
-    Does not enter hidden folders, links to folders (they could lead back), and folders named in `skipped`.
-    """
-    folders = [root]
-    while folders:
-        folder, names = folders.pop(), []
-        for entry in finder.entries(folder or "."):
-            if not _is_folder_entry(entry):
-                names.append(entry.name)
-            elif entry.name not in skipped and not entry.name.startswith(".") and not entry.is_symlink():
-                folders.append(_joined(folder, entry.name))
-        yield folder, names
-
-
-def _files_below(root: str, finder: Finder, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    return (_joined(folder, name) for folder, names in _walk(root, finder, skipped) for name in names)
-
-
-def _is_folder_entry(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def _matches(pattern: str, finder: Finder) -> Iterator[str]:
-    """The matches of a glob that are not folders. Unlike in `glob.glob`, `**` does not follow links. Raises InputError.
-
-    The pattern is applied level by level: each level of it turns the folders that match so far into their matching entries.
-    """
-    parts = list(Path(pattern).parts)
-    # `a/**/**/b` means `a/**/b`, and a `**` at the end means everything below.
-    parts = [part for before, part in zip(["", *parts], parts, strict=False) if not part == before == "**"]
-    if parts[-1] == "**":
-        parts.append("*")
-    if sum(map(glob.has_magic, parts)) > _MAX_LEVELS:
-        raise InputError([f"{pattern} has more than {_MAX_LEVELS} levels with *, ? or []"])
-    # The empty path is the working directory; an absolute pattern has "/" as its first level.
-    found = iter([""])
-    for is_pattern, level in itertools.groupby(parts, key=glob.has_magic):
-        if is_pattern:
-            for part in level:
-                found = _children(found, part, finder)
-        else:
-            # Levels without magic are joined without listing a folder: `/data/*/train.bin` looks at the names in /data only.
-            found = map(functools.partial(_joined, tail=str(Path(*level))), found)
-    return filter(_is_not_folder, found)
-
-
-def _children(folders: Iterator[str], part: str, finder: Finder) -> Iterator[str]:
-    """The entries of the folders that match one level of a pattern. `**` matches each folder and all folders below it."""
-    for folder in folders:
-        if part == "**":
-            yield from (below for below, _ in _walk(folder, finder))
-        else:
-            for entry in finder.entries(folder or "."):
-                if fnmatch.fnmatchcase(entry.name, part) and (part[0] == "." or entry.name[0] != "."):
-                    yield _joined(folder, entry.name)
-
-
-def _joined(folder: str, tail: str) -> str:
-    return f"{folder}{'' if folder in ('', '/') else '/'}{tail}"
-
-
-def _is_not_folder(path: str) -> bool:
-    """Whether the path exists and is not a folder. A broken link counts, so that it is reported instead of ignored."""
-    return os.path.lexists(path) and not is_folder(path)
+def _is_match(name: str, part: str) -> bool:
+    return fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))

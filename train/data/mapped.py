@@ -4,10 +4,10 @@ Every token is checked when a run starts. Mapped memory shows the file as it is 
 writes into the run, for days after that check. The run would train on whatever is there, and its resumed twin on something else; and a
 read behind the new end of a file that was cut short kills the process with SIGBUS, which Python cannot catch.
 
-So a file is looked at again. `check` compares its size and modification time, for the price of one `stat`, before each read from it: nearly
-all changes end the run here, with a message, before a single wrong token was read. What remains is a change between this look and the copy,
-and a writer that leaves no trace in the modification time. `check_contents` therefore also compares the checksum of some blocks, and the
-caller calls it before each save. The invariant: whatever a saved state was trained on was read before a look that found the file unchanged.
+So `check` compares size and modification time, for the price of one `stat`, before each read from the file: nearly all changes end the run
+here, before a single wrong token was read. What remains is a change between this look and the copy, and a writer that leaves no trace in
+the modification time. `check_contents` therefore also compares the checksum of some blocks, and the caller calls it before each save. The
+invariant: whatever a saved state was trained on was read before a look that found the file unchanged.
 
 A file that was replaced by another one is a change too, although its mapping still shows the old contents: a restart would read the new
 ones. The number of its inode shows this. Some network file systems give a file a new number now and then; so a new number alone is not
@@ -19,10 +19,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from ..command_line import EndError
 
@@ -37,59 +34,47 @@ class DataChangedError(EndError):
 
 
 class MappedFile:
-    """A file, as it was when it was opened. opened: what os.stat said before; contents: the array that maps it."""
+    """A file, as it was when it was opened. opened: its state before anything of it was read."""
 
-    def __init__(self, path: Path, opened: os.stat_result, contents: np.ndarray):
+    def __init__(self, path: Path, opened: os.stat_result):
         self._path = path
         self._opened, self._inode = opened, _inode(opened)
-        self._bytes = contents.view(np.uint8)
-        self._offset = opened.st_size - len(self._bytes)
-        self._checksum = self._checksum_in_memory()
+        self._checksum = self._checksum_now()
 
     def check(self) -> None:
         """Raises DataChangedError if the file's size, modification time or inode shows that it changed."""
         try:
-            found = self._path.stat()
+            state = self._path.stat()
         except OSError as error:
-            found = self._state_later(error)
+            state = self._state_later(error)
         opened = self._opened
-        if found.st_size == opened.st_size and found.st_mtime_ns == opened.st_mtime_ns and _inode(found) == self._inode:
+        if state.st_size == opened.st_size and state.st_mtime_ns == opened.st_mtime_ns and _inode(state) == self._inode:
             return
-        if found.st_size != opened.st_size:
-            raise DataChangedError(f"{self._path}: has {found.st_size:,} bytes, but had {opened.st_size:,} when the run opened it")
-        if found.st_mtime_ns != opened.st_mtime_ns:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+        if state.st_size != opened.st_size:
+            raise DataChangedError(f"{self._path}: has {state.st_size:,} bytes, but had {opened.st_size:,} when the run opened it")
+        if state.st_mtime_ns != opened.st_mtime_ns:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.st_mtime))
             raise DataChangedError(f"{self._path}: was written after the run opened it (modified at {when})")
-        if self._checksum_on_disk() != self._checksum:
+        if self._checksum_now() != self._checksum:
             raise DataChangedError(f"{self._path}: was replaced by a file with other contents after the run opened it")
-        self._inode = _inode(found)
+        self._inode = _inode(state)
 
     def check_contents(self) -> None:
         """As `check`, and also compares some blocks of the contents."""
-        # First, because a block behind the end of a shortened file cannot be read.
         self.check()
-        if self._checksum_in_memory() != self._checksum:
+        if self._checksum_now() != self._checksum:
             raise DataChangedError(f"{self._path}: its contents changed after the run opened it, though its modification time did not")
 
-    def _starts(self) -> list[int]:
-        """Where the blocks start: evenly spread, the first and the last one included."""
-        last = max(len(self._bytes) - _BLOCK_BYTES, 0)
-        count = min(_MOST_BLOCKS, -(-len(self._bytes) // _BLOCK_BYTES))
-        return [last * i // max(count - 1, 1) for i in range(count)]
-
-    def _checksum_in_memory(self) -> int:
-        return _checksum(self._bytes[start : start + _BLOCK_BYTES].data for start in self._starts())
-
-    def _checksum_on_disk(self) -> int:
-        """The checksum of the blocks of the file that the path leads to, which may be another one than the mapped file."""
+    def _checksum_now(self) -> int:
+        """The checksum of some blocks of the file that the path leads to: evenly spread, the first and the last one included."""
+        size = self._opened.st_size
+        last, count = max(size - _BLOCK_BYTES, 0), min(_MOST_BLOCKS, -(-size // _BLOCK_BYTES))
+        checksum = 0
         with self._path.open("rb") as file:
-
-            def blocks() -> Iterator[bytes]:
-                for start in self._starts():
-                    file.seek(self._offset + start)
-                    yield file.read(_BLOCK_BYTES)
-
-            return _checksum(blocks())
+            for i in range(count):
+                file.seek(last * i // max(count - 1, 1))
+                checksum = zlib.crc32(file.read(_BLOCK_BYTES), checksum)
+        return checksum
 
     def _state_later(self, error: OSError) -> os.stat_result:
         """A failed look is not a change: a file server may be busy, or a tool may be replacing the file at this moment."""
@@ -104,10 +89,3 @@ class MappedFile:
 
 def _inode(state: os.stat_result) -> tuple[int, int]:
     return state.st_dev, state.st_ino
-
-
-def _checksum(blocks: Iterator[memoryview] | Iterator[bytes]) -> int:
-    checksum = 0
-    for block in blocks:
-        checksum = zlib.crc32(block, checksum)
-    return checksum

@@ -1,4 +1,4 @@
-"""From the `data:` section to `Data`: opens every part, sets held-out data apart, and lays out the order of the samples.
+"""Opens the `data:` section: every part of it, the held-out data apart, and the order of the samples.
 
 All parts are opened even after one has failed, so that a user sees the problems of all files at once, each with the line of its key.
 """
@@ -18,11 +18,11 @@ from jgt.document import InputError
 
 from .batches import Batch, Data
 from .boundaries import check_ends, end_of_documents, masked
-from .config import DataConfig, MixturePart, OwnData, path_problems
+from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
-from .sources import PartKeys, SmallVocabError, Splits, open_splits, spared_tokens
+from .sources import PartError, Splits, open_splits, spared_tokens
 from .stream import Windows, num_windows
 from .tokenizer import open_tokenizer
 
@@ -36,19 +36,26 @@ def open_data(
     for messages. Raises InputError with all problems.
     """
     remove_leftovers(cache_dir)
-    whole = PartKeys(prefix="data.", where=where)
-    _raise_if_any([whole.at(key, f"data.{key}: {message}") for key, message in path_problems(config)])
-    is_mixture = config.source == "mixture"
-    places = [PartKeys(prefix=f"data.mixture[{i}]." if is_mixture else "data.", where=where) for i in range(len(config.parts()))]
-    with _located(places[0], "tokenizer"):
+    _raise_any([(f"data.{key}", f"data.{key}: {message}") for key, message in path_problems(config)], where)
+    prefixes = [f"data.mixture[{i}]." if config.source == "mixture" else "data." for i in range(len(config.parts()))]
+    with _located(where, f"{prefixes[0]}tokenizer"):
         # `DataConfig.problems` made sure that all parts use one tokenizer.
         tokenizer = open_tokenizer(config.parts()[0].tokenizer)
-    with _located(whole, "documents"):
+    with _located(where, "data.documents"):
         end = end_of_documents(config, tokenizer, vocab)
     open_part = partial(open_splits, eval_tokens=config.eval_tokens, tokenizer=tokenizer, seq=seq, vocab=vocab, end=end)
-    splits = _open_all(config, places, partial(open_part, cache_dir=cache_dir))
-    _raise_if_any(list(_size_problems(config, places, splits, seq)))
-    with _located(whole, "documents"):
+    splits, problems = [], list[Problem]()
+    # Every part is opened, even after one has failed, so that the problems of all files are reported together.
+    for part, prefix in zip(config.parts(), prefixes, strict=True):
+        try:
+            splits.append(open_part(part, prefix, cache_dir=cache_dir))
+        except PartError as error:
+            problems += [(prefix + key, message) for key, message in error.problems]
+    too_small = [one for split in splits for one in split.too_small]
+    remedy = f"Set model.vocab={max((needed for _, needed in too_small), default=0)}, or encode the data with a smaller vocabulary"
+    _raise_any([*problems, *(("model.vocab", f"{message}. {remedy}") for message, _ in too_small)], where)
+    _raise_any(list(_size_problems(config, prefixes, splits, seq)), where)
+    with _located(where, "data.documents"):
         check_ends(config, [split.train for split in splits], end)
     held_out = {
         name: grain.MapDataset.source(Windows(stream=split.held_out, seq=seq, vocab=vocab))
@@ -68,7 +75,7 @@ def open_data(
 
 
 def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
-    """Data of the user's own, in an order that depends on the seed. Raises InputError if it has no samples."""
+    """The samples of a user's function, in an order that depends on the seed. Raises InputError if there are none."""
     return Data(
         fingerprint=source.fingerprint,
         train_sequences=len(source.train),
@@ -80,46 +87,34 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
     )
 
 
+def _raise_any(problems: Sequence[Problem], where: Callable[[str], str]) -> None:
+    """Raises InputError for problems with dotted keys, each with the line of its key."""
+    if problems:
+        raise InputError([f"{line}: {message}" if (line := where(key)) else message for key, message in problems])
+
+
 @contextlib.contextmanager
-def _located(keys: PartKeys, key: str) -> Iterator[None]:
-    """Inside, problems get the line of this key."""
+def _located(where: Callable[[str], str], key: str) -> Iterator[None]:
+    """Inside, the problems of an InputError get the line of this key."""
     try:
         yield
     except InputError as error:
-        raise InputError([keys.at(key, problem) for problem in error.problems]) from None
+        _raise_any([(key, problem) for problem in error.problems], where)
 
 
-def _open_all(config: DataConfig, places: Sequence[PartKeys], open_part: Callable[[MixturePart, PartKeys], Splits]) -> list[Splits]:
-    splits, problems = [], []
-    small: list[SmallVocabError] = []
-    # Every part is opened, even after one has failed, so that the problems of all files are reported together.
-    for part, keys in zip(config.parts(), places, strict=True):
-        try:
-            splits.append(open_part(part, keys))
-        except SmallVocabError as error:
-            small.append(error)
-        except InputError as error:
-            problems += error.problems
-    needed = max((error.needed for error in small), default=0)
-    remedy = f"Set model.vocab={needed}, or encode the data with a smaller vocabulary"
-    _raise_if_any([*problems, *(f"{problem}. {remedy}" for error in small for problem in error.problems)])
-    return splits
-
-
-def _size_problems(config: DataConfig, places: Sequence[PartKeys], splits: list[Splits], seq: int) -> Iterator[str]:
-    """A split without a single window cannot be trained on or evaluated."""
-    # One key holds out the tokens of all parts.
-    whole = PartKeys(prefix="data.", where=places[0].where)
-    for part, keys, split in zip(config.parts(), places, splits, strict=True):
+def _size_problems(config: DataConfig, prefixes: Sequence[str], splits: list[Splits], seq: int) -> Iterator[Problem]:
+    """Splits without a single window, which cannot be trained on or evaluated."""
+    for part, prefix, split in zip(config.parts(), prefixes, splits, strict=True):
         train, held_out = len(split.train), len(split.held_out or ())
         if part.eval_path is not None:
             if message := _too_short(part.eval_path, held_out, seq):
-                yield keys.at("eval_path", message)
+                yield f"{prefix}eval_path", message
             held_out = 0
         if message := _too_short(part.label, train + held_out, seq):
-            yield keys.at("path", message)
+            yield f"{prefix}path", message
         elif config.eval_tokens and part.eval_path is None and (message := _bad_share(config.eval_tokens, train + held_out, seq)):
-            yield whole.at("eval_tokens", f"data.eval_tokens: {message.format(part.label)}")
+            # One key holds out the tokens of all parts.
+            yield "data.eval_tokens", f"data.eval_tokens: {message.format(part.label)}"
 
 
 def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
@@ -129,7 +124,7 @@ def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
 
 
 def _bad_share(held_out: int, num_tokens: int, seq: int) -> str | None:
-    """What is wrong with the number of tokens to hold out of so many, which are at least one window. `{}` is the name of the data."""
+    """Why `held_out` of `num_tokens` tokens, which are at least one window, cannot be held out. `{}` is the name of the data."""
     window = f"one window of seq {seq} needs {seq + 1:,}"
     if num_tokens < 2 * (seq + 1):
         none = "Set data.eval_tokens=0 for no evaluation, or lower model.seq"
@@ -185,8 +180,3 @@ def _fingerprint(config: DataConfig, splits: list[Splits]) -> dict[str, str | in
     # Under the same keys as for a single source, for the reader of data.json.
     totals = {key: sum(int(split.fingerprint[key]) for split in splits) for key in ("train_tokens", "eval_tokens")}
     return {"source": "mixture", **parts, **totals}
-
-
-def _raise_if_any(problems: Sequence[str]) -> None:
-    if problems:
-        raise InputError(problems)

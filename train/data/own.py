@@ -1,4 +1,4 @@
-"""Data of the user's own: a function that returns samples, which are dicts of arrays.
+"""A user's own data: a function that returns samples, which are dicts of arrays.
 
     def digits(split: str):                          # called once with "train" and once with "eval"
         images, labels = ...
@@ -34,7 +34,7 @@ _MOST_HASHED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSource:
-    """Opened samples. element: the arrays of one sample. fingerprint: as that of `train.data.batches.Data`. where: of the data's key."""
+    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`. where: the line of the data's key."""
 
     train: grain.MapDataset
     held_out: grain.MapDataset | None
@@ -43,7 +43,7 @@ class OwnSource:
     where: str
 
     def stack(self, samples: Sequence[Any]) -> dict[str, np.ndarray]:
-        """The batch of some samples. Raises InputError for a sample whose arrays are not those of the first one."""
+        """The batch of some samples. Raises InputError for a sample with other arrays than the first one."""
         for sample in samples:
             if problem := _difference(self.element, sample):
                 raise InputError([f"{self.where}: {problem}"])
@@ -88,15 +88,15 @@ def _samples(made: Any, where: str) -> tuple[grain.MapDataset, Mapping[str, jax.
     problems = [f"{where}: sample 0: {name} is not an array of numbers" for name, x in arrays.items() if x.dtype.kind not in "biufV"]
     if problems:
         raise InputError(problems)
-    # Devices have 32 bits unless JAX is told otherwise.
+    # Devices have 32 bits unless JAX is configured otherwise.
     element = {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
     return made if isinstance(made, grain.MapDataset) else grain.MapDataset.source(made), element
 
 
 def _difference(element: Mapping[str, jax.ShapeDtypeStruct], sample: Any) -> str | None:
     if not isinstance(sample, Mapping) or set(sample) != set(element):
-        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        return f"a sample has {found}, and the first one {sorted(element)}"
+        names = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        return f"a sample has {names}, and the first one {sorted(element)}"
     for name, x in element.items():
         if (shape := np.shape(sample[name])) != x.shape:
             return f"{name} has the shape {list(shape)} in a sample, and {list(x.shape)} in the first one"

@@ -1,8 +1,8 @@
 """The contents of text files in blocks, unpacked where the name of the file ends in .gz or .zst.
 
-A packed file may unpack to a thousand times its size, and one that is cut short must not pass for a shorter one. So there is one place
-that unpacks, `read_blocks`: it yields blocks of bounded size, gives up on a file that unpacks to too much to be text, and raises for data
-that is damaged or ends too early. The readers of text and of JSON lines see blocks of bytes and nothing else.
+A packed file may unpack to a thousand times its size, and one that is cut short must not pass for a shorter one. So only `read_blocks`
+unpacks: it yields blocks of bounded size, gives up on a file that unpacks to too much to be text, and raises for data that is damaged or
+ends too early. The readers of text and of JSON lines see blocks of bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ MAX_RATIO = 200
 """How many times its size a file may unpack to. Text stays far below it; endless repetition reaches about a thousand."""
 
 
-class PackedError(Exception):
-    """A file cannot be unpacked further. The message says why, and what to change."""
+class BadTextError(Exception):
+    """A text cannot be read. The message says why, and what to change.
+
+    fields: if it is a document without the field that was asked for, its fields and whether each of them is text.
+    """
+
+    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None):
+        super().__init__(message)
+        self.fields = fields
 
 
 def is_packed(path: Path) -> bool:
@@ -33,7 +40,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """The contents of a file, unpacked, in blocks of about a megabyte. Raises PackedError."""
+    """The contents of a file, unpacked, in blocks of about a megabyte. Raises BadTextError."""
     size, total = path.stat().st_size, 0
     unpack = _UNPACKERS.get(path.suffix, _plain)
     with path.open("rb") as file:
@@ -41,7 +48,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             total += len(block)
             if is_too_much(total, size):
                 ratio = f"the data is more than {MAX_RATIO} times as large as the file, too much for text"
-                raise PackedError(f"{ratio}. Unpack the file if it is the right one")
+                raise BadTextError(f"{ratio}. Unpack the file if it is the right one")
             yield block
 
 
@@ -88,8 +95,8 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
         raise _damaged("Zstandard", "the last frame has no end")
 
 
-def _damaged(kind: str, error: object) -> PackedError:
-    return PackedError(f"the {kind} data is damaged or cut short: {error}. Create or download the file again")
+def _damaged(kind: str, error: object) -> BadTextError:
+    return BadTextError(f"the {kind} data is damaged or cut short: {error}. Create or download the file again")
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gzip, ".zst": _zstd}

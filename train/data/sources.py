@@ -1,18 +1,14 @@
-"""One part of the data config → its token streams, and the fingerprint of its data.
+"""Opening one part of the data config: its token streams, and the fingerprint of its data.
 
-Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded
-once. All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not
-fail on an accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong
-embedding.
-
-A message names the line of the key to change and, where there is one, the value that would do. Only here both are known: the readers know
-files, and the config knows keys.
+Each source has its own way from files to tokens (`_open`): token files and bytes are mapped; text, JSON lines and columns are encoded once.
+All ways end in a `Stream` whose ids are checked against the model's vocabulary, because an id outside of it would not fail on an
+accelerator: indexing in JAX clamps or fills instead of raising, and the model would silently train on the wrong embedding.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +17,13 @@ from jgt.document import InputError, shown
 
 from .boundaries import with_ends
 from .columns import read_arrow, read_parquet
-from .config import BYTES, MixturePart
-from .documents import missing_field, read_documents, read_files, read_texts
+from .config import BYTES, MixturePart, Problem
+from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
 from .files import FileSet, find_files, standard_library
 from .headers import format_problem
 from .packed import is_packed
-from .stream import Outside, Stream, find_outside
+from .stream import Stream, find_outside
 from .tokenizer import END_OF_TEXT_NAMES, Tokenizer
 from .tokens import open_bytes, open_tokens
 
@@ -38,54 +34,31 @@ _MOST_SPARED, _SPARED_SHARE = 500_000, 20
 _DOCUMENT_READERS = {"jsonl": read_documents, "parquet": read_parquet, "arrow": read_arrow}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartKeys:
-    """The keys of one part in the run's file. prefix: `data.`, or `data.mixture[0].`; where(key): file and line of a dotted key."""
+class PartError(Exception):
+    """A part cannot be opened. problems: each with a key of the part."""
 
-    prefix: str
-    where: Callable[[str], str]
-
-    def at(self, key: str, message: str) -> str:
-        """A message with the line of the part's key, which the message names itself."""
-        return _located(self.where(f"{self.prefix}{key}"), message)
-
-    def setting(self, key: str, value: str) -> str:
-        """How to set a key of the part, in words."""
-        # A list has no override for one of its entries.
-        return f"{self.prefix}{key}={value}" if not self.prefix.endswith("].") else f"{key}: {value} in {self.prefix.rstrip('.')}"
-
-    def of_model(self, message: str) -> str:
-        """A message about the vocabulary."""
-        return _located(self.where("model.vocab"), message)
-
-
-def _located(where: str, message: str) -> str:
-    return f"{where}: {message}" if where else message
+    def __init__(self, problems: Sequence[Problem]):
+        super().__init__("; ".join(message for _, message in problems))
+        self.problems = problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
     """The two streams of one part. `held_out` is None if the run has no evaluation.
 
-    The fingerprint identifies the data: a resumed run compares it with the one it started with.
+    fingerprint: identifies the data; a resumed run compares it with the one it started with. too_small: messages about ids outside of the
+    vocabulary, and the vocabulary that would do for this part.
     """
 
     train: Stream
     held_out: Stream | None
     fingerprint: dict[str, str | int]
-
-
-class SmallVocabError(InputError):
-    """Ids are outside of the vocabulary. needed: the vocabulary that would do for this part; the caller says which does for all of them."""
-
-    def __init__(self, problem: str, needed: int):
-        super().__init__([problem])
-        self.needed = needed
+    too_small: tuple[tuple[str, int], ...]
 
 
 def open_splits(
     part: MixturePart,
-    keys: PartKeys,
+    prefix: str,
     *,
     eval_tokens: int | None,
     tokenizer: Tokenizer,
@@ -94,13 +67,14 @@ def open_splits(
     end: int | None,
     cache_dir: Path,
 ) -> Splits:
-    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError, and SmallVocabError.
+    """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises PartError.
 
-    end: the token that is to end every document, also where files of text otherwise just follow each other; None if they shall.
+    prefix: `data.` or `data.mixture[0].`, which precedes the part's keys in the run's file. end: the token that is to end every document,
+    also where files of text otherwise just follow each other; None if they shall.
     """
+    open_files = partial(_open_files, part, prefix, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
     files = find_files(part.path) if part.path is not None else standard_library()
-    open_files = partial(_open_checked, part, keys, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
-    train = open_files("path", files)
+    train, too_small = open_files("path", files)
     fingerprint = {"source": part.source, **_identity(files)}
     # The ids of token files do not depend on a tokenizer.
     if part.source != "tokens":
@@ -108,12 +82,13 @@ def open_splits(
     held_out = None
     if part.eval_path is not None:
         eval_files = find_files(part.eval_path)
-        held_out = open_files("eval_path", eval_files)
+        held_out, more = open_files("eval_path", eval_files)
+        too_small += more
         fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
     elif count := spared_tokens(len(train), seq) if eval_tokens is None else eval_tokens:
         train, held_out = train.split(max(len(train) - count, 0))
     fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
-    return Splits(train=train, held_out=held_out, fingerprint=fingerprint)
+    return Splits(train=train, held_out=held_out, fingerprint=fingerprint, too_small=too_small)
 
 
 def spared_tokens(num_tokens: int, seq: int) -> int:
@@ -122,84 +97,69 @@ def spared_tokens(num_tokens: int, seq: int) -> int:
     return count if num_tokens - count > seq else 0
 
 
-def _open_checked(
-    part: MixturePart, keys: PartKeys, key: str, files: FileSet, *, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path
-) -> Stream:
+def _open_files(
+    part: MixturePart, prefix: str, key: str, files: FileSet, *, tokenizer: Tokenizer, vocab: int, end: int | None, cache_dir: Path
+) -> tuple[Stream, tuple[tuple[str, int], ...]]:
+    """The stream of the files that a key names, and `Splits.too_small` for them."""
     try:
         stream = _open(part, files, tokenizer, end, cache_dir)
-    except UnreadableError as error:
-        problems = [keys.at(key, problem) for problem in error.problems]
-        if error.missing:
-            problems.append(_field_problem(part, keys, error))
-        raise InputError(problems) from None
     except InputError as error:
-        raise InputError([keys.at(key, problem) for problem in error.problems]) from None
-    if outside := find_outside(stream, vocab):
-        raise _vocab_error(part, keys, key, tokenizer, outside)
-    return stream
-
-
-def _field_problem(part: MixturePart, keys: PartKeys, error: UnreadableError) -> str:
-    message, best = missing_field(error.missing, part.field, stopped=error.stopped)
-    if best is None:
-        return keys.at("field", message)
-    return keys.at("field", f"{message}. Set {keys.setting('field', best if best.isidentifier() else shown(best))}")
-
-
-def _vocab_error(part: MixturePart, keys: PartKeys, key: str, tokenizer: Tokenizer, outside: Outside) -> InputError:
-    needed = outside.needed
-    # The next text may have ids that this one lacks.
+        problems = [(key, problem) for problem in error.problems]
+        if isinstance(error, UnreadableError) and error.missing:
+            problems.append(("field", _field_problem(part, prefix, error)))
+        raise PartError(problems) from None
+    if (outside := find_outside(stream, vocab)) is None:
+        return stream, ()
+    message, needed = outside
+    # The next text may have ids that are not in it.
     if needed is not None and (part.source != "tokens" or part.tokenizer != BYTES):
         needed = max(needed, tokenizer.vocab_size)
     if needed is None or needed > _MAX_VOCAB:
-        kind = f" or {keys.prefix}dtype ({part.dtype}) is wrong" if part.source == "tokens" else ""
-        return InputError([keys.at(key, f"{outside.message}. No vocabulary has such ids: the file is damaged{kind}")])
-    return SmallVocabError(keys.of_model(outside.message), needed)
+        kind = f" or {prefix}dtype ({part.dtype}) is wrong" if part.source == "tokens" else ""
+        raise PartError([(key, f"{message}. No vocabulary has such ids: the file is damaged{kind}")])
+    return stream, ((message, needed),)
+
+
+def _field_problem(part: MixturePart, prefix: str, error: UnreadableError) -> str:
+    message, best = missing_field(error.missing, part.field, stopped=error.stopped)
+    if best is None:
+        return message
+    value = best if best.isidentifier() else shown(best)
+    # A list has no override for one of its entries.
+    is_list = prefix.endswith("].")
+    return f"{message}. Set {f'field: {value} in {prefix[:-1]}' if is_list else f'{prefix}field={value}'}"
 
 
 def _open(part: MixturePart, files: FileSet, tokenizer: Tokenizer, end: int | None, cache_dir: Path) -> Stream:
     if part.source == "tokens":
         return open_tokens(files, part.dtype)
+    if part.source in ("text", "jsonl"):
+        problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
+        if problems:
+            raise InputError(problems[:_MAX_PROBLEMS])
+    encoded = partial(open_encoded, files, tokenizer=tokenizer, cache_dir=cache_dir)
     if part.source in _DOCUMENT_READERS:
-        return _open_documents(part, files, tokenizer, cache_dir)
-    if part.source == "text":
-        _check_formats(files)
+        if tokenizer.end_of_text is None:
+            known = ", ".join(END_OF_TEXT_NAMES)
+            raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
+        reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
+        # The field decides which texts are read, so it is part of the cache's key (`kind`).
+        return encoded(reader, separator=tokenizer.end_of_text, kind=f"{part.source}:{part.field}")
     # Bytes of text are ids already, so even a large text needs no cache.
     as_bytes = part.tokenizer == BYTES
     if as_bytes and not any(map(is_packed, files.paths)):
         return open_bytes(files) if end is None else with_ends(open_bytes(files), end)
     if end is not None:
-        reader = partial(read_files, as_bytes=as_bytes)
-        return open_encoded(files, reader, tokenizer=tokenizer, separator=end, kind="files", cache_dir=cache_dir)
-    reader = partial(read_texts, as_bytes=as_bytes)
+        return encoded(partial(read_file, as_bytes=as_bytes), separator=end, kind="files")
     # Without a separator: the reader yields blocks, and the end of a block is not the end of a document.
-    return open_encoded(files, reader, tokenizer=tokenizer, separator=None, kind="text", cache_dir=cache_dir)
-
-
-def _open_documents(part: MixturePart, files: FileSet, tokenizer: Tokenizer, cache_dir: Path) -> Stream:
-    if tokenizer.end_of_text is None:
-        known = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
-    if part.source == "jsonl":
-        _check_formats(files)
-    # The field decides which texts are read, so it is part of the cache's key (`kind`).
-    reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
-    kind = f"{part.source}:{part.field}"
-    return open_encoded(files, reader, tokenizer=tokenizer, separator=tokenizer.end_of_text, kind=kind, cache_dir=cache_dir)
-
-
-def _check_formats(files: FileSet) -> None:
-    """Raises InputError for files that are not text, unless they are unpacked."""
-    problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
-    if problems:
-        raise InputError(problems[:_MAX_PROBLEMS])
+    return encoded(partial(read_texts, as_bytes=as_bytes), separator=None, kind="text")
 
 
 def _identity(files: FileSet) -> dict[str, str | int]:
-    """What identifies files: their names and sizes, and a checksum of each file's first and last megabyte.
+    """The identity of files: their names and sizes, and a checksum of each file's first and last megabyte.
 
-    Cheap for files of any size, and enough to tell another data set from this one. A change in the middle of a large file that keeps its
-    size is not noticed.
+    Cheap for files of any size, and enough to notice another data set. A change in the middle of a large file that keeps its size is not
+    noticed.
     """
     checksum = 0
     for path in files.paths:

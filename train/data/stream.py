@@ -1,13 +1,12 @@
 """One sequence of tokens over many files, and the windows of it that training reads.
 
-A data set is often hundreds of token files that together exceed the host's memory. A `Stream` presents them as one sequence
-of ids without joining or copying them: it stores one array per file, usually a view of a memory map, and the position where
-each file ends. A read copies only the tokens asked for, also across the border of two files. Splitting a stream makes two
-sets of views.
+A data set is often hundreds of token files that together exceed the host's memory. A `Stream` presents them as one sequence of ids without
+joining or copying them: one array per file, usually a view of a memory map, and the position where each file ends. A read copies only the
+tokens asked for, also across the border of two files.
 
-A `Windows` cuts a stream into the rows of batches. A row of length seq needs seq + 1 tokens: the inputs are the first seq of
-them, the targets the last seq. Neighbouring windows share one token, so every token except the first is a target exactly
-once; the tokens after the last whole window are not used.
+A `Windows` cuts a stream into the rows of batches. A row of length seq needs seq + 1 tokens: the inputs are the first seq of them, the
+targets the last seq. Neighbouring windows share one token, so every token except the first is a target exactly once; the tokens after the
+last whole window are not used.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Stream:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """For each segment, the number of tokens up to its end."""
+        """The number of tokens up to the end of each segment."""
         return list(accumulate(len(segment.tokens) for segment in self.segments))
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -118,40 +117,32 @@ class Windows:
         return tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """The ids of a stream outside of a vocabulary. message: the first of them; needed: the vocabulary that would do, None if none would."""
+def find_outside(stream: Stream, vocab: int) -> tuple[str, int | None] | None:
+    """A message about the first id outside 0 to vocab - 1, and the vocabulary that would do, None if none would. Reads every token.
 
-    message: str
-    needed: int | None
-
-
-def find_outside(stream: Stream, vocab: int) -> Outside | None:
-    """The ids outside 0 to vocab - 1. Reads every token."""
-    found = [(segment, at) for segment in stream.segments if (at := _first_outside(segment.tokens, vocab)) is not None]
-    if not found:
+    None: all ids are inside.
+    """
+    bounds = [(segment, *_bounds(segment.tokens, vocab)) for segment in stream.segments]
+    outside = [(segment, low, high) for segment, low, high in bounds if low < 0 or high >= vocab]
+    if not outside:
         return None
-    segment, position = found[0]
-    more = f"; {len(found) - 1} more files have such ids" if len(found) > 1 else ""
-    first = f"{segment.name}: token {position} is {segment.tokens[position]}"
-    message = f"{first}, but the vocabulary has {vocab} ids (0 to {vocab - 1}){more}"
-    pieces = [piece for segment, _ in found for piece in _pieces(segment.tokens)]
-    is_negative = any(int(piece.min()) < 0 for piece in pieces)
-    return Outside(message=message, needed=None if is_negative else max(int(piece.max()) for piece in pieces) + 1)
+    segment = outside[0][0]
+    # argmax of booleans is the position of the first True.
+    masks = ((start, (piece < 0) | (piece >= vocab)) for start, piece in _pieces(segment.tokens))
+    position = next(start + int(np.argmax(mask)) for start, mask in masks if mask.any())
+    more = f"; {len(outside) - 1} more files have such ids" if len(outside) > 1 else ""
+    message = f"{segment.name}: token {position} is {segment.tokens[position]}, but the vocabulary has {vocab} ids (0 to {vocab - 1}){more}"
+    return message, None if any(low < 0 for _, low, _ in outside) else max(high for _, _, high in outside) + 1
 
 
-def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    return (tokens[start : start + _SCAN_TOKENS] for start in range(0, len(tokens), _SCAN_TOKENS))
+def _pieces(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    return ((start, tokens[start : start + _SCAN_TOKENS]) for start in range(0, len(tokens), _SCAN_TOKENS))
 
 
-def _first_outside(tokens: np.ndarray, vocab: int) -> int | None:
+def _bounds(tokens: np.ndarray, vocab: int) -> tuple[int, int]:
+    """The smallest and the largest id; zeros if no id of this type can be outside: bytes with a vocabulary of 256 need no scan."""
     limits = np.iinfo(tokens.dtype)
-    # No id of this type can be outside: bytes with a vocabulary of 256 need no scan.
     if limits.min >= 0 and limits.max < vocab:
-        return None
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        chunk = tokens[start : start + _SCAN_TOKENS]
-        if chunk.max() >= vocab or chunk.min() < 0:
-            # argmax of booleans is the position of the first True.
-            return start + int(np.argmax((chunk >= vocab) | (chunk < 0)))
-    return None
+        return 0, 0
+    bounds = [(int(piece.min()), int(piece.max())) for _, piece in _pieces(tokens)]
+    return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)

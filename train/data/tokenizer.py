@@ -1,13 +1,11 @@
 """Tokenizers: text to token ids and back.
 
-There are two. `ByteTokenizer` needs no file: its ids are the bytes of UTF-8. `JsonTokenizer` reads a tokenizer.json through
-the optional package `tokenizers`. Both follow the `Tokenizer` protocol, which is all that the rest of the data room knows of
-them.
+`ByteTokenizer` needs no file: its ids are the bytes of UTF-8. `JsonTokenizer` reads a tokenizer.json through the optional package
+`tokenizers`. Each has a `vocab_size`, the largest id plus one, and an `end_of_text`, None if it has no such token. Encoded text is cached
+(`encoded.py`), so each also has an `identity`, which changes whenever its ids may change.
 
-Encoded text is cached (`encoded.py`), so a tokenizer has an `identity` that changes whenever its ids may change: the cache is
-reused only under the same identity. A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be
-truncated or padded, produce ids outside its own vocabulary, or make the package's Rust code panic. All of these end in an
-InputError that names the file.
+A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be truncated or padded, produce ids outside its own
+vocabulary, or make the package's Rust code panic. All of these end in an InputError that names the file.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -32,38 +29,6 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos
 """What the end-of-text token may be called: a tokenizer.json does not say which of its tokens it is."""
 MAX_BYTES = 1 << 28
 """The largest tokenizer.json that is read."""
-
-
-class Tokenizer(Protocol):
-    """What the data needs of a tokenizer.
-
-    `identity` changes whenever the ids may change. `vocab_size` is the largest id plus one. `end_of_text` is None if the vocabulary
-    has no such token.
-    """
-
-    @property
-    def identity(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def end_of_text(self) -> int | None: ...
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """The ids of each text: unsigned integers [num_tokens]."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-        ...
-
-
-def open_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for `bytes`; otherwise the tokenizer of the tokenizer.json at this path. Raises InputError."""
-    return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
 
 
 class ByteTokenizer:
@@ -97,7 +62,7 @@ class JsonTokenizer:
         self._path = path
         data = read_bytes(path, MAX_BYTES)
         with self._as_input_error("not a tokenizer.json"):
-            # From the bytes that `identity` is a hash of. The file itself may change meanwhile.
+            # Made of the bytes that `identity` is a hash of. The file itself may change meanwhile.
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
             # The file may ask for truncated or padded texts, which would silently lose or invent tokens.
             self._tokenizer.no_truncation()
@@ -142,3 +107,11 @@ class JsonTokenizer:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise InputError([f"{self._path}: {failure}: {error}"]) from None
             raise
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The byte tokenizer for `bytes`; otherwise the tokenizer of the tokenizer.json at this path. Raises InputError."""
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(name)

@@ -1,21 +1,22 @@
 """Files whose contents already are token ids: .npy, .bin, and any file read as bytes.
 
-Such files need no tokenizer, so they are mapped instead of loaded, and a data set may be larger than the memory. Mapping also
-means that a wrong file would go unnoticed: every bit pattern is a valid id. Each file is therefore checked before it is
-mapped. A .bin file must be a whole number of ids, and must not begin like another format (`headers.py`); the size of an .npy file must be
-what its header promises.
+Such files need no tokenizer, so they are mapped instead of loaded, and a data set may be larger than the memory. Mapping also means that a
+wrong file would go unnoticed: every bit pattern is a valid id. Each file is therefore checked before it is mapped. A .bin file must be a
+whole number of ids, and must not begin like another format (`headers.py`); the size of an .npy file must be what its header promises.
 
-The header of an .npy file is the text of a Python dict (numpy.lib.format). It is matched by a regular expression and never
-evaluated, and arrays of Python objects, which numpy would unpickle, are refused: a data file cannot run code here.
+A data file cannot run code here: numpy reads the header of an .npy file as a literal, and arrays of Python objects, which it would
+unpickle, are refused.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import re
+import warnings
 from pathlib import Path
 
 import numpy as np
+from numpy.lib import format as npy
 
 from jgt.document import InputError, shown
 
@@ -27,13 +28,6 @@ from .stream import Segment, Stream
 _MAP_BYTES = 1 << 24
 # As numpy.lib.format: no real header comes near it.
 _MAX_HEADER = 10_000
-_FIELD = re.compile(
-    r"""\s*['"](?P<key>descr|fortran_order|shape)['"]\s*:\s*"""
-    r"""(?P<value>'[^'"\\]{0,40}'|"[^'"\\]{0,40}"|True|False|\((?:[0-9]{1,18}L?,\s*)*(?:[0-9]{1,18}L?)?\))\s*,?\s*"""
-)
-"""One entry of a header. The L is Python 2's mark of a long integer, which old files contain."""
-_DTYPE = re.compile(r"[<>=|]?(?P<kind>[iu](?=[1248]$)|[bfc])(?P<width>[0-9]{1,2})")
-_KINDS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 
 def open_bytes(files: FileSet) -> Stream:
@@ -59,7 +53,7 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
     # Every file is tried, so that all bad ones are reported at once.
     for path in (path for path in files.paths if path.suffix != ".idx"):
         try:
-            segments.append(map_npy(path) if path.suffix == ".npy" else _map_described(path, dtype))
+            segments.append(map_npy(path) if path.suffix == ".npy" else map_bin(path, *layout_of(path, dtype)))
         except InputError as error:
             problems += error.problems
     if problems:
@@ -67,91 +61,62 @@ def open_tokens(files: FileSet, dtype: str) -> Stream:
     return Stream(tuple(segments))
 
 
-def _map_described(path: Path, dtype: str) -> Segment:
-    layout = layout_of(path, dtype)
-    return map_bin(path, layout.dtype, layout.offset)
-
-
 def map_bin(path: Path, dtype: str, offset: int = 0) -> Segment:
     """Maps a file of little-endian ids, which begin at the byte `offset`: [num_tokens]. Raises InputError."""
-    opened, width = path.stat(), np.dtype(dtype).itemsize
-    size = opened.st_size
-    if size == 0:
-        raise InputError([f"{path}: the file is empty"])
-    if size % width:
-        message = f"{path}: has {size} bytes, which is not a multiple of the {width} bytes of {dtype}"
+    opened, width = _opened(path), np.dtype(dtype).itemsize
+    if opened.st_size % width:
+        message = f"{path}: has {opened.st_size} bytes, which is not a multiple of the {width} bytes of {dtype}"
         raise InputError([f"{message}. The file is cut short, or data.dtype is wrong"])
     return _mapped(path, opened, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=offset))
 
 
 def map_npy(path: Path) -> Segment:
     """Maps the one-dimensional integer array of an .npy file: [num_tokens]. Raises InputError."""
-    opened = path.stat()
-    size = opened.st_size
-    if size == 0:
-        raise InputError([f"{path}: the file is empty"])
-    try:
-        descr, shape, offset = _header(path)
-    except _BadHeaderError as error:
-        raise InputError([f"{path}: not a readable .npy file: {error}. Save one integer array with numpy.save"]) from None
-    # A type that is not a plain number, such as a structure, has no match.
-    dtype = _DTYPE.fullmatch(descr)
-    if dtype is None or dtype["kind"] not in "iu" or len(shape) != 1:
-        raise InputError([f"{path}: contains {_element_name(descr, dtype)} {list(shape)}. Token ids are integers with one dimension"])
-    count, width = shape[0], int(dtype["width"])
+    opened = _opened(path)
+    shape, dtype, offset = _header(path)
+    if dtype.kind not in "iu" or len(shape) != 1:
+        what = "Python objects" if dtype.hasobject else dtype.name if dtype.kind in "biufc" else shown(dtype.str)
+        raise InputError([f"{path}: contains {what} {list(shape)}. Token ids are integers with one dimension"])
+    (count,) = shape
     if count == 0:
         raise InputError([f"{path}: the file is empty: it contains no tokens"])
-    if size != offset + count * width:
-        message = f"{path}: its header promises {count} ids of {width} bytes, but {size - offset} bytes follow"
+    if opened.st_size != offset + count * dtype.itemsize:
+        message = f"{path}: its header promises {count} ids of {dtype.itemsize} bytes, but {opened.st_size - offset} bytes follow"
         raise InputError([f"{message}. The file is cut short, or contains more than one array"])
-    return _mapped(path, opened, np.memmap(path, np.dtype(descr), mode="r", offset=offset, shape=(count,)))
+    return _mapped(path, opened, np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+
+
+def _opened(path: Path) -> os.stat_result:
+    """The state of a file before anything of it is read, so that a change meanwhile is noticed too. Raises InputError if it is empty."""
+    opened = path.stat()
+    if opened.st_size == 0:
+        raise InputError([f"{path}: the file is empty"])
+    return opened
 
 
 def _mapped(path: Path, opened: os.stat_result, contents: np.memmap) -> Segment:
-    """The segment of a mapped file. opened: its state before anything of it was read, so that a change meanwhile is noticed too."""
-    # As a plain array: every slice of an np.memmap would be an np.memmap again, with bookkeeping of its own.
+    # As a plain array: every slice of an np.memmap would be an np.memmap again, with its own bookkeeping.
     tokens = contents.view(np.ndarray)
-    return Segment(name=str(path), tokens=tokens, mapped=MappedFile(path, opened, tokens))
+    return Segment(name=str(path), tokens=tokens, mapped=MappedFile(path, opened))
 
 
-def _element_name(descr: str, dtype: re.Match[str] | None) -> str:
-    """An element type as a user would write it: `float64` for `<f8`."""
-    if dtype is None:
-        return "Python objects" if descr == "|O" else shown(descr)
-    return "bool" if dtype["kind"] == "b" else f"{_KINDS[dtype['kind']]}{8 * int(dtype['width'])}"
-
-
-class _BadHeaderError(Exception):
-    """The beginning of an .npy file cannot be read; the message says why."""
-
-
-def _header(path: Path) -> tuple[str, tuple[int, ...], int]:
-    """The element type, the shape, and the offset of the data in bytes. Raises _BadHeaderError.
-
-    The format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
-    """
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
+    """The shape and the element type in the header of an .npy file, and the offset of the data in bytes. Raises InputError."""
     with path.open("rb") as file:
-        start = file.read(8)
-        if start[:6] != b"\x93NUMPY" or start[6:] not in (b"\1\0", b"\2\0", b"\3\0"):
-            raise _BadHeaderError("it does not begin like one")
-        # Version 1 has two bytes for the length of the header, later ones four.
-        length = int.from_bytes(file.read(2 if start[6] == 1 else 4), "little")
-        if length > _MAX_HEADER:
-            raise _BadHeaderError(f"its header has {length:,} bytes; at most {_MAX_HEADER:,} are read")
-        text = file.read(length).decode("latin1")
-        offset = file.tell()
-    fields = _header_fields(text.strip())
-    if fields.keys() != {"descr", "fortran_order", "shape"} or fields["descr"][0] not in "'\"" or fields["shape"][0] != "(":
-        raise _BadHeaderError("its header does not describe an array of numbers")
-    # A header in Fortran order needs no case of its own: one dimension has only one order.
-    shape = tuple(int(number) for number in re.findall(r"[0-9]+", fields["shape"]))
-    return fields["descr"].strip("'\""), shape, offset
-
-
-def _header_fields(text: str) -> dict[str, str]:
-    """The entries of a header as text; empty if the header contains anything else."""
-    fields, position = {}, 1
-    while match := _FIELD.match(text, position):
-        fields[match["key"]] = match["value"]
-        position = match.end()
-    return fields if text[:1] == "{" and text[position:] == "}" else {}
+        # A forged length of the header must not be read.
+        start = io.BytesIO(file.read(_MAX_HEADER + npy.MAGIC_LEN + 4))
+    problem = "it does not begin like one"
+    # numpy warns of long integers (20L), which Python 2 has written.
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            if (version := npy.read_magic(start)) in ((1, 0), (2, 0), (3, 0)):
+                problem = f"its header does not describe an array of numbers within {_MAX_HEADER:,} bytes"
+                # Version 3 differs from 2 in the names of fields alone.
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read(start, max_header_size=_MAX_HEADER)
+                if dtype.names is None and all(0 <= size < 1 << 62 for size in shape):
+                    return tuple(map(int, shape)), dtype, start.tell()
+        # The literal of a stranger fails in many ways.
+        except Exception:
+            pass
+    raise InputError([f"{path}: not a readable .npy file: {problem}. Save one integer array with numpy.save"])

@@ -33,7 +33,7 @@ _WELL = (Exit.DONE, Exit.LOST)
 """A process that ended with one of these did not fail: a restart would have nothing to do."""
 _POLL_SECONDS = 0.1
 _STACKS_SECONDS = 2.0
-# From Linux's sys/prctl.h; Python's standard library has no prctl.
+# Linux's sys/prctl.h; Python's standard library has no prctl.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,7 +61,7 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a group ended: the exit code of each process (negative: the signal that killed it), and the first process that failed, if any."""
+    """The end of a group: the exit code of each process (negative: the signal that killed it), and the first failed process, if any."""
 
     codes: tuple[int, ...]
     first: int | None
@@ -80,7 +80,7 @@ class Group:
 
     def __init__(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path):
         count, port = len(environments), _free_port()
-        # New for each group, so that a process which outlived an earlier one cannot join this one.
+        # New for each group, so that a process which outlived its group cannot join the next.
         ours = {TOKEN: secrets.token_hex(32), LAUNCHED: "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         logs.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Group:
             command = [sys.executable, "-m", "jgt", "train", *arguments, *flags]
             with contextlib.ExitStack() as closing:
                 log = None if process == 0 else closing.enter_context((logs / f"process-{process}.log").open("ab"))
-                # In a session of its own, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
+                # In a new session, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
                 # a process with several threads; the launcher has only one.
                 prepare = _end_with(os.getpid())
                 variables = {**environment, **ours}

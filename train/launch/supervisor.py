@@ -5,18 +5,27 @@ counted in a row, and the row begins again with each newer checkpoint, so a run 
 always fails at the same step ends after a few. Pauses double in a row, because a machine that is ill needs time.
 
 A process that a signal has killed may be gone for good, with its memory or its device. So the next start leaves it out, if it may, and the
-start after that one takes it in again. If all together then bring no newer checkpoint, the number that did bring one is used again.
+following start takes it in again. If all together then bring no newer checkpoint, the number that did bring one is used again.
 """
 
 from __future__ import annotations
 
+import re
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+from ..checkpoint.steps import FOLDER, Steps
 from ..command_line import Exit
-from .group import End
+from ..config import Run
+from ..run.folder import LOGS, earlier_files
+from .group import End, Group, environments
 
+_LAST_LINES = 20
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FIRST_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 60.0
 # 2 ** 6 seconds is more than the longest delay. Without the bound the power would overflow after a thousand restarts.
@@ -25,9 +34,9 @@ _DOUBLINGS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How often and on how many processes to start.
+    """The limits of restarts.
 
-    restarts: how many in a row without a newer checkpoint. min_processes: after a process is lost to a signal, the next start has one
+    restarts: the number in a row without a newer checkpoint. min_processes: after a process is lost to a signal, the next start has one
     process less, but at least this many, and the one after it has all of them again.
     """
 
@@ -55,28 +64,95 @@ class _Processes:
             self.count, self._known = fewer, None
 
 
-class GroupRunner(Protocol):
-    """What `supervise` acts on: it runs groups of processes, and knows the run's checkpoints."""
+class Launcher:
+    """Runs the groups of one run, one after another. It passes signals on to them. After one that stops the run, nothing restarts.
+
+    fewer: groups may have different numbers of processes.
+    """
+
+    def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float, fewer: bool = False):
+        self._arguments, self._fewer = arguments, fewer
+        self._virtual = run.config.devices.virtual_cpu is not None
+        self._logs = run.config.run.path / LOGS
+        self._folder = run.config.run.path
+        self._steps = Steps(self._folder / FOLDER)
+        # Empty without `--resume never`: an earlier run then stays and continues.
+        self._earlier = frozenset() if _without_never(arguments) == arguments else earlier_files(self._folder)
+        self._grace_seconds = grace_seconds
+        self._group: Group | None = None
+        self._stopped = threading.Event()
+        self._passed_on = False
+
+    def __enter__(self) -> Launcher:
+        self._before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON if not _is_ignored(number)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def run(self, processes: int, *, again: bool) -> End:
-        """Starts a group and waits for its end. again: this is a restart."""
-        ...
+        """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file."""
+        # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
+        arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
+        self._group = Group(arguments, environments(processes, virtual=self._virtual, fewer=self._fewer), self._logs)
+        # A signal that came while the group was being started found no group to pass it on to.
+        if self._stopped.is_set() and not self._passed_on:
+            self._group.send(signal.SIGTERM)
+        end = self._group.wait(self._grace_seconds)
+        # A signal that comes from now on is for the next group.
+        self._group = None
+        # Not for the first process (0), whose output is on the terminal already.
+        if end.first:
+            log = self._logs / f"process-{end.first}.log"
+            lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            print("\n".join([f"--- the end of {log}", *lines, "---"]), file=sys.stderr)
+        return end
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint; 0 if there is none."""
-        ...
+        """The step of the newest checkpoint; 0 if there is none, or if the disk cannot be read."""
+        try:
+            return 0 if self._is_to_be_moved() else self._steps.newest()
+        except OSError:
+            return 0
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal asked the launcher to end the run."""
-        ...
+        return self._stopped.is_set()
 
     def pause(self, seconds: float) -> bool:
-        """Waits. Returns whether to continue afterwards."""
-        ...
+        """Waits. Returns whether to continue: a signal ends the wait."""
+        return not self._stopped.wait(seconds)
+
+    def _is_to_be_moved(self) -> bool:
+        """Whether `--resume never` has still to move an earlier run away."""
+        return not self._earlier.isdisjoint(earlier_files(self._folder))
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            if self._group is not None:
+                self._group.send(number)
+            return
+        self._stopped.set()
+        if self._group is not None:
+            self._passed_on = True
+            # SIGTERM also for Ctrl-C and SIGHUP: the processes stop after a step and save it.
+            self._group.send(signal.SIGTERM)
 
 
-def supervise(policy: Policy, runner: GroupRunner, say: Callable[[str], None]) -> int:
+def _is_ignored(number: signal.Signals) -> bool:
+    # nohup ignores SIGHUP for what it starts, and that is to stay so.
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def _without_never(arguments: list[str]) -> list[str]:
+    """The arguments without `--resume never`."""
+    # Joined by NUL, which no argument can contain, so that the pattern covers both `--resume never` and `--resume=never`.
+    return re.sub(r"\0--resume[\0=]never(?=\0)", "", "\0".join(["", *arguments, ""])).split("\0")[1:-1]
+
+
+def supervise(policy: Policy, runner: Launcher, say: Callable[[str], None]) -> int:
     """Runs groups until one ends well (DONE or LOST), the input is wrong, or restarts no longer help. Returns the exit code."""
     processes, in_a_row, again = _Processes(policy), 0, False
     while True:

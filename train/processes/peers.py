@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other while they train: that they live, why they failed, and after which step to stop.
+"""The messages of a run's processes while they train: that they live, why they failed, and after which step they stop or save.
 
 The failure that this file is for: a process dies or is stopped, and all others wait inside a collective that never ends. The training
 thread cannot notice, because it is the one that waits. So each process has a thread that twice a second writes one text to the shared
@@ -19,7 +19,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from .processes import Store
 
@@ -31,11 +30,9 @@ _DONE = "done"
 
 
 class Agreement:
-    """After which step this process stops, as one of `count` processes; `store` is None if it is the only one.
+    """An agreement of `count` processes on the last step before a stop or a save; `store` is None if this process is the only one.
 
-    topic: the agreement's name in the store; processes may agree on other things than a stop.
-
-    `may_begin` belongs to the training thread, everything else to the threads beside it.
+    topic: the agreement's name in the store. `may_begin` belongs to the training thread, everything else to the threads beside it.
     """
 
     def __init__(self, store: Store | None, process: int = 0, count: int = 1, topic: str = "stop"):
@@ -91,21 +88,53 @@ class Agreement:
             self._changed.notify_all()
 
 
-class Agreed(Protocol):
-    """What the processes agree on in the rounds of their messages."""
+class Requests:
+    """The requests that a signal to one process makes to all: to stop after a common step, or to save before one and continue.
+
+    A stop is agreed on once. Saves may be asked for again and again, so each has its own agreement, with a number. A process takes up the
+    next number when it begins the step after the agreed one. All processes pass that step, so all of them count alike. `must_save` and
+    `stop.may_begin` belong to the training thread, everything else to the threads beside it.
+    """
+
+    def __init__(self, store: Store | None, process: int = 0, count: int = 1):
+        self._store, self._process, self._count = store, process, count
+        self.stop = Agreement(store, process, count)
+        """After which step the run stops."""
+        self._number = 0
+        self._save = self._next_save()
+
+    def request_save(self) -> None:
+        """Asks all processes to save after a common step, and returns at once."""
+        self._save.request_stop()
+
+    def must_save(self, step: int) -> bool:
+        """Whether to save before this step."""
+        if self._save.may_begin(step):
+            return False
+        self._save = self._next_save()
+        # The step is not begun yet, but will be, unless the run ends before it.
+        self._save.may_begin(step)
+        return True
 
     def exchange_reports(self) -> None:
-        """Writes this process's report, and reads those of the others."""
-        ...
+        """As `Agreement.exchange_reports`, for all requests."""
+        self.stop.exchange_reports()
+        self._save.exchange_reports()
+
+    def _next_save(self) -> Agreement:
+        self._number += 1
+        return Agreement(self._store, self._process, self._count, f"save-{self._number}")
 
 
 class Peers:
     """The thread that exchanges a text with the other processes twice a second.
 
-    on_loss(why) is called when another process has failed or is gone. This process cannot train without it, so on_loss may end this one.
+    on_loss(why) is called when another process has failed or is gone. Training cannot continue without it, so on_loss may not return.
     """
 
-    def __init__(self, store: Store, process: int, count: int, agreement: Agreed, *, seconds: float, on_loss: Callable[[str], None]):
+    def __init__(
+        self, store: Store, process: int, count: int, agreement: Agreement | Requests, *, seconds: float, on_loss: Callable[[str], None]
+    ):
         self._store, self._process, self._agreement = store, process, agreement
         self._seconds, self._on_loss = seconds, on_loss
         self._round_seconds = max(_ROUND_SECONDS, count / _PROCESSES_PER_SECOND)
@@ -145,7 +174,7 @@ class Peers:
         reporter.join(timeout=2)
 
     def describe_others(self) -> str:
-        """What each of the other processes was last doing. Only the first process knows; empty on all others."""
+        """The last words of each other process about its work. Only the first process knows them; empty on all others."""
         return ", ".join(f"process {name}: {text.partition(' ')[2]}" for name, (text, _) in self._last_texts.items() if text)
 
     def _run(self) -> None:

@@ -11,14 +11,16 @@ This is the only file that uses the internals of `jax.distributed`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -29,11 +31,9 @@ from jax.experimental import multihost_utils
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
 
-from ..command_line import Cluster
-from ..sink import settle_streams
-from .badge import Membership
-from .join import Place, join
-from .waiting import Patience, ends_after
+from ..command_line import Cluster, Exit
+from ..sink import say, settle_streams
+from .join import Membership, Place, join
 
 MAX_VIRTUAL_CPU = 1_024
 """JAX's time to start virtual devices grows with their square: a second for 1,024, a quarter of an hour for 32 times as many."""
@@ -45,20 +45,11 @@ _LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 3.0
 
 
-class Store(Protocol):
-    """Short texts by name that all processes of the run can read and write."""
+class Store:
+    """Short texts by name that all processes of the run can read and write.
 
-    def set(self, name: str, text: str) -> None:
-        """Writes a text; replaces an earlier one of the same name."""
-        ...
-
-    def below(self, folder: str) -> dict[str, str]:
-        """The texts whose names start with `folder/`, by the rest of their names."""
-        ...
-
-
-class CoordinatorStore:
-    """The key-value store of JAX's coordination service, which runs inside the first process and dies with it."""
+    The key-value store of JAX's coordination service, which runs inside the first process and dies with it.
+    """
 
     def __init__(self, client: Any):
         self._client = client
@@ -73,22 +64,12 @@ class CoordinatorStore:
         return {name.removeprefix(prefix): text for name, text in self._client.key_value_dir_get(prefix)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admission:
-    """Which processes may join a run (see `badge.Membership`), and for how many seconds they wait for each other."""
-
-    run: str = ""
-    config: str = ""
-    token: bytes = b""
-    seconds: float = 300.0
-
-
 def start_jax(
     cluster: Cluster | None,
     virtual_cpu: int | None,
     heartbeat_seconds: int = 100,
     where: str = "run",
-    admission: Admission | None = None,
+    member: Membership | None = None,
 ) -> None:
     """Gives JAX its devices and joins the other processes. Must be called before anything asks JAX for devices.
 
@@ -103,12 +84,12 @@ def start_jax(
         use_virtual_cpu(virtual_cpu)
     if cluster is None:
         return
-    admission = admission or Admission()
-    with ends_after(admission.seconds + _JOIN_MARGIN_SECONDS, "joining the other processes"):
+    member = member or Membership()
+    begun = time.monotonic()
+    with _ends_after(member.seconds + _JOIN_MARGIN_SECONDS, "joining the other processes"):
         address, count, process, device_ids = _locate(cluster)
         place = _place(address)
-        patience = Patience(admission.seconds)
-        join(place, process, Membership(count=count, run=admission.run, config=admission.config, token=admission.token), patience)
+        join(place, process, count, replace(member, facts={**member.facts, "--processes": count}))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # JAX's preemption service would install its own SIGTERM handler; signals belong to train.processes.watch.
         jax.config.update("jax_enable_preemption_service", False)
@@ -120,11 +101,41 @@ def start_jax(
             # Even with an explicit address JAX looks for a cluster. Under Slurm it would then leave each process only one of its devices.
             cluster_detection_method="deactivate",
             # Longer than this process waits, because JAX ends it without saying which process is missing.
-            initialization_timeout=int(patience.left) + 60,
+            initialization_timeout=int(max(0, member.seconds - (time.monotonic() - begun))) + 60,
             heartbeat_timeout_seconds=heartbeat_seconds,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
             coordinator_bind_address=_joined(place.listen, place.port),
         )
+
+
+@contextlib.contextmanager
+def _ends_after(seconds: float, what: str) -> Iterator[None]:
+    """Inside, ends this process with the stacks of its threads and `Exit.UNJOINED` if `what` takes longer.
+
+    For calls that no thread can interrupt: the resolution of a host's name, JAX's own connection.
+    """
+
+    def end() -> None:
+        say(f"{what} has taken more than {seconds:.0f} s. Stacks of all threads follow")
+        dump_stacks(sys.stderr)
+        # sys.exit would end only this thread.
+        os._exit(Exit.UNJOINED)
+
+    timer = threading.Timer(seconds, end)
+    # A regular exit does not wait for it.
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def dump_stacks(file: TextIO) -> None:
+    """Writes the stacks of all threads to a file."""
+    # stderr may not be a file, as in a test, or may be closed.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
@@ -141,7 +152,7 @@ def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
 
 def _place(address: str) -> Place:
     host, port = _split(address)
-    # A run on one machine is nobody else's business: by default JAX would listen at all addresses of the machine.
+    # A run on one machine needs no other: by default JAX would listen at all addresses of the machine.
     is_local = host in ("localhost", _LOOPBACK)
     listen = _split(os.environ["JAX_COORDINATOR_BIND_ADDRESS"])[0] if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else ""
     return Place(host=_LOOPBACK if is_local else host, port=port, listen=listen or (_LOOPBACK if is_local else "::"))
@@ -159,16 +170,16 @@ def _joined(host: str, port: int) -> str:
 def shared_store() -> Store | None:
     """The store that the processes of this run share; None if the run has only one process."""
     client = distributed.global_state.client
-    return None if client is None or number_of_processes() == 1 else CoordinatorStore(client)
+    return None if client is None or number_of_processes() == 1 else Store(client)
 
 
 def number_of_processes() -> int:
-    """The number of processes of the run. Unlike jax.process_count, it opens no devices and does not wait for those of other processes."""
+    """The number of processes of the run. Unlike jax.process_count, it opens no devices and waits for no other process."""
     return distributed.global_state.num_processes if distributed.global_state.client is not None else 1
 
 
 def this_process() -> int:
-    """The number of this process, from 0. Unlike jax.process_index, it opens no devices and does not wait for those of other processes."""
+    """The number of this process, from 0. Unlike jax.process_index, it opens no devices and waits for no other process."""
     return distributed.global_state.process_id if distributed.global_state.client is not None else 0
 
 
@@ -192,7 +203,7 @@ def limit_exit(code: int) -> None:
 def _end_late(code: int) -> None:
     time.sleep(_EXIT_SECONDS)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
-        # JAX's shutdown follows the wait for the threads, and other processes may wait in theirs for this one.
+        # JAX's shutdown follows the wait for the threads, and other processes may wait in their shutdown for it.
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
         settle_streams()

@@ -6,8 +6,8 @@ can neither notice nor be interrupted. A second thread watches: it reads signals
 made no progress, and hears about the other processes (`train.processes.peers`).
 
 A first SIGTERM, SIGINT or SIGHUP asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
-asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it tells the other
-processes why (while this one still can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the
+asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it informs the
+other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the
 reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit is not
 possible: it would wait for the thread that hangs.
 
@@ -21,7 +21,6 @@ count: the watch adds up its own ticks instead of subtracting clock readings, so
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import select
 import signal
@@ -33,7 +32,7 @@ from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import jax
 
@@ -43,9 +42,8 @@ from ..command_line import Exit
 from ..compiled import finish_trial
 from ..sections import WatchdogConfig
 from ..sink import say
-from .peers import Peers
-from .processes import Store, number_of_processes, this_process
-from .requests import Requests
+from .peers import Peers, Requests
+from .processes import Store, dump_stacks, number_of_processes, this_process
 
 _TICK = 0.25
 _SLOW = 10
@@ -149,7 +147,7 @@ class Watch:
         self._begin_phase(f"what follows {what}")
 
     def may_begin(self, step: int) -> bool:
-        """Announces that all earlier steps are dispatched. Returns whether to begin this one; False stops all processes here."""
+        """Announces that all earlier steps are dispatched. Returns whether to begin `step`; False stops all processes before it."""
         self._measure_step()
         self._begun = time.monotonic()
         self._steps += 1
@@ -178,7 +176,7 @@ class Watch:
             self._peers.doing = what
 
     def _report_error(self, peers: Peers, error: BaseException) -> None:
-        """Tells the other processes about an error of this one, unless it may only be the echo of another process's death.
+        """Informs the other processes about an error, unless it may only be the echo of another process's death.
 
         When a process dies, the collectives of the others fail with an error of the runtime, often before anyone knows which process it
         was. Waiting lets the watch's thread end this process with the right reason and code.
@@ -255,9 +253,9 @@ class Watch:
         # Never released. The watch's thread and the peers' thread may both come here; the second one waits for the end.
         self._ending.acquire()
         if code != Exit.HUNG:
-            # A signal or another process is the reason, and not a program that this one has loaded.
+            # A signal or another process is the reason, and not a program that was loaded here.
             finish_trial()
-        # What follows writes to stderr and to a disk, and either may block.
+        # The lines below write to stderr and to a disk, and either may block.
         last_moment = threading.Timer(_LAST_WORD_SECONDS + _GOODBYE_SECONDS, os._exit, (code,))
         last_moment.daemon = True
         last_moment.start()
@@ -268,8 +266,8 @@ class Watch:
         if stacks:
             with contextlib.suppress(OSError), self._stacks.open("a", encoding="utf-8") as file:
                 print(f"{time.strftime('%F %T')} {why}", file=file, flush=True)
-                _dump_stacks(file)
-            _dump_stacks(sys.stderr)
+                dump_stacks(file)
+            dump_stacks(sys.stderr)
         self.on_end(why)
         if stacks:
             self._linger()
@@ -280,12 +278,6 @@ class Watch:
     def _linger(self) -> None:
         if self._peers is not None and self._process == 0:
             time.sleep(_LAST_WORD_SECONDS)
-
-
-def _dump_stacks(file: TextIO) -> None:
-    # stderr may not be a file, as in a test, or may be closed.
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _first_line(error: BaseException) -> str:

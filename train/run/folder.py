@@ -17,14 +17,13 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from jgt import document
 from jgt.document import InputError
 
-from ..checkpoint.disk import kind, patiently
+from ..checkpoint.disk import kind
 from ..code.files import COPY
 from ..command_line import EndError
 from ..profile.steps import PROFILE
@@ -167,7 +166,7 @@ def place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
     elif above == folder:
         for entry in sorted(folder.iterdir()):
             wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
-            actual = patiently(partial(kind, entry), entry)
+            actual = kind(entry)
             # None: another process of this run may have renamed it after the listing.
             if wanted is not None and actual not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
                 own = "a regular file" if wanted == stat.S_IFREG else "a folder"

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError, bind, parse
-from train.data import DataConfig, open_data
 from train.data.boundaries import masked
+from train.data.config import DataConfig
 from train.data.documents import MAX_LINE_BYTES
+from train.data.opening import open_data
 
 SEQ = 4
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgt.document import InputError
-from train.data import DataConfig, MixturePart, open_data
+from train.data.config import DataConfig, MixturePart
+from train.data.opening import open_data
 from train.data.stream import Segment, Stream, Windows, num_windows
 
 SEQ = 5

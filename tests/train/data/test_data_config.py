@@ -147,7 +147,7 @@ def test_the_standard_library_has_no_tests_and_no_installed_packages():
 
 def test_checking_a_config_loads_neither_jax_nor_numpy():
     code = (
-        "import sys, train.data; from train.data import DataConfig, path_problems; list(path_problems(DataConfig()));"
+        "import sys; from train.data.config import DataConfig, path_problems; list(path_problems(DataConfig()));"
         "assert not {'jax', 'numpy', 'grain'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.data import DataConfig, open_data
+from train.data.config import DataConfig
+from train.data.opening import open_data
 
 TEXTS = ["abc", "", "défg" * 30, *(f"document {i}" for i in range(300))]
 
@@ -241,12 +242,16 @@ def test_the_index_of_megatron(opened, refused, tmp_path, code, dtype):
         assert tokens_of(opened(name, source="tokens", shuffle=False)) == ids.tolist()
     (tmp_path / "a.idx").write_bytes(index([5, 17], code))
     refused("a.bin", "promises 22 ids of", source="tokens")
-    for wrong in (index([21], 7), index([21], code, version=2), index([21], code, count=2**60), index([-1, 22], code)):
+    for wrong in (
+        index([21], 7),
+        index([21], code, version=2),
+        index([21], code, count=2**60),
+        index([-1, 22], code),
+        index([21], code)[:20],
+        b"TNTIDX\0\0" + bytes(90),
+    ):
         (tmp_path / "a.idx").write_bytes(wrong)
-        refused("a.bin", "a.idx: is cut short, damaged, or of another kind than token ids", source="tokens")
-    for wrong in (index([21], code)[:20], b"TNTIDX\0\0" + bytes(90)):
-        (tmp_path / "a.idx").write_bytes(wrong)
-        refused("a.bin", "a.idx: is not an index of Megatron's that can be read", source="tokens")
+        refused("a.bin", "a.idx: is not an index of token ids of Megatron from 2020 or later, or is cut short or damaged", source="tokens")
     (tmp_path / "a.idx").write_bytes(b"something else")
     if code == 8:
         assert tokens_of(opened("a.bin", source="tokens", shuffle=False)) == ids.tolist()

@@ -6,9 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from train.data import DataConfig, open_data
+from train.data.config import DataConfig
 from train.data.encoded import remove_leftovers
 from train.data.mapped import DataChangedError
+from train.data.opening import open_data
 from train.data.tokens import map_bin, map_npy
 
 SEQ = 4
@@ -123,3 +124,18 @@ def test_only_temporary_files_of_dead_processes_are_removed(tmp_path):
     remove_leftovers(tmp_path)
     assert before - {path.name for path in tmp_path.iterdir()} == set(names[:2])
     remove_leftovers(tmp_path / "none")
+
+
+def test_another_process_that_encodes_the_same_text_later_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abcdefgh"}\n' * 99)
+    config, options = DataConfig(source="jsonl", path=str(path)), {"seq": SEQ, "vocab": 256, "seed": 0, "cache_dir": tmp_path / "cache"}
+    data = open_data(config, **options)
+    (cached,) = (tmp_path / "cache").iterdir()
+    first = cached.stat().st_ino
+    # It has begun before the file was there.
+    monkeypatch.setattr("train.data.encoded._checksum", lambda path: "none")
+    open_data(config, **options)
+    assert list((tmp_path / "cache").iterdir()) == [cached] and cached.stat().st_ino != first
+    next(data.train_batches(0, 1, [0], 1))
+    data.check()

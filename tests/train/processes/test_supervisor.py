@@ -14,6 +14,7 @@ from jgt.document import InputError
 from train.command_line import Exit
 from train.launch import __main__ as launch
 from train.launch import group as devices
+from train.launch import supervisor
 from train.launch.group import End, Group
 from train.launch.supervisor import Policy, supervise
 
@@ -176,7 +177,7 @@ def test_a_group_ends_with_the_code_of_its_first_failure(codes, first, code):
     ],
 )
 def test_a_restart_does_not_begin_again(arguments, expected):
-    assert launch._without_never(arguments) == expected
+    assert supervisor._without_never(arguments) == expected
 
 
 class NeverStarted:
@@ -187,7 +188,7 @@ class NeverStarted:
 @pytest.fixture
 def refused(monkeypatch, capsys, tiny_file, tmp_path):
     """The messages of a launcher that refuses to start."""
-    monkeypatch.setattr(launch, "Group", NeverStarted)
+    monkeypatch.setattr(supervisor, "Group", NeverStarted)
 
     def _refused(*own, arguments=()):
         argv = [*own, "--", "--config", str(tiny_file), f"run.dir={tmp_path / 'run'}", *arguments]
@@ -389,8 +390,8 @@ def test_a_signal_while_a_group_starts_reaches_it(tiny, monkeypatch):
             self.sent.append(number)
 
     groups = []
-    monkeypatch.setattr(launch, "Group", Starting)
-    with launch.Launcher([], tiny(), grace_seconds=5) as launcher:
+    monkeypatch.setattr(supervisor, "Group", Starting)
+    with supervisor.Launcher([], tiny(), grace_seconds=5) as launcher:
         launcher.run(1, again=False)
         launcher.run(1, again=True)
         assert not launcher.pause(10)
@@ -407,7 +408,7 @@ def test_the_launcher_passes_signals_on_and_does_not_start_again(python, tiny, t
         os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
-    with launch.Launcher(["--config", "a.yaml"], run, grace_seconds=5) as launcher:
+    with supervisor.Launcher(["--config", "a.yaml"], run, grace_seconds=5) as launcher:
         sender.start()
         code = supervise(Policy(processes=2, restarts=3, min_processes=2), launcher, print)
         sender.join()
@@ -417,7 +418,7 @@ def test_the_launcher_passes_signals_on_and_does_not_start_again(python, tiny, t
 
 def test_the_last_lines_of_a_process_that_fails_are_shown(python, tiny, tmp_path, capfd):
     python("test $last = 1 && { seq 1 30; exit 1; }; sleep 0.3")
-    with launch.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
+    with supervisor.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
         assert launcher.run(2, again=False) == End(codes=(0, 1), first=1)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [f"--- the end of {tmp_path}/run/logs/process-1.log", *map(str, range(11, 31)), "---"]
@@ -432,7 +433,7 @@ def test_never_stays_until_the_earlier_run_is_away(python, tiny, tmp_path, capfd
     (folder / "config.yaml").touch()
     python("exit 1")
     said = lambda: capfd.readouterr().out.partition(": ")[2].strip()  # noqa: E731
-    with launch.Launcher(["--config", "a.yaml", "--resume", "never"], run, grace_seconds=5) as launcher:
+    with supervisor.Launcher(["--config", "a.yaml", "--resume", "never"], run, grace_seconds=5) as launcher:
         for again in (False, True, True):
             launcher.run(1, again=again)
             assert said() == "-m jgt train --config a.yaml --resume never"
@@ -452,7 +453,7 @@ def test_never_stays_until_the_earlier_run_is_away(python, tiny, tmp_path, capfd
 def test_each_group_has_a_token_of_its_own(python, tiny, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("JGT_TOKEN", "mine")
     python('echo "$JGT_TOKEN $JGT_LAUNCHED"')
-    with launch.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
+    with supervisor.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
         for _ in range(2):
             launcher.run(2, again=False)
     tokens = [line.split() for line in capfd.readouterr().out.splitlines() if not line.startswith("process")]

@@ -1,6 +1,7 @@
 """Processes meet at a port and check each other there. Processes are threads here, and strangers are sockets."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -11,39 +12,38 @@ import pytest
 from runs import free_port
 
 from jgt.document import InputError
-from train.processes import door, join
-from train.processes.badge import MAX_LINE, Membership, badge_problem, is_welcome, read_badge, welcome, write_badge
-from train.processes.join import Place
-from train.processes.waiting import JoinError, Patience, named
+from train.processes import join
+from train.processes.join import JoinError, Membership, Place, Wait, names
 
-RUN = Membership(count=3, run="tiny", config="c0ffee", token=b"secret")
 SECONDS = 20
+FACTS = {"run.name": "tiny", "code": "jgt 1 with jax 2", "config": "c0ffee", "--processes": 3}
+MAX_LINE = 4_096
+RUN = Membership(facts=FACTS, token=b"secret", seconds=SECONDS)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Shortens the times after which something is said or given up."""
-    monkeypatch.setattr("train.processes.waiting._LINE_SECONDS", 0.5)
-    monkeypatch.setattr(door, "_BADGE_SECONDS", 0.5)
-    monkeypatch.setattr(door, "_TAKEN_SECONDS", 0.5)
-    monkeypatch.setattr(join, "_STRANGE_SECONDS", 0.5)
-    monkeypatch.setattr(join, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_STATEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_TAKEN_SECONDS", 0.5)
+    monkeypatch.setattr(join, "_SILENT_SECONDS", 3)
 
 
 @pytest.fixture
 def run():
-    """Starts the processes of a run in threads: run(process, membership, seconds) returns a future."""
+    """Starts the processes of a run in threads: run(process, membership, count, **changes of the membership) returns a future."""
     place = Place(host="127.0.0.1", port=free_port(), listen="127.0.0.1")
 
     class Run:
         port = place.port
 
-        def __call__(self, process, member=RUN, seconds=SECONDS):
-            return pool.submit(self._join, process, member, seconds)
+        def __call__(self, process, member=RUN, count=3, **changes):
+            return pool.submit(self._join, process, count, dataclasses.replace(member, **changes))
 
         @staticmethod
-        def _join(process, member, seconds):
-            join.join(place, process, member, Patience(seconds))
+        def _join(process, count, member):
+            join.join(place, process, count, member)
             if process == 0:
                 # Stands for JAX's service, whose first bytes are a frame of HTTP/2.
                 listener = closing.enter_context(socket.create_server(("127.0.0.1", place.port), backlog=100))
@@ -91,7 +91,7 @@ def refusal(future):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_go_when_all_are_there(run, order):
+def test_all_go_when_all_are_there(run, order, caplog):
     waiting = []
     for process in order:
         assert not any(one.done() for one in waiting)
@@ -99,10 +99,11 @@ def test_all_go_when_all_are_there(run, order):
         time.sleep(0.2)
     for one in waiting:
         one.result(SECONDS)
+    assert not caplog.records
 
 
 def test_a_process_alone_needs_nobody(run):
-    run(0, Membership(count=1)).result(SECONDS)
+    run(0, count=1).result(SECONDS)
 
 
 def test_who_is_missing_is_said_to_all_and_in_the_end_too(run, capfd):
@@ -124,13 +125,13 @@ def test_who_waits_for_the_first_process_says_so(run, capfd):
 
 def test_a_host_without_an_address_is_tried_until_the_time_is_over():
     with pytest.raises(JoinError, match=r"cannot be reached at nowhere\.invalid:1: "):
-        join.join(Place(host="nowhere.invalid", port=1), 1, RUN, Patience(0.3))
+        join.join(Place(host="nowhere.invalid", port=1), 1, 3, dataclasses.replace(RUN, seconds=0.3))
 
 
 def test_a_member_that_dies_is_missing_again_and_may_come_back(run, capfd):
     first = run(0)
     with listening(run.port) as dying:
-        show(dying, RUN, 2)
+        state(dying, RUN, 2)
         until(lambda: "jgt: waiting for process 1," in capfd.readouterr().err)
     until(lambda: "jgt: waiting for processes 1, 2," in capfd.readouterr().err)
     for one in (first, run(1), run(2)):
@@ -139,11 +140,11 @@ def test_a_member_that_dies_is_missing_again_and_may_come_back(run, capfd):
 
 def test_a_first_process_that_dies_is_looked_for_again(run):
     with socket.create_server(("127.0.0.1", run.port)) as listener:
-        second = run(1, Membership(count=2))
+        second = run(1, count=2)
         connection, _ = listener.accept()
-        connection.sendall(b"jgt-join-1 1234\n")
+        connection.sendall(b"jgt-join-2 1234\n")
         connection.close()
-    run(0, Membership(count=2)).result(SECONDS)
+    run(0, count=2).result(SECONDS)
     second.result(SECONDS)
 
 
@@ -157,7 +158,7 @@ def test_a_port_that_is_taken_is_named(run):
 
 def test_a_port_that_becomes_free_is_taken(run):
     with socket.create_server(("127.0.0.1", run.port)):
-        alone = run(0, Membership(count=1))
+        alone = run(0, count=1)
         time.sleep(0.1)
         assert not alone.done()
     alone.result(SECONDS)
@@ -172,20 +173,23 @@ def test_whoever_listens_without_a_word_is_waited_for(run):
 
 
 STRANGERS = [
-    (1, {"token": b"guess"}, "its token is not the run's. Give all processes the same JGT_TOKEN, or the same --token-file"),
+    (1, {"token": b"guess"}, "its token is not the run's. Give all processes the same JGT_TOKEN"),
     (1, {"token": b""}, "its token is not the run's"),
-    (1, {"count": 4}, "it has --processes 4, and the run has 3"),
+    (1, {"facts": {"--processes": 4}}, "it has --processes 4, not 3. Give all processes of a run the same"),
     (7, {}, "its number is 7. The numbers to join are 1 to 2"),
-    (1, {"run": "other\x1b[2J"}, r"it belongs to the run 'other\x1b[2J', not to 'tiny'"),
-    (1, {"config": "beef"}, "its config differs from process 0's. Give all processes the same"),
+    (
+        1,
+        {"facts": {"run.name": "other\x1b[2J", "config": "beef"}},
+        r"it has run.name 'other\x1b[2J', not 'tiny', config 'beef', not 'c0ffee'",
+    ),
+    (1, {"facts": {"code": "jgt 1 with jax 3"}}, "it has code 'jgt 1 with jax 3', not 'jgt 1 with jax 2'"),
 ]
 
 
 def test_strangers_are_refused_with_the_reason_and_harm_nobody(run, capfd):
     first, said = run(0), []
     for process, other, expected in STRANGERS:
-        member = Membership(**{"count": 3, "run": "tiny", "config": "c0ffee", "token": b"secret", **other})
-        problem = refusal(run(process, member))
+        problem = refusal(run(process, **{**other, "facts": {**FACTS, **other.get("facts", {})}}))
         assert problem.startswith(f"process {process}: process 0 at 127.0.0.1:{run.port} refused it: {expected}")
     second = run(1)
     until(lambda: said.append(capfd.readouterr().err) or "waiting for process 2," in said[-1])
@@ -198,8 +202,8 @@ def test_strangers_are_refused_with_the_reason_and_harm_nobody(run, capfd):
 
 def test_the_right_process_with_another_config_is_wrong_input_for_the_first_too(run):
     first = run(0, seconds=1.5)
-    refusal(run(1, Membership(count=3, run="tiny", config="beef", token=b"secret")))
-    assert refusal(first).endswith("process 1 was refused: its config differs from process 0's. Give all processes the same")
+    refusal(run(1, facts={**FACTS, "config": "beef"}))
+    assert "; process 1 was refused: it has config 'beef', not 'c0ffee'. Give all processes of a run the same" in refusal(first)
 
 
 def test_a_process_that_comes_when_the_run_has_begun_is_refused(run):
@@ -208,7 +212,7 @@ def test_a_process_that_comes_when_the_run_has_begun_is_refused(run):
     assert "something else listens there, or the run has already begun with all its processes" in refusal(run(1))
 
 
-def test_a_door_without_the_token_is_not_entered(run):
+def test_a_process_0_without_the_token_is_not_joined(run):
     with socket.create_server(("127.0.0.1", run.port)) as listener:
         coming = run(1)
 
@@ -216,9 +220,9 @@ def test_a_door_without_the_token_is_not_entered(run):
             while not coming.done():
                 # The last visitor only wakes this thread, and shows nothing.
                 with listener.accept()[0] as connection, contextlib.suppress(OSError, ValueError):
-                    connection.sendall(b"jgt-join-1 1234\n")
-                    badge = json.loads(connection.recv(MAX_LINE))
-                    connection.sendall(f"yes {welcome(Membership(count=3), badge['nonce'], '1234')}\ngo\n".encode())
+                    connection.sendall(b"jgt-join-2 1234\n")
+                    statement = json.loads(connection.recv(MAX_LINE).partition(b" ")[2])
+                    connection.sendall(f"yes {Membership().sign('process 0', statement['nonce'])}\nstart\n".encode())
 
         thread = threading.Thread(target=impostor, daemon=True)
         thread.start()
@@ -227,37 +231,57 @@ def test_a_door_without_the_token_is_not_entered(run):
         thread.join(SECONDS)
 
 
-def show(connection, member, process, change=lambda line: line):
-    """Shows a badge at a door, and returns what the door answers."""
+def statement(member, process, nonce="00"):
+    return json.dumps({"process": process, "facts": dict(member.facts), "nonce": nonce})
+
+
+def state(connection, member, process, change=lambda line: line):
+    """Makes a statement to process 0, whose random number it returns."""
     word, nonce = connection.recv(MAX_LINE).decode().split()
-    assert word == "jgt-join-1"
-    connection.sendall(change(write_badge(member, process, "00", nonce).encode()) + b"\n")
+    assert word == "jgt-join-2"
+    text = statement(member, process)
+    connection.sendall(change(f"{member.sign('member', nonce, text)} {text}\n").encode())
+    return nonce
 
 
-def test_a_badge_that_was_overheard_is_worthless():
-    line = write_badge(RUN, 1, "00", "first").encode()
-    assert badge_problem(read_badge(line), RUN, "first") is None
-    assert "token" in badge_problem(read_badge(line), RUN, "second")
-    assert "token" in badge_problem(read_badge(line.replace(b'"process": 1', b'"process": 2')), RUN, "first")
-    assert is_welcome(welcome(RUN, "00", "first"), RUN, "00", "first")
-    assert not is_welcome(json.loads(line)["signature"], RUN, "00", "first")
+def test_a_statement_that_was_overheard_or_changed_is_worthless(run):
+    first, heard = run(0), []
+    with listening(run.port) as connection:
+        state(connection, RUN, 1, lambda line: heard.append(line) or line)
+        assert connection.recv(MAX_LINE).startswith(b"yes ")
+    for change in (lambda line: heard[0], lambda line: line.replace('"process": 1', '"process": 2')):
+        with listening(run.port) as connection:
+            state(connection, RUN, 1, change)
+            assert connection.recv(MAX_LINE).startswith(b"no its token")
+    # Its own signature is not the answer of process 0.
+    assert RUN.sign("member", "00") != RUN.sign("process 0", "00")
+    for one in (first, run(1), run(2)):
+        one.result(SECONDS)
 
 
 @pytest.mark.parametrize(
-    "line",
+    "text",
     [
-        b"",
-        b"{}",
-        b"null",
-        b"[" * MAX_LINE,
-        b'{"process": 1}',
-        b"\xff",
-        b"1" * 5000,
-        write_badge(RUN, 1, "00", "x").replace("1", "true", 1).encode(),
+        "",
+        "{}",
+        "null",
+        "[" * 4000,
+        '{"process": 1}',
+        "\xff",
+        "1" * 5000,
+        statement(RUN, 1).replace("1", '"x"', 1),
+        statement(RUN, 1).replace("{", "["),
     ],
 )
-def test_what_is_not_a_badge(line):
-    assert read_badge(line) is None
+def test_what_is_not_a_statement_ends_the_connection(run, text):
+    first = run(0)
+    with listening(run.port) as connection:
+        nonce = connection.recv(MAX_LINE).decode().split()[1]
+        connection.sendall(f"{RUN.sign('member', nonce, text)} {text}\n".encode())
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(MAX_LINE) == b""
+    for one in (first, run(1), run(2)):
+        one.result(SECONDS)
 
 
 RUBBISH = [b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"[" * 4000 + b"\n", b"x" * 5000, b"{}\n", b"PRI * HTTP/2.0\r\n\r\n"]
@@ -275,26 +299,24 @@ def test_three_hundred_strangers_at_once_harm_nobody(run):
             one.result(SECONDS)
 
 
-def test_connections_are_few_and_short(run, capfd):
-    first, said = run(0), []
+def test_connections_are_short(run):
+    first = run(0)
     with contextlib.ExitStack() as closing:
-        strangers = [closing.enter_context(listening(run.port)) for _ in range(door._MAX_STRANGERS + 20)]
+        strangers = [closing.enter_context(listening(run.port)) for _ in range(100)]
 
         def ended(stranger):
             stranger.settimeout(0)
             try:
                 while data := stranger.recv(100):
-                    assert data.startswith(b"jgt-join-1 ")
+                    assert data.startswith(b"jgt-join-2 ")
             except BlockingIOError:
                 return False
             except OSError:
                 return True
             return True
 
-        until(lambda: all(map(ended, strangers[:20])))
-        # The others say a byte now and then, and have their time too.
+        # Also those that say a byte now and then.
         until(lambda: [slow(stranger) for stranger in strangers[20:]] and all(map(ended, strangers)))
-    until(lambda: said.append(capfd.readouterr().err) or f"; {len(strangers)} other connections were turned away" in "".join(said))
     for one in (first, run(1), run(2)):
         one.result(SECONDS)
 
@@ -304,34 +326,21 @@ def slow(stranger):
         stranger.send(b"x")
 
 
-def test_refusals_are_told_a_few_times_only(run, capfd):
-    first = run(0)
-    for _ in range(door._MAX_TOLD + 5):
-        with listening(run.port) as stranger:
-            show(stranger, Membership(count=3), 1)
-            assert stranger.recv(MAX_LINE).startswith(b"no its token")
-    for one in (first, run(1), run(2)):
-        one.result(SECONDS)
-    said = [line for line in capfd.readouterr().err.splitlines() if "refused" in line]
-    assert len(said) == door._MAX_TOLD
-    assert said[-1].endswith("Further ones are not shown")
-
-
 # -- the time ----------------------------------------------------------------------------------------------------
 
 
 def test_a_line_every_ten_seconds_and_an_end(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("train.processes.waiting.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("train.processes.waiting._LINE_SECONDS", 10.0)
-    patience, lines = Patience(30), []
+    monkeypatch.setattr("train.processes.join.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(join, "_REPORT_SECONDS", 10.0)
+    wait, lines = Wait(30), []
     for _ in range(100):
-        if patience.is_time_to_speak:
-            lines.append(str(patience))
-        if patience.is_over:
+        if wait.must_report:
+            lines.append(str(wait))
+        if wait.left == 0:
             break
         now[0] += 1
-    assert lines == ["10 of 30 s", "20 of 30 s", "30 of 30 s"] and patience.left == 0
+    assert lines == ["10 of 30 s", "20 of 30 s", "30 of 30 s"]
 
 
 @pytest.mark.parametrize(
@@ -339,4 +348,4 @@ def test_a_line_every_ten_seconds_and_an_end(monkeypatch):
     [([3], "process 3"), ([1, 2], "processes 1, 2"), (range(1, 1001), "processes " + ", ".join(map(str, range(1, 17))) + " and 984 more")],
 )
 def test_missing_processes_are_named(processes, expected):
-    assert named(list(processes)) == expected
+    assert names(list(processes)) == expected
