@@ -102,8 +102,8 @@ def avoid_faults() -> None:
 def without_faults(module: ir.Module) -> ir.Module:
     """The module itself, or a copy in which no operation has a layout that is known to be computed wrongly.
 
-    In a copy, all matmuls, windows and gathers are constrained, the right ones to the layouts that they have anyway: Shardy might choose others
-    for them in the new program.
+    In a copy, all matmuls, windows and gathers are constrained, the right ones to the layouts that they have anyway: Shardy might
+    choose others for them in the new program.
     """
     with module.context, ir.Location.unknown():
         if not _may_have_faults(module):

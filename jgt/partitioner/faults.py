@@ -2,8 +2,9 @@
 """The layouts that XLA's partitioner computes wrongly, and layouts of the same operation that it computes correctly.
 
 A matmul is wrong if a mesh axis has to move from one dim to another in a way that the partitioner orders wrongly; a window or a pad is
-wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns. docs/partitioner.md has the table of faults and how they were found. In the other layout, a mesh axis
-splits the same dim in all arrays of the operation: the partitioner then has nothing to rearrange.
+wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns. docs/partitioner.md has the
+table of faults and how they were found. In the other layout, a mesh axis splits the same dim in all arrays of the operation: the
+partitioner then has nothing to rearrange.
 """
 
 from __future__ import annotations
