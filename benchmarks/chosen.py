@@ -29,7 +29,7 @@ from train.calibrate.__main__ import measured_devices
 from train.calibrate.figures import unmeasured_cpu
 from train.code.files import Code
 from train.config import load
-from train.plan.worker import answer
+from train.plan.make import answer
 from train.search.auto import fastest
 from train.search.layout import Candidate
 from train.search.plans import Plans, Question

@@ -37,7 +37,7 @@ from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.hardware.chip import Target, parse_target
 from train.code.files import Code
-from train.plan.worker import answer
+from train.plan.make import answer
 from train.search.estimate import Estimate, Estimator, Step, usable_bytes
 from train.search.layout import Candidate
 from train.search.plans import Answer, Plans, Question, plans_folder

@@ -9,19 +9,19 @@ from jgt.mesh.nvidia import quiet_plugin
 
 if TYPE_CHECKING:
     from jgt import signal as signal
+    from jgt.api.shard import init as init
+    from jgt.api.shard import place as place
+    from jgt.api.shard import shard as shard
     from jgt.document import InputError as InputError
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
-    from jgt.pipeline.config import Pipeline as Pipeline
     from jgt.planner.plan import Plan as Plan
     from jgt.planner.plan import plan as plan
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
     from jgt.sharding.placement import Placement as Placement
-    from jgt.sharding.shard import init as init
-    from jgt.sharding.shard import place as place
-    from jgt.sharding.shard import shard as shard
+    from jgt.staging.pipeline import Pipeline as Pipeline
     from jgt.trainer import load as load
     from jgt.trainer import run as run
     from jgt.verification import Verification as Verification
@@ -34,21 +34,21 @@ quiet_plugin()
 
 _OWNERS = {
     "InputError": "jgt.document",
-    "Pipeline": "jgt.pipeline.config",
+    "Pipeline": "jgt.staging.pipeline",
     "Placement": "jgt.sharding.placement",
     "Plan": "jgt.planner.plan",
     "Rules": "jgt.rules",
     "Verification": "jgt.verification",
     "abstract_mesh": "jgt.mesh.mesh",
-    "init": "jgt.sharding.shard",
+    "init": "jgt.api.shard",
     "load": "jgt.trainer",
     "load_rules": "jgt.rules",
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
-    "place": "jgt.sharding.shard",
+    "place": "jgt.api.shard",
     "plan": "jgt.planner.plan",
     "run": "jgt.trainer",
-    "shard": "jgt.sharding.shard",
+    "shard": "jgt.api.shard",
     "verify": "jgt.verification.verify",
 }
 

@@ -12,19 +12,19 @@ tracing and compilation. So a signal computes nothing, and the same name serves 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
-PREFIX = "sig."
-"""Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
+from jgt.experts.call import ExpertFn, call_experts
+from jgt.program.jaxpr import exclude_lines
+from jgt.program.scopes import MICROBATCH, PREFIX
 
-MICROBATCH = "jgt.microbatch"
-"""The named scope of `per_microbatch`."""
+# The line of a call of experts is the model's.
+exclude_lines(Path(__file__))
 
 # The others mean something in XLA's op names: `@` ends a name, a quote ends the attribute, and / ( ) : separate scopes and the names
 # of operations that XLA combined.
@@ -63,7 +63,7 @@ def tensor(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, _checked(name))
 
 
-def experts(fn: Callable[..., jax.Array], weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+def experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
     """Each row of x [..., d] through the experts chosen for it, times scale, added up: [..., d'].
 
     fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert: the first sizes[0] rows go through expert 0,
@@ -75,16 +75,13 @@ def experts(fn: Callable[..., jax.Array], weights: Any, x: jax.Array, choice: ja
 
     Raises ValueError for arrays of other shapes or types, and for a function that closes over arrays.
     """
-    # Imported only here, because the package reads the names above.
-    run: Callable[..., jax.Array] = importlib.import_module("jgt.experts").call_experts
-    return run(fn, weights, x, choice, scale)
+    return call_experts(fn, weights, x, choice, scale)
 
 
 def per_microbatch() -> contextlib.AbstractContextManager[object]:
-    """A region whose values are meant of the rows at hand: in a pipeline, those of one microbatch on one data shard.
+    """A region whose values may be computed from the rows at hand: in a pipeline, from one microbatch on one data shard.
 
-    As `pipeline.per_microbatch` for a signal, said by the model itself: of scales of eight-bit matmuls, for instance, nobody expects
-    those of the whole batch.
+    It is the in-model form of `pipeline.per_microbatch`. The scales of eight-bit matmuls are an example: any rows will do for them.
     """
     return jax.named_scope(MICROBATCH)
 

@@ -1,13 +1,26 @@
-"""Which modules may import which, checked on the import statements."""
+"""Which modules may import which, checked on import statements and on strings that load a module."""
 
 import ast
+import dataclasses
+import importlib.util
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from train.config.config import Config
+
 ROOT = Path(__file__).parent.parent
+
+
+PICTURE = ROOT / "docs" / "pictures" / "rooms.py"
+spec = importlib.util.spec_from_file_location("rooms", PICTURE)
+rooms = importlib.util.module_from_spec(spec)
+sys.modules["rooms"] = rooms
+spec.loader.exec_module(rooms)
 
 
 def modules(folder):
@@ -15,26 +28,21 @@ def modules(folder):
 
 
 def imports(path):
-    """Every module that a file imports, at the top or inside a function, `from a import b` as a and a.b."""
-    found = set()
+    """Every module that a file imports, at the top or inside a function, by statements and by strings."""
+    found = rooms.modules_of(path)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = imported_module(path.relative_to(ROOT), node)
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            check_style(path.relative_to(ROOT), node)
     return found
 
 
-def imported_module(path, node):
-    """The full name of the module that a statement imports from. The trainer's own imports are relative, and all others absolute."""
+def check_style(path, node):
+    """The trainer's own imports are relative, and all others absolute."""
     is_own = path.parts[0] == "train"
     if node.level == 0:
         assert not (is_own and node.module.split(".")[0] == "train"), f"{path}: imports of the trainer's own modules are relative"
-        return node.module
-    assert is_own, f"{path}: imports are absolute"
-    package = path.parts[: -node.level]
-    return ".".join([*package, *([node.module] if node.module else [])])
+    else:
+        assert is_own, f"{path}: imports are absolute"
 
 
 def offenders(folder, *forbidden, allowed=()):
@@ -48,8 +56,20 @@ def offenders(folder, *forbidden, allowed=()):
     return found
 
 
-def test_the_reader_of_imports_sees_them():
+def test_the_reader_of_imports_sees_them(tmp_path, monkeypatch):
     assert {"jax", "jgt.rules", "jgt.rules.Rules"} <= imports(ROOT / "jgt" / "sharding" / "call.py")
+    assert "train.run.api" in imports(ROOT / "jgt" / "trainer.py")
+    path = tmp_path / "train" / "a" / "b.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "importlib.import_module('jgt.c')\n"
+        "importlib.import_module('..d', __package__)\n"
+        "subprocess.run([sys.executable, '-m', 'jgt.e'])\n"
+        "subprocess.run([sys.executable, '-c', \"from jgt import f; trainer('g.h').main()\"])\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(rooms, "ROOT", tmp_path)
+        assert rooms.modules_of(path) == {"jgt.c", "train.d", "jgt.e", "jgt", "jgt.f", "train.g.h"}
     assert offenders("jgt", "jgt.document")
     assert len(modules("jgt")) > 10
 
@@ -60,8 +80,10 @@ ENGINE = [
     "jgt.hlo",
     "jgt.profile",
     "jgt.sharding",
+    "jgt.staging",
+    "jgt.api",
     "jgt.experts",
-    "jgt.regions",
+    "jgt.replacements",
     "jgt.replicas",
     "jgt.partitioner",
     "jgt.verification",
@@ -69,34 +91,23 @@ ENGINE = [
     "jgt.batch",
     "jgt.signal",
 ]
+EXPERTS = ("jgt.experts", "jgt.replacements", "jgt.program")
+SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program", "jgt.partitioner")
 
 
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("jgt", ["train"]),
         ("jgt", ["flax", "optax", "orbax", "grain"]),
         ("jgt/document", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/hardware", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/rules", ["jax", "numpy", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),
-        ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.program", "jgt.signal"))]),
-        ("jgt/experts", ["jgt.mesh", "jgt.schedule", "jgt.batch", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo", "jgt.profile"]),
-        (
-            "jgt/regions",
-            [
-                "jgt.experts",
-                "jgt.mesh",
-                "jgt.schedule",
-                "jgt.batch",
-                "jgt.pipeline",
-                "jgt.sharding",
-                "jgt.planner",
-                "jgt.hlo",
-                "jgt.profile",
-            ],
-        ),
+        ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.program")]),
+        ("jgt/experts", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in EXPERTS)]),
+        ("jgt/replacements", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replacements", "jgt.program"))]),
+        ("jgt/sharding", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in SHARDING)]),
         ("jgt/partitioner", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.partitioner")]),
         ("jgt/replicas", ["jgt.rules", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replicas", "jgt.program"))]),
         ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
@@ -113,13 +124,14 @@ def test_floors_are_kept(folder, forbidden):
 
 
 def test_only_two_rooms_ask_whether_a_batch_may_be_cut_and_only_at_the_door():
-    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline", "jgt/sharding/shard.py"]) == []
-    rooms = {f"jgt.batch.{path.stem}" for path in modules("jgt/batch") if path.stem != "__init__"}
-    assert offenders("jgt", *rooms, allowed=["jgt/batch"]) == []
+    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline", "jgt/staging"]) == []
+    files = {f"jgt.batch.{path.stem}" for path in modules("jgt/batch") if path.stem != "__init__"}
+    assert offenders("jgt", *files, allowed=["jgt/batch"]) == []
     assert offenders("train", "jgt.batch") == []
 
 
 def test_only_commands_open_the_door_to_the_trainer_and_only_when_they_run():
+    assert offenders("jgt", "train", allowed=["jgt/trainer.py"]) == []
     assert offenders("jgt", "jgt.trainer", allowed=["jgt/command", "jgt/__init__.py"]) == []
     code = """
 import sys
@@ -128,6 +140,37 @@ jgt.command.commands.find_commands()
 assert not {"train", "jgt._train", "jax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def constants(path):
+    """The strings of a file that are not docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and n not in prose]
+
+
+def test_the_planner_names_no_key_no_axis_and_no_signal_of_the_trainer():
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    assert {"train", "model", "optimizer"} <= sections.keys()
+    key = re.compile(rf"\b({'|'.join(sections)})\.[a-z_]+\b|\btrain[./]")
+    names = {"data", "fsdp", "tensor", "stage", "replica", "expert", "embed", "head", "layers", "attn", "mlp"}
+    for room in ("planner", "hlo", "hardware", "profile"):
+        for path in modules(f"jgt/{room}"):
+            for text in constants(path):
+                assert not key.search(text) and text not in names, (path, text)
+    # A document shows examples of keys, and commands load the trainer.
+    for path in modules("jgt"):
+        if path.parts[-2] not in ("document", "command") and path.name != "trainer.py":
+            assert not re.search(r"\btrain[./][a-z]", path.read_text()), path
+
+
+@pytest.mark.parametrize(("room", "most"), [("planner", 8), ("hardware", 6), ("profile", 2)])
+def test_the_trainer_enters_these_rooms_by_their_doors(room, most):
+    """The trainer uses few names, all of which the `__init__.py` has. What chooses or measures a chip reads chips and their rates, too."""
+    files = [path for path in modules("train") if path.parts[-2] != "calibrate" and path.parts[-2:] != ("search", "auto.py")]
+    used = {i for path in files for i in imports(path) if i.startswith(f"jgt.{room}.")}
+    assert 0 < len(used) <= most, used
+    assert {name for name in used if name.count(".") > 2 or (ROOT / f"{name.replace('.', '/')}.py").exists()} == set()
 
 
 def public_names(package):
@@ -167,10 +210,82 @@ def test_the_picture_of_the_rooms_is_up_to_date():
     subprocess.run([sys.executable, str(script), "--check"], check=True, cwd=ROOT)
 
 
-def test_names_need_only_jax():
-    found = {i for i in imports(ROOT / "jgt" / "signal.py") if not i.startswith("jgt.experts")}
-    assert {i.split(".")[0] for i in found} <= {"__future__", "collections", "contextlib", "importlib", "re", "typing", "jax"}
-    subprocess.run([sys.executable, "-c", "import sys, jgt.signal; assert 'jgt.experts' not in sys.modules"], check=True, cwd=ROOT)
+def module_of(path):
+    """The name of a file's module."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files_by_module():
+    """The files of all modules but jgt itself, whose names are loaded on first use (PEP 562)."""
+    return {name: path for package in ("jgt", "train") for path in modules(package) if (name := module_of(path)) != "jgt"}
+
+
+def imported_files(path, files):
+    """The files that a file imports. `from a import b` is about the file of b if there is one, and about that of a if not."""
+    found = imports(path) - {module_of(path)}
+    return {files[name] for name in found if name in files and not any(other.startswith(f"{name}.") and other in files for other in found)}
+
+
+def test_no_file_imports_itself_through_others():
+    files = files_by_module()
+    list(TopologicalSorter({path: imported_files(path, files) for path in files.values()}).static_order())
+
+
+def closure(path, files):
+    """A file with all files that are loaded with it: what it imports, and the `__init__` of each folder around."""
+    found, waiting = set(), [path]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        around = [folder / "__init__.py" for folder in path.parents if folder not in (ROOT, ROOT / "jgt") and ROOT in folder.parents]
+        waiting += [file for file in (*around, *imported_files(path, files)) if file not in found]
+    return found
+
+
+def lines_in(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
+    owner = re.search(r'"shard": "([\w.]+)"', (ROOT / "jgt" / "__init__.py").read_text())[1]
+    files = files_by_module()
+    loaded = closure(files[owner], files) | {ROOT / "jgt" / "__init__.py"} | closure(ROOT / "jgt" / "mesh" / "nvidia.py", files)
+    rooms_loaded = {path.relative_to(ROOT).parts[1] for path in loaded}
+    assert not {"pipeline", "schedule", "batch", "staging", "planner", "verification"} & rooms_loaded
+    assert "partitioner" in rooms_loaded
+    assert lines_in(loaded) <= 9_500
+    # Nothing else is loaded when a function is sharded and called.
+    code = """
+import sys, jax, jgt
+jgt.shard(lambda p, x: p * x, {"default": "replicate"}, jgt.make_mesh({"data": 1}, devices=jax.devices()[:1]))(jax.numpy.ones(2), 1.0)
+print(*sorted(m.__file__ for m in list(sys.modules.values()) if getattr(m, "__name__", "").split(".")[0] == "jgt"))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    made = {ROOT / "jgt" / "mesh" / f"{name}.py" for name in ("mesh", "sizes")}
+    assert {Path(name) for name in printed.split()} - loaded <= made
+
+
+def test_the_code_that_shards_can_be_read_in_an_afternoon():
+    (paragraph,) = re.findall(r"To review only the code that chooses\n(.+?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    named = [ROOT / name for name in re.findall(r"`(jgt/[\w/.]+)`", paragraph)]
+    files = {file for path in named for file in ([path] if path.suffix else path.glob("*.py"))}
+    without = {named[-1] / name for name in re.findall(r"`(\w+\.py)`", paragraph)}
+    assert without < files
+    count = lines_in(files - without)
+    assert count <= 4_500
+    assert f"about {round(count, -2):,} lines, comments included" in " ".join(paragraph.split())
+
+
+def test_signals_need_only_jax_and_what_a_call_of_experts_is():
+    loaded = closure(ROOT / "jgt" / "signal.py", files_by_module())
+    assert {module_of(path).split(".")[1] for path in loaded} == {"signal", "experts", "replacements", "program"}
+    found = {i for i in imports(ROOT / "jgt" / "signal.py") if i.split(".")[0] != "jgt"}
+    assert {i.split(".")[0] for i in found} <= {"__future__", "contextlib", "pathlib", "re", "typing", "jax"}
+    scopes = imports(ROOT / "jgt" / "program" / "scopes.py")
+    assert not {i for i in scopes if i.split(".")[0] == "jgt"}
 
 
 def test_only_the_document_reads_yaml():
@@ -217,8 +332,8 @@ def test_models_know_signals_and_nothing_else_of_jgt():
 def test_names_of_the_package_and_of_its_modules_do_not_collide():
     code = """
 import jgt, types
-import jgt.sharding.shard, jgt.planner.plan
-from jgt.sharding.shard import place, shard
+import jgt.api.shard, jgt.planner.plan
+from jgt.api.shard import place, shard
 import jgt.signal
 assert jgt.shard is shard and callable(jgt.shard)
 assert jgt.place is place

@@ -17,8 +17,8 @@ from jgt.command.commands import find_commands
 from jgt.hardware.chip import chip_names
 from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
-from jgt.pipeline.config import Pipeline
-from jgt.planner.budget import LIMITS, read_budget
+from jgt.pipeline.config import PipelineConfig
+from jgt.planner.budget import Budget
 from jgt.planner.findings import FindingKind
 from jgt.rules import load
 from jgt.schedule import custom, find, schedules
@@ -318,8 +318,8 @@ def test_every_finding_of_a_plan_and_every_limit_stands_there():
     text = PLAN.read_text()
     assert {row[0].strip("`") for row in rows(section(PLAN, "## What it finds"))[1:]} == set(typing.get_args(FindingKind))
     (example,) = blocks(PLAN, "yaml")
-    limits = read_budget(document.parse(example, "budget.yaml").find("budget"), problems := [])
-    assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(LIMITS)
+    limits = Budget.read(document.parse(example, "budget.yaml").find("budget"), problems := []).limits
+    assert problems == [] and {limit.key for limit in limits if not limit.signal} == set(Budget.KEYS)
     assert all(name in text for name in chip_names())
 
 
@@ -393,7 +393,7 @@ def test_every_limit_of_a_key_stands_there(name):
     """Checks integers and floats. The page states the limit of all floats, 1e30, only once."""
     page = section(PIPELINE, "## Keys") if name == "pipeline" else section(TRAINING, f"## {name}")
     types = {row[0].strip("`"): row[1] for row in rows(page) if len(row) == 4}
-    for key, bound in limits({"pipeline": Pipeline, **SECTIONS}[name]):
+    for key, bound in limits({"pipeline": PipelineConfig, **SECTIONS}[name]):
         limit = f"> 0, ≤ {bound.high:,}" if bound.above is not None else f"{bound.low} to {bound.high:,}"
         assert bound.high == 1e30 or limit in types[key], (key, types[key])
     assert "A float is at most 1e30" in TRAINING.read_text()
@@ -430,7 +430,7 @@ def test_the_limits_of_files_stand_there():
 
 def test_every_key_of_a_pipeline_stands_with_its_default():
     documented = keys_and_defaults(section(PIPELINE, "## Keys"))
-    fields = {f.name: f.default for f in dataclasses.fields(Pipeline) if f.init}
+    fields = {f.name: f.default for f in dataclasses.fields(PipelineConfig) if f.init}
     required = {name for name, default in fields.items() if default is dataclasses.MISSING}
     assert {key for key, default in documented.items() if default == "required"} == required
     plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}

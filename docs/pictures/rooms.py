@@ -3,14 +3,16 @@
     python docs/pictures/rooms.py            # writes the picture
     python docs/pictures/rooms.py --check    # exit code 1 if it is out of date
 
-A room is a folder, or a file beside the folders. It is drawn one floor above the highest room that it imports, so every arrow
-points down; a circle of imports is an error. Some rooms are imported almost everywhere, and arrows to them would hide the rest: these are
-left out.
+A room is a folder, or a file beside the folders. It is drawn one floor above the highest room that it imports, so every arrow points down;
+a circle of imports is an error. Modules that are loaded by a string count as imports. Some rooms are imported almost everywhere, and arrows
+to them would hide the rest: these are left out.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,17 +68,40 @@ def rooms_of(package: str) -> dict[str, Room]:
 
 def imports_of(path: Path, package: str) -> Iterator[str]:
     """The rooms of a package that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            # The trainer's own imports are relative.
-            above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from (parts[1] for name in names if (parts := name.split("."))[0] == package and len(parts) > 1)
+    yield from (parts[1] for name in modules_of(path) if (parts := name.split("."))[0] == package and len(parts) > 1)
+
+
+def modules_of(path: Path) -> set[str]:
+    """The modules that a file imports, at the top or inside a function, by a statement or by a string.
+
+    `from a import b` counts as a and a.b. A string counts where it is the argument of `import_module` or of `trainer` (a module of the
+    trainer), or follows "-m", or is code for another process with such calls and imports in it.
+    """
+    tree = ast.parse(path.read_text())
+    return {name for node in ast.walk(tree) for name in _names_in(node, path.relative_to(ROOT).parts)}
+
+
+def _names_in(node: ast.AST, parts: tuple[str, ...]) -> Iterator[str]:
+    """The modules that a node of a file with these parts in its path imports."""
+    if isinstance(node, ast.ImportFrom):
+        # The trainer's own imports are relative.
+        above = parts[: -node.level] if node.level else ()
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+        called, name = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+        if called == "import_module":
+            yield ".".join(parts[: -(len(name) - len(name.lstrip(".")))]) + f".{name.lstrip('.')}" if name.startswith(".") else name
+        elif called == "trainer":
+            yield f"train.{name}"
+    elif isinstance(node, ast.List):
+        texts = [item.value if isinstance(item, ast.Constant) else None for item in node.elts]
+        yield from (after for option, after in itertools.pairwise(texts) if option == "-m" and isinstance(after, str))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ("import " in node.value or "trainer(" in node.value):
+        with contextlib.suppress(SyntaxError):
+            yield from (name for inner in ast.walk(ast.parse(node.value)) for name in _names_in(inner, parts))
 
 
 def floors_of(rooms: dict[str, Room]) -> list[list[str]]:

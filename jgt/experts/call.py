@@ -2,29 +2,31 @@
 
     y = call_experts(ffn, weights, x, choice, scale)    # weights: arrays [experts, ...]; x [..., d]; choice, scale [..., k]
 
-Each row of x is meant to go through k of the experts, and the results, times their scales, are added up. That is all a model says, and all
-that `experts` means. What it leaves in a traced program is one region (`jgt.regions.region`), which runs this meaning as long as nothing
-replaces it, and keeps the model's function: the function can be traced again for the rows and the experts of one device, as
-`jgt.experts.replace` does by the rules.
+Each row of x goes through k of the experts, and the results, times their scales, are added up. That is all that a model says. In a traced
+program it is one equation (`jgt.replacements.device_plan`), which runs this meaning as long as nothing replaces it, and keeps the model's
+function: `jgt.experts.experts` traces it again for the rows and the experts of one device.
 
 n stands for a number of rows, d and d' for their widths, k for the choices of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt.experts.rows import gathered, returned, sorted_by_expert, summed
+from jgt.experts.permutation import results_by_choice, rows_by_expert, sorted_by_expert, weighted_sum
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.regions.region import SentBytes, run_region
+from jgt.replacements.device_plan import DevicePlan, run_on_devices
 
-Weights = TypeVar("Weights")
+# The line of a call of experts is the model's.
+jx.exclude_lines(Path(__file__).parent)
+
 ExpertFn = Callable[[jax.Array, jax.Array, Any], jax.Array]
 """(rows [n, d], sizes [experts], weights) → [n, d']. The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1, and so on.
 
@@ -33,10 +35,10 @@ Rows behind the last group belong to none: their results are not read.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertCall:
+class ExpertCall(DevicePlan):
     """One call of `experts`, as the model has it. Its operands are the leaves of the weights, x, choice and scale.
 
-    tree: of the weights. held_by: the manual axis whose devices share the experts, if the weights are those of one device.
+    tree: the tree of the weights. held_by: the manual axis whose devices share the experts, if the weights are one device's.
     """
 
     fn: ExpertFn
@@ -52,38 +54,18 @@ class ExpertCall:
         """The model's function, on some rows and some experts."""
         return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))
 
-    # -- as a region that nothing replaced ---------------------------------------------------------------------------
-
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
         *leaves, x, choice, scale = arrays
         num_choices = choice.shape[-1]
         order, place, sizes = sorted_by_expert(choice, leaves[0].shape[0])
-        rows = gathered(x.reshape(-1, x.shape[-1]), order, place, num_choices)
-        results = returned(self.run(leaves, rows, sizes), order, place)
+        rows = rows_by_expert(x.reshape(-1, x.shape[-1]), order, place, num_choices)
+        results = results_by_choice(self.run(leaves, rows, sizes), order, place)
         # Scales are f32 beside rows of bf16: the sum is rounded once.
-        y = summed(results.reshape(-1, num_choices, results.shape[-1]), scale.reshape(-1, num_choices))
+        y = weighted_sum(results.reshape(-1, num_choices, results.shape[-1]), scale.reshape(-1, num_choices))
         return [y.reshape(*x.shape[:-1], y.shape[-1])]
 
-    def on_device(self, *parts: jax.Array) -> list[jax.Array]:
-        """See `RegionPlan`."""
-        return self.meaning(*parts)
-
-    def axes(self) -> frozenset[str]:
-        """See `RegionPlan`."""
-        return frozenset()
-
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
-        """See `RegionPlan`."""
         return [()] * num_operands, [()]
-
-    def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
-        """See `RegionPlan`."""
-        return None
-
-    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[ExpertCall | None, list[int]]:
-        """See `RegionPlan`."""
-        return (self, list(range(num_operands))) if any(used) else (None, [])
 
 
 def call_experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
@@ -98,7 +80,7 @@ def call_experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, sc
     _check(leaves, x, choice, scale)
     call = ExpertCall(fn=fn, tree=tree)
     _check_function(call, leaves, x)
-    return run_region(call, None, *leaves, x, choice, scale)[0]
+    return run_on_devices(call, None, *leaves, x, choice, scale)[0]
 
 
 def _check(leaves: Sequence[jax.Array], x: jax.Array, choice: jax.Array, scale: jax.Array) -> None:

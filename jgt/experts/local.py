@@ -1,4 +1,4 @@
-"""Programs whose experts are those of one device, where the axis that holds the experts is manual already.
+"""Programs that have the experts of one device, where the axis that holds the experts is manual already.
 
 A pipeline makes the axes of the batch manual, and brings weights in whole over them. The axis of the experts is such an axis, but its
 devices have different experts, which are not to be brought together. So the program of a layer has to be one for the experts of a device:
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jgt.experts.call import ExpertCall
-from jgt.experts.replace import call_of
+from jgt.experts.experts import call_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
 from jgt.rules import Rules, match_experts
@@ -36,13 +36,13 @@ class Local:
 
 def with_local_experts(program: Program, around: Place, rules: Rules, sizes: Mapping[str, int], axes: Sequence[str]) -> Local:
     """The program with the experts of one device, in calls whose rule names one of these manual axes; the program itself if it has none."""
-    found = _Search(rules, sizes, axes)
-    wanted = found.wanted(program, around, {})
+    search = _Search(rules, sizes, axes)
+    wanted = search.wanted(program, around, {})
     invars = jx.body(program).invars
     held = {index: wanted[var] for index, var in enumerate(invars) if var in wanted}
-    if found.is_lost or not held:
+    if search.is_lost or not held:
         return Local(program=program)
-    return Local(program=found.local(program, around, wanted), held=held)
+    return Local(program=search.local(program, around, wanted), held=held)
 
 
 class _Search:
@@ -74,9 +74,9 @@ class _Search:
         made = {n: wanted[v] for n, v in enumerate(equation.outvars) if v in wanted}
         inner = list(jx.subprograms(equation))
         for program in inner if len(inner) == 1 and len(jx.body(inner[0]).outvars) == len(equation.outvars) else ():
-            found = self.wanted(program, place, made)
+            inside = self.wanted(program, place, made)
             outer = dict(zip(jx.body(program).invars, jx.outer_operands(equation, program), strict=True))
-            for var, axis in found.items():
+            for var, axis in inside.items():
                 if var in outer:
                     operand = outer[var]
                     self.is_lost |= operand is None or not jx.is_var(operand) or jx.is_scan(equation)

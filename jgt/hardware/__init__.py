@@ -1,5 +1,12 @@
 """Hardware that need not exist: chips and their links as data, and how long work takes on them.
 
-What a chip can do is in its YAML file (`chips/`). `rates.py` turns work into seconds, `network.py` what a group of devices sends. Nothing
-outside of this room knows what connects two devices.
+The YAML files in `chips/` describe what a chip can do, and `chip.py` reads them. `rates.py` turns a kernel's work into seconds, and
+`network.py` the bytes that a group of devices sends.
 """
+
+from jgt.hardware.chip import USABLE as USABLE
+from jgt.hardware.chip import Target as Target
+from jgt.hardware.chip import chip_of as chip_of
+from jgt.hardware.chip import parse_target as parse_target
+from jgt.hardware.chip import read_prices as read_prices
+from jgt.hardware.network import Network as Network

@@ -1,8 +1,7 @@
 """The hardware that a plan can be made for, and targets made of it. Imports no JAX, so that a typo is answered at once.
 
-Each chip is a YAML file in `chips/`: its data sheet's figures, and the description that XLA compiles for. The figures are published,
-except for the rates, which say what share of the peaks operations reach. A user may bring a chip file, or change single figures: a cluster
-has another network than the next one, with the same GPUs.
+Each chip is a YAML file in `chips/`: its data sheet's figures, the shares of the peaks that operations reach, and the description that XLA
+compiles for. A user may bring a chip file, or change single figures, because clusters with the same GPUs have different networks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
 from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
@@ -24,16 +23,19 @@ _CPU = "cpu"
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 
 Positive = Annotated[float, Bound(above=0)]
-"""What times are divided by."""
+"""A figure that times are divided by."""
+
+USABLE = 0.95
+"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
+    """A link between devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
 
-    gbs: GB/s in one direction for one device. domain: how many devices it connects: those of one host, all, or a number of them, which may
-    be those of several hosts. share: of gbs, for large messages. start_us, hop_us: microseconds of a collective, and of each of its hops
-    from one member of a ring to the next.
+    gbs: GB/s in one direction for one device. domain: the devices that it connects: one host's, all, or a number of them, which may span
+    several hosts. share: the share of gbs that large messages reach. start_us, hop_us: microseconds of a collective, and of each of its
+    hops from one member of a ring to the next.
     """
 
     gbs: Positive
@@ -123,10 +125,10 @@ class Target:
         """The number of GPUs on all hosts."""
         return self.num_hosts * self.per_host
 
-
-def is_described(target: Target | None) -> TypeGuard[Target]:
-    """Whether XLA compiles for a description of the target's devices. For None, and for CPU devices, it compiles for JAX's own."""
-    return target is not None and target.chip.platform != "cpu"
+    @property
+    def is_described(self) -> bool:
+        """Whether XLA compiles for a description of the devices. For CPU devices it compiles for JAX's own."""
+        return self.chip.platform != "cpu"
 
 
 def chip_names() -> list[str]:
@@ -172,10 +174,10 @@ def _figures(node: Node) -> Iterator[str]:
 
 
 def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
-    found = list(problems)
-    chip = bind(root, Chip, found)
-    if chip is None or found:
-        raise InputError(found)
+    problems = list(problems)
+    chip = bind(root, Chip, problems)
+    if chip is None or problems:
+        raise InputError(problems)
     return chip
 
 
@@ -210,28 +212,21 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
         remedy = "Measure it with jgt calibrate, and add --chip cpu.yaml"
         raise InputError([f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"])
     if name not in names:
-        raise InputError(
-            [
-                f"target {text}: {name!r} is not a chip that jgt knows.{suggestion(name, names)} The chips are "
-                f"{', '.join(names)}. Write CHIP:HOSTSxGPUS, such as h100:8x8"
-            ]
-        )
+        known = f"{suggestion(name, names)} The chips are {', '.join(names)}"
+        raise InputError([f"target {text}: {name!r} is not a chip that jgt knows.{known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
     if own is not None and name != own:
         raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
         raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
     chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
-    _check_count(chip, match[0].strip(), int(match[2]) * int(match[3]))
-    # Plans of one target with different figures are plans of different hardware.
-    text = f"{name}:{int(match[2])}x{int(match[3])}" + (f" with {', '.join(changes)}" if changes else "")
-    return Target(chip=chip, text=text, num_hosts=int(match[2]), per_host=int(match[3]), file=file, changes=tuple(changes))
-
-
-def _check_count(chip: Chip, text: str, count: int) -> None:
-    """Raises InputError for another number of devices than the one whose figures the chip has."""
+    num_hosts, per_host = int(match[2]), int(match[3])
+    count = num_hosts * per_host
     if chip.devices is not None and chip.devices != count:
         why = f"the chip's figures are of {chip.devices} devices that share a processor, and the target has {count}"
-        raise InputError([f"target {text}: {why}. Measure that number: jgt calibrate --devices {count}"])
+        raise InputError([f"target {match[0].strip()}: {why}. Measure that number: jgt calibrate --devices {count}"])
+    # Plans of one target with different figures are plans of different hardware.
+    text = f"{name}:{num_hosts}x{per_host}" + (f" with {', '.join(changes)}" if changes else "")
+    return Target(chip=chip, text=text, num_hosts=num_hosts, per_host=per_host, file=file, changes=tuple(changes))
 
 
 def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:

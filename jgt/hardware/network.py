@@ -1,11 +1,11 @@
-"""How long collectives take on the links between devices.
+"""The seconds that collectives take on the links between devices.
 
 Links form levels: the fast ones of a host or of a rack, and those between them. A domain of level i consists of whole domains of level
 i-1, and devices are numbered domain by domain. A ring over a group that spans several domains passes each domain once; a domain with g
 members runs g rings at once, each through the port of another member, so that a port between domains carries a g-th of the bytes.
 
-The time is that of the slowest level, plus the hops: each of the n-1 steps of a ring waits for the previous step. A permutation has one
-step, and an all-to-all sends to all members at once.
+The slowest level's time counts, plus the hops: each of the n-1 steps of a ring waits for the previous step. A permutation has one step,
+and an all-to-all sends to all members at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Groups = Sequence[Sequence[int]]
 
 
 class Level(NamedTuple):
-    """What a group needs of a level of links.
+    """The demands of a group on a level of links.
 
-    units: the domains of the level below, devices at the lowest one, that the links connect. most, fewest: of them in one domain. domains:
-    of this level.
+    units: the number of domains of the level below, or of devices at the lowest one. most, fewest: the units in one domain of this level.
+    domains: the number of domains of this level.
     """
 
     units: int
@@ -51,12 +51,12 @@ class Network:
         return max((self.seconds_of(levels, wire_bytes, kind) for levels in self._known[id(groups)][1]), default=0.0)
 
     def seconds_of(self, levels: Sequence[Level], wire_bytes: int, kind: str = "all-gather") -> float:
-        """The time of a collective in one group, whose levels are those of `levels`."""
+        """The time of a collective in one group with these levels."""
         slowest = waiting = start = 0.0
         members, ports = levels[0].units, 1
         for level, link in zip(levels, self.target.chip.links.values(), strict=True):
             if level.most > 1:
-                # Of an exchange of all with all, what leaves the domain below leaves through each device's own port.
+                # In an exchange of all with all, each device sends what leaves the domain below through its own port.
                 carried = (members - ports) / (members - 1) if kind in _EXCHANGES else 1 / ports
                 slowest = max(slowest, wire_bytes * carried / (link.gbs * 1e9 * link.share))
                 hops = (level.units - level.domains) * _ROUNDS.get(kind, 1) if kind in _RINGS else 1
@@ -65,7 +65,7 @@ class Network:
         return slowest + start + waiting
 
     def levels(self, group: Sequence[int]) -> Iterator[Level]:
-        """What a group of devices needs of each level of links, from the nearest one outwards."""
+        """The demands of a group of devices on each level of links, from the nearest one outwards."""
         units: Sequence[tuple[int, int]] = [(device, device) for device in sorted(set(group))]
         for link in self.target.chip.links.values():
             # Each unit is the number of its domain, and a device of it.

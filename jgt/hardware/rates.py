@@ -1,4 +1,4 @@
-"""How long kernels take on a chip: work in FLOPs, bytes and shapes, to seconds.
+"""The seconds that kernels take on a chip, by their FLOPs, bytes and shapes.
 
 No kernel reaches the peaks of a data sheet. A large matmul in a training step reaches the `share` of them that the chip's power and its
 pipelines allow; a small one leaves cores without a tile of the result, and a shallow one spends its time on starts and ends of tiles. All
@@ -6,7 +6,7 @@ of these are saturating: at the size `half` a kernel has half of the rate that a
 
     rate = peak * share * clock * m/(m + edge) * n/(n + edge) * k/(k + depth) * batch*m*n/(batch*m*n + area)
 
-Attention is one kernel whose matmuls wait for a softmax between them, so it has shares of its own, by direction, head size and length.
+Attention is one kernel whose matmuls wait for a softmax between them, so it has other shares, by direction, head size and length.
 Whatever else a step runs is limited by memory, where short transfers do not fill the pipeline between memory and cores: the roofline of
 Williams et al. (Comm. ACM 52, 2009) with a time for each launch.
 
@@ -42,7 +42,7 @@ class MatmulWork(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """A kernel of fused attention. flops: what it executes; keys: the length that its queries see; head: the size of a head."""
+    """A kernel of fused attention. flops: the FLOPs that it executes; keys: the length that its queries see; head: the size of a head."""
 
     flops: int
     keys: int
@@ -52,7 +52,7 @@ class AttentionWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRate:
-    """share: of the peak, for large matmuls in a step. edge, depth, area: sizes of m and n, of k, and of the result at half of the rate."""
+    """share: the share of the peak that large matmuls reach. edge, depth, area: m and n, k, and the result's size at half of the rate."""
 
     share: Share
     edge: Amount = 0.0
@@ -83,7 +83,7 @@ class AttentionRate:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRate:
-    """share: of the bandwidth, for large transfers. half_mb: the size at half of the rate."""
+    """share: the share of the bandwidth that large transfers reach. half_mb: the size at half of the rate."""
 
     share: Share
     half_mb: Amount = 0.0
@@ -95,10 +95,10 @@ class MemoryRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What share of its peaks a chip reaches, by the kind and the size of the work.
+    """The shares of its peaks that a chip reaches, by the kind and the size of the work.
 
-    matmul: by element type: bf16, f8, tf32. Types without a rate have that of bf16. launch_us: microseconds from the end of a kernel to the
-    start of the next one. beside: how many times longer a kernel takes beside a collective, which needs cores and memory too.
+    matmul: the rates by element type: bf16, f8, tf32. Types without a rate have bf16's. launch_us: microseconds from the end of a kernel
+    to the start of the next one. beside: the factor by which a kernel takes longer beside a collective, which needs cores and memory too.
     """
 
     matmul: dict[str, MatmulRate]

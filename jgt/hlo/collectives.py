@@ -1,11 +1,11 @@
 """The collectives of a compiled program: what each sends, how often, over which axes, and for which signal.
 
-A line of XLA's text is not a row of the result. Take this one, of a program that runs it in a loop of five iterations:
+A line of XLA's text is not a row of the result. This line, for example, runs in a loop of five iterations:
 
     %all-reduce.2 = (f32[], f32[32,16]{1,0}) all-reduce(%loss, %dot.1), channel_id=2, replica_groups=[1,8]<=[8],
         use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/(jvp(sig.head)/reduce_sum:transpose(jvp(sig.mlp))/dot)"}
 
-XLA combined two all-reduces into one. They are taken apart again, operand by operand, because each has a signal of its own: 4 bytes
+XLA combined two all-reduces into one. They are taken apart again, operand by operand, because each has its own signal: 4 bytes
 of `head`, forward, and 2048 bytes of `mlp`, backward, both over all eight devices, and both counted five times. Where XLA instead
 concatenated the arrays into one operand, the parts of the concatenation are the pieces. `channel_id` only numbers the collectives.
 
@@ -33,7 +33,7 @@ from jgt.hlo.text import Module, Spot
 class Collective:
     """All collectives of a step that agree in every field but `count`.
 
-    bytes: what one device sends in one of them (see `wire_bytes`). count: how many run in a step. axes: the mesh axes they go over.
+    bytes: the bytes that a device sends in one of them (see `wire_bytes`). count: the number in a step. axes: the mesh axes crossed.
     group: the number of devices that exchange data with each other. source: file:line of the traced program.
     """
 
@@ -49,7 +49,7 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """What one device sends in a step."""
+        """The bytes that a device sends in a step."""
         return self.bytes * self.count
 
 
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 def collectives(module: Module, mesh: Mapping[str, int], num_devices: int, further_rounds: int = 0) -> tuple[Collective, ...]:
     """The collectives of a program, those that send most first. Raises ValueError for groups in an unknown notation.
 
-    further_rounds: of each exchange of experts, after its first.
+    further_rounds: the rounds of each exchange of experts after its first.
     """
     counts: collections.Counter[Collective] = collections.Counter()
     for name, runs in runs_per_step(module, further_rounds).items():
@@ -84,12 +84,12 @@ def collectives(module: Module, mesh: Mapping[str, int], num_devices: int, furth
 
 def _rows(module: Module, at: str, instruction: Instruction, participants: Participants) -> Iterator[Collective]:
     """One row for each piece of a collective, with a count of 0: the caller adds up equal rows."""
-    found = list(pieces(module, at, instruction))
+    parts = list(pieces(module, at, instruction))
     if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
-        # XLA for CPU passes a block for each device as an operand of its own: together they are one array of the traced program.
-        found = [found[0]._replace(array=Array(found[0].array.dtype, (sum(piece.array.size for piece in found),)))]
-    for piece in found:
-        origin, source = _origin_and_source(module, instruction, piece, is_alone=len(found) == 1)
+        # XLA for CPU passes a separate operand for each device: together they are one array of the traced program.
+        parts = [parts[0]._replace(array=Array(parts[0].array.dtype, (sum(piece.array.size for piece in parts),)))]
+    for piece in parts:
+        origin, source = _origin_and_source(module, instruction, piece, is_alone=len(parts) == 1)
         yield Collective(
             kind=instruction.kind,
             dtype=piece.array.dtype,
@@ -122,7 +122,7 @@ def is_collective(module: Module, instruction: Instruction) -> bool:
 
 
 def wire_bytes(kind: str, operand_bytes: int, group: int) -> int:
-    """The bytes that one of `group` devices in a ring sends for its operand of this size.
+    """The bytes that a device in a ring of `group` devices sends for its operand of this size.
 
     An all-gather's operand is one n-th of the whole array, which the device and its predecessors pass on n-1 times. The operand of
     the others is the whole array. A permutation sends its operand once.

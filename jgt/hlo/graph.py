@@ -1,4 +1,4 @@
-"""How computations call one another, and how values flow through the calls.
+"""The calls between computations, and the flow of values through them.
 
 XLA's text is flat. A collective in the body of a loop appears in it once although it runs in every iteration, and a value that enters the
 body is only `parameter(0)` there. Two questions therefore need the calls: how often does a computation run in a step, and what is a
@@ -24,7 +24,7 @@ _OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
 
 
 def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction]:
-    """How often each computation runs in one run of the program.
+    """The number of runs of each computation in one run of the program.
 
     A loop of unknown length counts as one iteration, and a branch without a known fraction as always taken. further_rounds: see
     `expected_trips`.
@@ -85,7 +85,7 @@ def producers(module: Module, spot: Spot) -> Iterator[Spot]:
     number = instruction.parameter_number
     for at, caller in module.callers.get(spot.computation, ()):
         if caller.op == "conditional":
-            # Operand 0 chooses the branch; each branch then has one operand of its own.
+            # Operand 0 chooses the branch; one operand for each branch follows.
             yield Spot(at, caller.operands[1 + caller.called.index(spot.computation)])
         elif number < len(caller.operands):
             yield Spot(at, caller.operands[number])
@@ -108,7 +108,7 @@ def _elements(module: Module, spot: Spot, index: int) -> Iterator[Spot]:
 
 
 def _of_loop(module: Module, at: str, loop: Instruction, index: int) -> Iterator[Spot]:
-    """What a loop in a computation passes as an element of its tuple: from one iteration to the next, and to the first one."""
+    """The instructions that make an element of a loop's tuple: for the next iteration, and for the first."""
     body = loop.attribute("body")
     for computation, name in ((body, module.computations[body].root), (at, loop.operands[0])):
         whole = module.at(Spot(computation, name))

@@ -8,7 +8,7 @@ broken here to fit:
 
 The name is `all-gather-start` (names are unique in a program, and often, but not always, begin with the op). The result is a tuple of
 two arrays; `{1,0}` is a layout, which changes no size and is ignored. `param.1` is the operand, and `op_name` is JAX's name stack, in
-which the scope `sig.linear` is the signal. Shapes are local: they are the part of an array that one device has.
+which the scope `sig.linear` is the signal. Shapes are local: the part of an array on one device.
 
 Collectives are either one instruction (`all-gather`) or a pair, `all-gather-start` and `all-gather-done`, between which the device
 does other work. A start returns its operands beside its results; the done takes the start and returns the results alone. XLA can also
@@ -144,7 +144,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs its body, as XLA wrote it into `backend_config`: `"known_trip_count":{"n":"5"}`; None if it did not.
+        """The trips of a loop, as XLA wrote them into `backend_config`: `"known_trip_count":{"n":"5"}`; None if it did not.
 
         `jgt.hlo.trips` finds more counts.
         """

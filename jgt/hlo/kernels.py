@@ -1,4 +1,4 @@
-"""How much work an instruction is for a device: the FLOPs of its matmuls, and the bytes that it reads and writes.
+"""The work of an instruction for a device: the FLOPs of its matmuls, and the bytes that it reads and writes.
 
 XLA runs a step as a sequence of kernels, and a roofline needs two numbers of each. FLOPs are counted for matmuls and convolutions only;
 the rest of a step is limited by memory. A matmul can be a `dot`, a `dot` inside a fusion, or a custom call to a library:
@@ -45,7 +45,7 @@ class KernelCost:
 
     @property
     def flops(self) -> int:
-        """Of all its matmuls."""
+        """The FLOPs of all its matmuls."""
         return sum(matmul.flops for matmul in self.matmuls) + (self.attention.flops if self.attention else 0)
 
 
@@ -139,7 +139,7 @@ def _bytes(module: Module, computation: Computation, instruction: Instruction) -
 
 
 def _bytes_read(fused: Computation, number: int, whole: int) -> int:
-    """What a fusion reads of operand `number`: only the slices if it is only sliced, nothing if it is only written into."""
+    """The bytes that a fusion reads of operand `number`: only the slices if it is only sliced, none if it is only written into."""
     name = fused.parameters[number]
     users = [fused.instructions[user] for user in fused.users.get(name, ())]
     total = 0
@@ -163,7 +163,7 @@ def _behind_bitcasts(fused: Computation, users: list[Instruction]) -> Iterator[I
 
 
 def _without_bitcasts(fused: Computation, name: str) -> Instruction:
-    """The instruction whose value this one is, through bitcasts."""
+    """The instruction that a value comes from, through bitcasts."""
     at = fused.instructions[name]
     while at.op == "bitcast":
         at = fused.instructions[at.operands[0]]
@@ -171,7 +171,7 @@ def _without_bitcasts(fused: Computation, name: str) -> Instruction:
 
 
 def _bytes_written(fused: Computation) -> int:
-    """What a fusion writes: its results, but only the update of an array that it updates in place."""
+    """The bytes that a fusion writes: its results, but only the update of an array that it updates in place."""
     root = fused.instructions[fused.root]
     results = root.operands if root.op == "tuple" else [root.name]
     ends = [(name, _without_bitcasts(fused, name)) for name in results]

@@ -3,7 +3,7 @@
 An instruction names a stack frame, and tables in the header of the text say what the frame is (an excerpt):
 
     FileNames                       FileLocations
-    1 "train/step/step.py"          1 {file_name_id=1 function_name_id=1 line=97 end_line=97 column=4 end_column=4}
+    1 "my_step.py"                  1 {file_name_id=1 function_name_id=1 line=97 end_line=97 column=4 end_column=4}
     2 "my_model.py"                 2 {file_name_id=2 function_name_id=2 line=44 end_line=44 column=19 end_column=19}
     StackFrames
     1 {file_location_id=1 parent_frame_id=1}
@@ -11,7 +11,7 @@ An instruction names a stack frame, and tables in the header of the text say wha
 
     %dot = f32[2,32]{1,0} dot(...), metadata={op_name="..." stack_frame_id=2}
 
-Frame 2 is line 44 of my_model.py, called from frame 1, line 97 of step.py. XLA prints a parent as its frame's number plus one, so that
+Frame 2 is line 44 of my_model.py, called from frame 1, line 97 of my_step.py. XLA prints a parent as its frame's number plus one, so that
 a frame without a parent appears to be its own. Of the chain, the innermost line that is neither in an installed package nor in jgt is
 the answer: JAX's and Flax's own lines would be true and useless. Older versions of XLA write `source_file="..." source_line=44` instead.
 """

@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple
 
 from jgt.hlo.graph import consumers, producers
 from jgt.hlo.text import Module, Spot
-from jgt.program.scopes import BACKWARD, PIPELINE, RECOMPUTE, REGION, REPLICAS
-from jgt.signal import PREFIX
+from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
 
 Phase = Literal["forward", "backward", "recompute"]
 
@@ -64,8 +63,14 @@ def origin_of(op_name: str) -> Origin | None:
     signals = _SIGNAL.findall(_TWICE_IN_BODY.sub(r"\1", _TWICE.sub(r"\1", op_name)))
     if signals:
         return Origin("/".join(signals), phase_of(op_name))
-    # What a pipeline adds to the model, such as sending activations to the next stage, counts as a signal of its own.
+    # Operations that a pipeline adds to the model, such as sends to the next stage, have a separate signal.
     return Origin("pipeline", phase_of(op_name)) if PIPELINE in op_name else None
+
+
+def signal_of(op_name: str) -> str:
+    """The signal that a name states; NONE if it states none."""
+    origin = origin_of(op_name)
+    return NONE if origin is None else origin.signal
 
 
 def phase_of(op_name: str) -> Phase:
@@ -127,10 +132,10 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
         if neighbour is None:
             return None, None
         origin = neighbour.origin
-    # What slices stacked parameters in a loop, or stacks results, is named `layers`. It belongs to the `layers/attn` next to it.
+    # Slices of stacked parameters in a loop, and stacks of results, are named `layers`. They belong to the `layers/attn` next to them.
     below = op_name.rpartition(PREFIX)[2]
-    if REGION in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
-        # What is written for a device, or stands directly under a signal inside another one, has a signal of its own.
+    if ON_DEVICES in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
+        # Code that is written for a device has its own signal, and so has code directly under a signal inside another one.
         return origin, neighbour.spot if neighbour else None
     inner = origin.signal + "/"
     deeper = _nearest(module, inputs, outputs, lambda other: other.signal.startswith(inner))

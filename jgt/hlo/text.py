@@ -56,7 +56,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[str]]:
-        """For each instruction, the names of those that have it as an operand."""
+        """The names of the instructions that have an instruction as an operand, by its name."""
         users: dict[str, list[str]] = {}
         for name, instruction in self.instructions.items():
             for operand in instruction.operands:
@@ -128,7 +128,7 @@ class Module:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
-        """For each computation, the instructions that run it, each with the name of the computation that it is part of."""
+        """The instructions that run a computation, by its name, each with the name of the computation that it is part of."""
         callers: dict[str, list[tuple[str, Instruction]]] = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():

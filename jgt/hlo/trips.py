@@ -1,4 +1,4 @@
-"""How often a loop runs its body.
+"""The number of trips of a loop.
 
 XLA writes the count of loops that start, step and end at constants, such as `jax.lax.scan`, into the loop's `backend_config`. Some passes
 of XLA, which peel an iteration off a loop or put two into one body, drop it again. Then the count is read from the loop itself:
@@ -35,7 +35,7 @@ class _Sum(NamedTuple):
 
 
 def trip_count(module: Module, loop: Instruction, further_rounds: int = 0) -> int | None:
-    """How often a loop runs its body, or is expected to; None if that is unknown. further_rounds: see `expected_trips`."""
+    """The trips of a loop, or the trips to expect of it; None if they are unknown. further_rounds: see `expected_trips`."""
     expected = expected_trips(loop.op_name, further_rounds)
     if expected is not None:
         return expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from jgt.document import Bound
 
@@ -12,7 +12,7 @@ _CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineConfig:
     """Runs the layer scan under `signal` over the stages of a mesh axis, microbatch by microbatch.
 
     axis: the mesh axis of the stages. schedule: the name of a schedule (see `jgt/schedule/schedules.py`), or the path of
@@ -54,25 +54,25 @@ class Pipeline:
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
 
-    def reducing(self, gradients: Literal["f32", "bf16"]) -> Pipeline:
+    def reducing(self, gradients: Literal["f32", "bf16"]) -> Self:
         """The same options, with the type in which gradients are added up over the batch's axes.
 
         bf16: those of matrices that are read in bf16. Microbatches are added up in f32 in any case.
         """
         return self._changed(gradients=gradients)
 
-    def in_parts(self, count: int) -> Pipeline:
+    def in_parts(self, count: int) -> Self:
         """The same options, for a batch of so many equal parts of `microbatches` each, which run one after another.
 
         Gradients are added up over all parts before the batch's axes see them.
         """
         return self._changed(parts=count)
 
-    def located(self, lines: Mapping[str, str]) -> Pipeline:
+    def located(self, lines: Mapping[str, str]) -> Self:
         """The same options, with the file:line of each key."""
         return self._changed(lines=dict(lines))
 
-    def _changed(self, **values: object) -> Pipeline:
+    def _changed(self, **values: object) -> Self:
         new = replace(self)
         # The dataclass is frozen, and its constructor does not take these.
         for name in ("lines", "gradients", "parts"):

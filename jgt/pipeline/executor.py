@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
 from jgt.pipeline.carry import Carry, GradientSums
 from jgt.pipeline.chunks import Chunks
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
 from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
@@ -57,7 +57,7 @@ class Executor:
 
     split: Split
     table: Table
-    pipeline: Pipeline
+    pipeline: PipelineConfig
     mesh: Mesh | AbstractMesh
     batch_axes: tuple[str, ...]
     inputs: tuple[InputKind, ...]

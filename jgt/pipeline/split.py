@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.whole import DATA, LAYERS, PARAMS, SplitError, Whole, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
@@ -99,7 +99,7 @@ class Split:
 
 
 def split_loss(
-    micro: Program, whole: Program, larger: Program, pipeline: Pipeline, *, ratio: float, num_params: int, keys: Sequence[int]
+    micro: Program, whole: Program, larger: Program, pipeline: PipelineConfig, *, ratio: float, num_params: int, keys: Sequence[int]
 ) -> Split:
     """Cuts a function of parameters and inputs; `larger` is traced at `ratio` times the rows of `whole`.
 

@@ -1,13 +1,12 @@
-"""The `budget:` section of a run's file: what a plan may cost at most. Imports no JAX.
+"""The `budget:` section of a run's file: the most that a plan may cost. Imports no JAX.
 
-A budget is for what a team agreed on before it looked at a plan: this run has to fit into 70 GB, and attention must not gather weights.
+A budget records what a team agreed on before it looked at a plan: this run has to fit into 70 GB, and attention must not gather weights.
 
     budget:
       peak_gb: 70
       layers/attn: {all-gather: 0}
 
-The section is read with the rest of the file, before JAX is imported, so a typo is answered at once; it is compared with a plan when
-there is one. Invariant: a limit never passes by accident. A signal that the program does not have is a problem, not 0 bytes.
+Invariant: a limit never passes by accident. A signal that the program does not have is a problem, not 0 bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from jgt.console import axes_text, size_text
 from jgt.document import Node, describe, nearest
@@ -26,16 +25,13 @@ from jgt.rules.rules import matches, prefixes
 if TYPE_CHECKING:
     from jgt.planner.plan import Plan
 
-LIMITS = ("peak_gb", "step_ms", "sent_gb")
-"""The limits of the whole step; all other keys are signals."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """The most that something may cost.
 
-    key: within the section, such as `peak_gb` or `layers/attn.all-gather`. where: file:line. most: in the key's unit; GB for a signal.
-    signal, kind: a pattern of signals and a kind of collective; empty for a limit of the whole step.
+    key: the key within the section, such as `peak_gb` or `layers/attn.all-gather`. where: file:line. most: the cost in the key's unit, or
+    in GB for a signal. signal, kind: a pattern of signals and a kind of collective; empty for a limit of the whole step.
     """
 
     key: str
@@ -45,14 +41,27 @@ class Limit:
     kind: str = ""
 
 
-def read_budget(node: Node, problems: list[str]) -> tuple[Limit, ...]:
-    """The limits of a section. Appends what is wrong with it to `problems`."""
-    if not isinstance(node.value, dict):
-        problems.append(
-            node.problem(f"must be a mapping such as {{peak_gb: 70, layers/attn: {{all-gather: 0}}}}, not {describe(node.value)}")
-        )
-        return ()
-    return tuple(_limits(cast("Mapping[str, Node]", node.value), problems))
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits of a section. KEYS: the limits of the whole step; all other keys are signals."""
+
+    KEYS: ClassVar = ("peak_gb", "step_ms", "sent_gb")
+
+    limits: tuple[Limit, ...] = ()
+
+    @classmethod
+    def read(cls, node: Node, problems: list[str]) -> Budget:
+        """Reads a section. Appends what is wrong with it to `problems`."""
+        if isinstance(node.value, dict):
+            return cls(limits=tuple(_limits(cast("Mapping[str, Node]", node.value), problems)))
+        example = "{peak_gb: 70, layers/attn: {all-gather: 0}}"
+        problems.append(node.problem(f"must be a mapping such as {example}, not {describe(node.value)}"))
+        return cls()
+
+    def overruns(self, plan: Plan) -> list[str]:
+        """A message for each limit that the plan exceeds, with the part of the plan that costs most."""
+        texts = [(limit, _signal_overrun(plan, limit) if limit.signal else _step_overrun(plan, limit)) for limit in self.limits]
+        return [f"{limit.where}: budget.{limit.key}: {text}" for limit, text in texts if text]
 
 
 def _limits(entries: Mapping[str, Node], problems: list[str]) -> Iterator[Limit]:
@@ -63,10 +72,11 @@ def _limits(entries: Mapping[str, Node], problems: list[str]) -> Iterator[Limit]
                     yield from _limit(most, problems, f"{name}.{kind}", signal=name, kind=kind)
                 else:
                     problems.append(most.problem(f"unknown kind of collective. {nearest(kind, COLLECTIVES)}"))
-        elif name in LIMITS:
+        elif name in Budget.KEYS:
             yield from _limit(child, problems, name)
         else:
-            problems.append(child.problem(f"unknown key. {nearest(name, LIMITS)} A signal has a mapping: {{all-gather: 0}}, in GB"))
+            near = nearest(name, Budget.KEYS)
+            problems.append(child.problem(f"unknown key. {near} A signal has a mapping: {{all-gather: 0}}, in GB"))
 
 
 def _limit(node: Node, problems: list[str], key: str, *, signal: str = "", kind: str = "") -> Iterator[Limit]:
@@ -76,12 +86,6 @@ def _limit(node: Node, problems: list[str], key: str, *, signal: str = "", kind:
         problems.append(node.problem(f"must be a number of at least 0, not {describe(node.value)}"))
     else:
         yield Limit(key=key, where=node.where, most=float(node.value), signal=signal, kind=kind)
-
-
-def overruns(plan: Plan, limits: tuple[Limit, ...]) -> list[str]:
-    """A message for each limit that the plan exceeds, with the part of the plan that costs most."""
-    found = [(limit, _signal_overrun(plan, limit) if limit.signal else _step_overrun(plan, limit)) for limit in limits]
-    return [f"{limit.where}: budget.{limit.key}: {text}" for limit, text in found if text]
 
 
 def _step_overrun(plan: Plan, limit: Limit) -> str:
@@ -103,16 +107,16 @@ def _step_overrun(plan: Plan, limit: Limit) -> str:
 
 
 def _signal_overrun(plan: Plan, limit: Limit) -> str:
-    found = [c for c in plan.collectives if c.kind == limit.kind and _is_below(c.signal, limit.signal)]
-    sent = sum(c.total_bytes for c in found)
+    over = [c for c in plan.collectives if c.kind == limit.kind and _is_below(c.signal, limit.signal)]
+    sent = sum(c.total_bytes for c in over)
     if sent <= limit.most * 1e9:
-        # No bytes at all are within the limit, or the signal's name is misspelt.
+        # Zero bytes are within the limit, unless the signal's name is misspelt.
         known = sorted({row.signal for row in plan.signals})
-        if not found and not any(_is_below(name, limit.signal) for name in known):
+        if not over and not any(_is_below(name, limit.signal) for name in known):
             return f"the program has no signal {limit.signal!r}. {nearest(limit.signal, known)}"
         return ""
     # A plan's collectives are sorted by their bytes.
-    worst = found[0]
+    worst = over[0]
     return (
         f"the plan is over budget: {size_text(sent)}, but {limit.most:g} GB is allowed. The largest: {worst.kind} {worst.dtype} over "
         f"{axes_text(worst.axes)}, {worst.count} x {size_text(worst.bytes)}, {worst.phase}, {worst.source or 'no source'}"
@@ -120,5 +124,5 @@ def _signal_overrun(plan: Plan, limit: Limit) -> str:
 
 
 def _is_below(signal: str, pattern: str) -> bool:
-    """Whether a pattern matches a signal, or a signal that it lies below."""
+    """Whether a pattern matches a signal, or a signal around it."""
     return any(matches(pattern, path) for path in prefixes(signal))

@@ -1,7 +1,7 @@
-"""A function compiled from shapes alone: its trace, XLA's text and memory figures, and what XLA said on stderr.
+"""A function compiled from shapes alone: its trace, XLA's text and memory figures, and XLA's warnings.
 
 A plan needs the program that will run, not a model of it. So the function is traced, lowered and compiled as usual, with three
-differences. Its arguments are shapes, so nothing is allocated. Its mesh may be abstract, or of other devices: the traced program is
+differences. Its arguments are shapes, so nothing is allocated. Its mesh may be abstract, or have other devices: the traced program is
 moved onto the devices of the target, which need not exist (`described`). And XLA's warnings are collected: it writes them straight to
 file descriptor 2, and no API returns them.
 
@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target, chip_of, is_described
+from jgt.hardware import Target, chip_of
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
 from jgt.partitioner import Avoided, avoided_faults
@@ -70,7 +70,7 @@ def captured_stderr() -> Generator[list[str]]:
 
 
 class MemoryStats(Protocol):
-    """JAX's CompiledMemoryStats: bytes on one device. alias: of outputs in the memory of donated arguments; host: in the host's memory."""
+    """JAX's CompiledMemoryStats: bytes on one device. The alias size counts outputs in the memory of donated arguments."""
 
     argument_size_in_bytes: int
     output_size_in_bytes: int
@@ -83,7 +83,7 @@ class MemoryStats(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An array that a function takes. position: of the argument that contains it, and path: within that argument."""
+    """An array that a function takes. position: the number of the argument that contains it; path: the array's path in that argument."""
 
     position: int
     path: str
@@ -106,11 +106,11 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What JAX and XLA made of a function.
+    """A function as JAX traced it and XLA compiled it.
 
-    target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's, of this compilation;
-    ignored: those that this XLA does not have. program: as traced. text: as compiled.
-    lines: what XLA wrote to stderr meanwhile. avoided: operations that XLA would have computed wrongly. seconds: the time all of it took.
+    target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's flags of this
+    compilation; ignored: the flags that this XLA does not have. program: the traced program; text: the compiled one. lines: the lines
+    that XLA wrote to stderr. avoided: operations that XLA would have computed wrongly. seconds: the time of all this.
     """
 
     target: Target | None
@@ -126,6 +126,11 @@ class Compiled:
     seconds: float
 
     @property
+    def is_described(self) -> bool:
+        """Whether it was compiled for a description of devices, and not for JAX's own."""
+        return self.target is not None and self.target.is_described
+
+    @property
     def module(self) -> Module:
         """The compiled program, parsed; each call parses the text."""
         return Module.parse(self.text)
@@ -136,33 +141,30 @@ def compile_function(
 ) -> Compiled:
     """Traces, lowers and compiles `fn(*args)` for a target, or for JAX's own devices.
 
-    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. flags: XLA's, by name, beside those of
-    XLA_FLAGS. A sharding that jax.jit around `fn` gives to an argument precedes the sharding of the argument
-    itself. Raises InputError if devices and mesh do not fit, or if there is more than one mesh.
+    args: arrays, ShapeDtypeStructs or numbers; nothing is allocated. flags: XLA's flags by name, in addition to XLA_FLAGS. A sharding that
+    jax.jit around `fn` gives to an argument precedes the sharding of the argument itself. Raises InputError if devices and mesh do not
+    fit, or if there is more than one mesh.
     """
     started = time.perf_counter()
+    is_described = target is not None and target.is_described
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
     shapes = jax.tree.map(_shape, tuple(args))
-    with described() if is_described(target) else contextlib.nullcontext():
+    with described() if is_described else contextlib.nullcontext():
         traced = jax.make_jaxpr(fn)(*shapes)
     # A function under jax.jit is traced as one call, which carries its shardings and donations.
     call = jit_call_of(traced)
     ins = [of_jit or _sharding(x) for of_jit, (_, x) in zip(call.in_shardings, leaves, strict=True)]
     mesh = _mesh([*ins, *call.out_shardings], call.program, target)
     # A described device has no kinds of memory, so a NamedSharding on it forgets its own. Note before which arrays are on the host.
-    ins_on_host, outs_on_host = ([s is not None and s.memory_kind == HOST for s in found] for found in (ins, call.out_shardings))
+    ins_on_host, outs_on_host = ([s is not None and s.memory_kind == HOST for s in some] for some in (ins, call.out_shardings))
     ins, outs = (
-        [None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in found]
-        for found in (ins, call.out_shardings)
+        [None if s is None else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in some] for some in (ins, call.out_shardings)
     )
     jitted = _under_jit(replace_mesh(call.program, mesh), mesh, ins, outs, call.donated)
-    # As an option of one compilation, a boolean is not text.
-    options = {
-        name: _BOOLEANS.get(value, value) for name, value in {**(flags or {}), **(_WITHOUT_GPU if is_described(target) else {})}.items()
-    }
+    options = {**(flags or {}), **(_WITHOUT_GPU if is_described else {})}
     with _uncached(), avoided_faults() as avoided, captured_stderr() as lines:
         lowered = jitted.lower(*jax.tree.leaves(shapes))
-        if is_described(target):
+        if is_described:
             keep_on_host(lowered, ins_on_host, outs_on_host)
         compiled, ignored = _compile(lowered, options)
     stats = compiled.memory_analysis()
@@ -206,12 +208,14 @@ def _under_jit(
     )
 
 
-def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
+def _compile(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
     """The compiled program, and the options that XLA does not have."""
     unknown: list[str] = []
     while True:
+        # As an option of one compilation, a boolean is not text.
+        known = {name: _BOOLEANS.get(value, value) for name, value in options.items() if name not in unknown}
         try:
-            return lowered.compile(compiler_options={k: v for k, v in options.items() if k not in unknown}), tuple(unknown)
+            return lowered.compile(compiler_options=known), tuple(unknown)
         except RuntimeError as error:
             # In XLA_FLAGS, XLA accepts and ignores flags that it has had before.
             found = re.search(r"No such compile option: '(\w+)'", str(error))
@@ -267,33 +271,22 @@ def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: T
     concrete = next((mesh for mesh in named if isinstance(mesh, Mesh)), None)
     # A function that names no mesh runs on one device.
     axes = dict(sizes.pop()) if sizes else {"device": 1}
-    if target is not None:
-        _check_size(axes, target, is_named=bool(named))
-    if is_described(target):
+    count = math.prod(axes.values())
+    if target is not None and count != target.num_devices:
+        shown = " x ".join(f"{axis}={size}" for axis, size in axes.items()) if named else "of a function without shardings"
+        raise InputError([f"target {target.text} has {target.num_devices} devices, but the mesh {shown} has {count}. Make them equal"])
+    if target is not None and target.is_described:
         # The function may have been sharded for described devices, or for real ones of the same chip.
         if concrete is not None and concrete.devices.flat[0].device_kind == target.chip.name:
             return concrete
         return make_mesh(axes, devices=devices_of(target))
-    return make_mesh(axes, devices=_devices(math.prod(axes.values()))) if concrete is None else concrete
+    return make_mesh(axes, devices=_first_devices(count)) if concrete is None else concrete
 
 
-def _check_size(axes: Mapping[str, int], target: Target, *, is_named: bool) -> None:
-    num_devices = math.prod(axes.values())
-    if num_devices != target.num_devices:
-        shown = " x ".join(f"{axis}={size}" for axis, size in axes.items()) if is_named else "of a function without shardings"
-        raise InputError(
-            [f"target {target.text} has {target.num_devices} devices, but the mesh {shown} has {num_devices}. Make them equal"]
-        )
-
-
-def _devices(num_devices: int) -> Sequence[Any]:
+def _first_devices(count: int) -> Sequence[Any]:
     """The first of JAX's devices."""
     devices = cast("Sequence[Any]", jax.devices())
-    if len(devices) < num_devices:
-        raise InputError(
-            [
-                f"plan: the mesh has {num_devices} devices, but JAX has {len(devices)}. Give it more before it starts: "
-                f'jax.config.update("jax_num_cpu_devices", {num_devices}), or plan for a target'
-            ]
-        )
-    return devices[:num_devices]
+    if len(devices) < count:
+        remedy = f'jax.config.update("jax_num_cpu_devices", {count}), or plan for a target'
+        raise InputError([f"plan: the mesh has {count} devices, but JAX has {len(devices)}. Give it more before it starts: {remedy}"])
+    return devices[:count]

@@ -1,8 +1,8 @@
-"""GPUs that are described, but not attached: the devices to compile for, and what JAX would ask of them.
+"""GPUs that are described, but not attached: the devices to compile for, and the answers that JAX would ask them for.
 
-XLA compiles for a GPU from a description alone (a GpuTargetConfigProto, see `chips/`), with JAX's CUDA plugin and without a driver. The
-devices that this yields can be compiled for and nothing else. JAX asks a real device two more questions while it traces and lowers,
-which these cannot answer: which version of cuDNN is installed, and which kinds of memory there are. The answers are supplied here.
+XLA compiles for a GPU from a description alone (a GpuTargetConfigProto, see `chips/`), with JAX's CUDA plugin and without a driver. JAX
+asks a real device two more questions while it traces and lowers: which version of cuDNN is installed, and which kinds of memory there
+are. This file supplies the answers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 from jgt.document import InputError
-from jgt.hardware.chip import Target
+from jgt.hardware import Target
 from jgt.program.kernels import KERNELS
 
 EXTRA = "pip install 'jgt[plan-gpu]'"
 # The plugin is named after the version of CUDA that it is built for.
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+HOST = "pinned_host"
+"""JAX's name of the host's memory, in a sharding's `memory_kind`."""
+_KIND = "mhlo.memory_kind"
 
 
 def devices_of(target: Target) -> Sequence[Any]:
@@ -41,34 +44,20 @@ def devices_of(target: Target) -> Sequence[Any]:
         topology = topologies.get_topology_desc(platform="cuda", target_config=target.chip.xla, topology=shape)
     except Exception as error:
         # jaxlib raises exceptions of several types here; only the message says what the plugin does not support.
-        raise InputError(
-            [f"target {target.text}: jaxlib {metadata.version('jaxlib')} cannot compile for it: {str(error).splitlines()[0]}"]
-        ) from error
+        why = f"jaxlib {metadata.version('jaxlib')} cannot compile for it: {str(error).splitlines()[0]}"
+        raise InputError([f"target {target.text}: {why}"]) from error
     return cast("Sequence[Any]", topology.devices)
 
 
 def _check_plugin(target: Target) -> None:
     plugin = next((name for name in _PLUGINS if util.find_spec(name)), None)
     if plugin is None:
-        raise InputError(
-            [
-                f"target {target.text}: planning for a GPU needs JAX's CUDA plugin (about 130 MB, no driver, no GPU): {EXTRA}. "
-                "Without a target, jgt plans for CPU devices"
-            ]
-        )
+        needs = f"planning for a GPU needs JAX's CUDA plugin (about 130 MB, no driver, no GPU): {EXTRA}"
+        raise InputError([f"target {target.text}: {needs}. Without a target, jgt plans for CPU devices"])
     version, jaxlib = metadata.version(plugin.replace("_", "-")), metadata.version("jaxlib")
     if version != jaxlib:
-        raise InputError(
-            [
-                f"target {target.text}: the CUDA plugin is version {version}, but jaxlib is {jaxlib}. "
-                f"Install the plugin of jaxlib's version: {EXTRA}"
-            ]
-        )
-
-
-HOST = "pinned_host"
-"""JAX's name of the host's memory, in a sharding's `memory_kind`."""
-_KIND = "mhlo.memory_kind"
+        differ = f"the CUDA plugin is version {version}, but jaxlib is {jaxlib}"
+        raise InputError([f"target {target.text}: {differ}. Install the plugin of jaxlib's version: {EXTRA}"])
 
 
 def keep_on_host(lowered: jax.stages.Lowered, arguments: Sequence[bool], results: Sequence[bool]) -> None:
@@ -106,3 +95,11 @@ def described() -> Generator[None]:
             stack.callback(setattr, module, check.function, getattr(module, check.function))
             setattr(module, check.function, lambda answer=check.answer: answer)
         yield
+
+
+@contextlib.contextmanager
+def described_device(target: Target) -> Generator[Any]:
+    """One of a target's devices, for which programs can be traced in this block. Raises InputError like `devices_of`."""
+    device = devices_of(target)[0]
+    with described():
+        yield device

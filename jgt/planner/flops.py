@@ -1,19 +1,18 @@
 """FLOPs of a traced program by signal and phase: its matmuls and convolutions, times the trips of the loops around them.
 
-A multiply-add is two FLOPs. Element-wise work is left out: it is bound by memory, and the timeline counts its bytes. A matmul's signal
-and phase are read from its name stack, and its size from its shapes, which are those of the whole arrays: the counts are of all
-devices together, however XLA shares the work. Invariant: the sum over phases is the sum over all matmuls, none counted twice.
+A multiply-add is two FLOPs. Element-wise work is left out: it is bound by memory, and the timeline counts its bytes. Shapes are of
+whole arrays, so the counts are of all devices together, however XLA shares the work. Invariant: the sum over phases is the sum over all
+matmuls, none counted twice.
 
-The project counts FLOPs in three places, because there are three questions:
+FLOPs are counted in three places, because there are three questions:
 
-- Here, from the traced program: what does the step compute? Recompute counts as a phase of its own. `executed` has what a pipeline's stages
-  compute in their bubbles and drop, and the empty rooms of experts' rows; `useful` has neither. Attention's scores count in full, also
+- Here, from the traced program: what does the step compute? Recompute is a separate phase. `executed` includes what a pipeline's stages
+  compute in their bubbles and drop, and the empty rows of experts; `useful` has neither. Attention's scores count in full, also
   behind a causal mask, since XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
 - `jgt.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
   is how the finding `computed-alike` is made. XLA has dropped matmuls whose results are not used and merged equal ones. cuDNN's
   backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
-- `train.records.progress`, from the model's sizes: what does the model need? 6 FLOPs for each parameter and token, plus the used half
-  of causal attention; neither recompute nor bubbles, whatever the kernel. It is the numerator of MFU, to compare with other trainers.
+- The caller's `Workload`, from the model's sizes: what does the model need? It is the numerator of MFU, to compare with other trainers.
 
 So the three agree, but for the few parameters of norms, in a step without attention, recompute, pipeline and repeated work.
 """
@@ -26,8 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jgt.experts import exchange_of
-from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of
+from jgt.experts.exchange import exchange_of
+from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
@@ -41,7 +40,7 @@ RAGGED_DOT = "ragged_dot_general"
 class Flops:
     """FLOPs of one signal in one phase, on all devices.
 
-    executed counts what a pipeline computes in its bubbles, and rows of experts that have room and are not there; useful does not.
+    executed counts what a pipeline computes in its bubbles, and empty rows of experts; useful does not.
     """
 
     signal: str
@@ -53,7 +52,7 @@ class Flops:
 def flops(program: Program) -> tuple[Flops, ...]:
     """The FLOPs of a program by signal and phase.
 
-    Of a branch the largest alternative counts. A loop of unknown length counts as often as its name says, once if it says nothing.
+    The largest branch of a conditional counts. A loop of unknown length counts as often as its name says, or once.
     """
     # Fractions are exact: a branch that a pipeline takes 8 of 9 times counts 8/9.
     executed: dict[Origin, Fraction] = collections.defaultdict(Fraction)
@@ -67,22 +66,21 @@ def flops(program: Program) -> tuple[Flops, ...]:
 
 def grouped_flops(program: Program) -> dict[str, float]:
     """The FLOPs of `jax.lax.ragged_dot` by signal, each row with the matrix of its group only."""
-    found: dict[str, Fraction] = collections.defaultdict(Fraction)
+    sums: dict[str, Fraction] = collections.defaultdict(Fraction)
     for name, count in _dots(program, "", Fraction(1), lambda e: _matmul_flops(e) if e.primitive.name == RAGGED_DOT else 0):
-        origin = origin_of(name)
-        found[origin.signal if origin else NONE] += count * taken_share(name)
-    return {signal: float(count) for signal, count in found.items()}
+        sums[signal_of(name)] += count * taken_share(name)
+    return {signal: float(count) for signal, count in sums.items()}
 
 
 def _dots(
     program: Program, around: str, times: Fraction, counted: Callable[[Equation], int] | None = None
 ) -> Iterator[tuple[str, Fraction]]:
-    """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: of an equation, instead of its FLOPs."""
+    """The whole name stack of each matmul, and its FLOPs, times the loops around it. counted: counts an equation's FLOPs."""
     for equation in jx.body(program).eqns:
         name, trips = f"{around}/{equation.source_info.name_stack}", times * _repeats(equation)
-        if (found := exchange_of(equation)) is not None:
+        if (exchange := exchange_of(equation)) is not None:
             # The region's meaning has the rows there are. Each device computes as many as it has room for.
-            filled = found[0].filled(found[1])
+            filled = exchange[0].filled(exchange[1])
             name, trips = f"{name}/{useful_name(filled)}", trips / filled
         if count := (counted or _matmul_flops)(equation):
             yield name, count * times
@@ -95,7 +93,7 @@ def _dots(
 
 
 def _repeats(equation: Equation) -> int:
-    """How often the programs inside an equation run in all."""
+    """The number of runs of the programs inside an equation."""
     params = equation.params
     if jx.is_scan(equation):
         return params["length"]
@@ -125,7 +123,7 @@ def _matmul_flops(equation: Equation) -> int:
         return 2 * math.prod(left) * math.prod(size for dim, size in enumerate(right) if dim not in shared)
     if name == "conv_general_dilated":
         numbers, right = params["dimension_numbers"], jx.shape_of(equation.invars[1])
-        # The inputs that one output is summed over: all of the kernel's dims but that of the output's features.
+        # The inputs summed into one output: all of the kernel's dims except the output's features.
         taps = math.prod(right) // right[int(numbers.rhs_spec[0])]
         return 2 * math.prod(jx.shape_of(equation.outvars[0])) * taps
     kernel = kernel_of(name)

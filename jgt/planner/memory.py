@@ -1,7 +1,7 @@
 """The memory of one device: arguments, what the backward pass keeps of the forward pass, and XLA's totals.
 
-XLA reports totals: arguments, outputs, temporaries and a peak. They decide whether a step fits, but not what to change. So two parts
-are told apart that rules can change. The arguments are grouped into parameters, optimizer state and inputs. The activations are read
+XLA reports totals: arguments, outputs, temporaries and a peak. They decide whether a step fits, but not what to change. Rules can change
+two parts, which are read here. The arguments are grouped into parameters, optimizer state and inputs. The activations are read
 from the schedule of the main computation: an array that a forward instruction makes and a backward instruction reads is alive in
 between. It belongs to the signal that made it, or, if a loop made it, to the signal inside the loop's body.
 
@@ -11,22 +11,20 @@ Invariant: activations and gradients are parts of the temporaries, but XLA reuse
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt.hardware.chip import is_described
+from jgt.hardware import USABLE
 from jgt.hlo.instruction import Instruction
 from jgt.hlo.origin import NONE, find_origin, origin_of
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.planner.compiled import Argument, Compiled
-from jgt.planner.layouts import OPTIMIZER
+from jgt.planner.layouts import OPTIMIZER, Parameter
 
 _FORWARDS = frozenset(["bitcast", "copy", "tuple", "get-tuple-element", "opt-barrier", "transpose", "reshape", "convert"])
 """Ops whose result is their operand in another form: the backward pass keeps one of the two."""
 _NOT_KEPT = ("parameter", "constant", "iota", "broadcast")
 """Ops whose results are arguments, or made again where they are needed."""
-USABLE = 0.95
-"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +52,17 @@ class Memory:
         """Whether the peak leaves 5 % of the target's memory free; None without a target."""
         return None if self.hbm_bytes is None else self.peak_bytes <= USABLE * self.hbm_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """The bytes of the target's usable memory that the step leaves, below 0 if it does not fit; 0 without a target."""
+        return 0 if self.hbm_bytes is None else int(USABLE * self.hbm_bytes) - self.peak_bytes
 
-def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequence[Argument]], gradient_bytes: int) -> Memory:
-    """The memory of a compiled program, whose text is `module`. groups: the arguments by kind."""
+
+def read_memory(compiled: Compiled, module: Module, params: Sequence[Parameter], *, has_gradients: bool) -> Memory:
+    """The memory of a compiled program, whose text is `module`."""
     stats, target = compiled.memory, compiled.target
     on_host = sum(a.local_bytes for a in compiled.arguments if a.is_on_host)
-    # For a GPU that is only described, XLA counts arguments in the host's memory among the device's, in its peak too.
+    # XLA counts arguments in the host's memory among the device's, in its peak too, if a GPU is only described.
     miscounted = on_host if not stats.host_argument_size_in_bytes else 0
     args = stats.argument_size_in_bytes - miscounted
     # A donated argument's memory is its output's, and XLA counts it in both.
@@ -67,26 +70,35 @@ def read_memory(compiled: Compiled, module: Module, groups: Mapping[str, Sequenc
     return Memory(
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,
-        peak_bytes=min(total, stats.peak_memory_in_bytes - miscounted) if is_described(target) else total,
+        peak_bytes=min(total, stats.peak_memory_in_bytes - miscounted) if compiled.is_described else total,
         output_bytes=stats.output_size_in_bytes,
         host_bytes=on_host + stats.host_temp_size_in_bytes,
         hbm_bytes=None if target is None else int(target.chip.hbm_gb * 1e9),
-        gradient_bytes=gradient_bytes,
-        groups={name: sum(a.local_bytes for a in group if not a.is_on_host) for name, group in groups.items()},
+        gradient_bytes=sum(p.gradient_bytes for p in params) if has_gradients else 0,
+        groups=_groups(compiled.arguments, {p.path for p in params}),
         activations=dict(sorted(_activations(module).items(), key=lambda item: -item[1])),
     )
 
 
+def _groups(arguments: Sequence[Argument], parameters: Collection[str]) -> dict[str, int]:
+    """The bytes of the arguments in the device's memory by kind; kinds without any arguments are left out."""
+    groups: dict[str, list[int]] = {"parameters": [], "optimizer state": [], "inputs": []}
+    for a in arguments:
+        kind = "inputs" if a.position != 0 else "parameters" if a.path in parameters else "optimizer state"
+        groups[kind].append(0 if a.is_on_host else a.local_bytes)
+    return {name: sum(sizes) for name, sizes in groups.items() if sizes}
+
+
 def _activations(module: Module) -> collections.Counter[str]:
     """Bytes by signal of the arrays that the forward pass makes and the backward pass reads, each counted once."""
-    found: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
     # Layers are loops, so what is kept between forward and backward pass is a result of one loop and an operand of another.
     computation = module.computations[module.entry]
     for maker, index in dict.fromkeys(_forward_to_backward(computation)):
         spot = _written_at(module, maker, index)
         origin, _ = find_origin(module, module.at(spot).op_name, [spot], [])
-        found[origin.signal if origin else NONE] += maker.arrays[index].num_bytes
-    return found
+        sizes[origin.signal if origin else NONE] += maker.arrays[index].num_bytes
+    return sizes
 
 
 def _forward_to_backward(computation: Computation) -> Iterator[tuple[Instruction, int]]:

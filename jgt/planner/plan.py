@@ -1,7 +1,7 @@
 """A plan: what XLA will do with a function on a mesh, signal by signal, before anything runs.
 
 The specs in a rules file say where arrays lie. They do not say what follows from that: which collectives XLA inserts, how much memory
-a step needs, how long it takes. All of it is decided when XLA compiles the program, and stands in the compiled text. So a plan compiles
+a step needs, how long it takes. XLA decides all of it when it compiles the program, and the compiled text records it. So a plan compiles
 the function from shapes, for hardware that need not exist, and reads the result back: collectives and their bytes, memory, FLOPs, and
 the seconds that the schedule should take. Every row carries a signal, because a signal is what a rule can change.
 
@@ -11,8 +11,9 @@ the bytes of the whole program, and their times are the time of the step.
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import cast
@@ -20,43 +21,57 @@ from typing import cast
 import jax
 
 from jgt.console import axes_text, size_text
-from jgt.experts.advice import rule_of
-from jgt.hardware.chip import Target, is_described, parse_target
-from jgt.hardware.network import Network
+from jgt.hardware import Network, Target, parse_target
 from jgt.hlo.collectives import Collective, collectives
 from jgt.hlo.origin import EXCHANGED, full_signal
 from jgt.hlo.text import Module
-from jgt.planner.compiled import Argument, Compiled, compile_function
-from jgt.planner.findings import Finding, Rematerialization, findings, rematerializations
-from jgt.planner.flops import Flops, flops
-from jgt.planner.formulas import Expected, expected, usage_of
-from jgt.planner.layouts import Parameter, parameters_of
+from jgt.planner.compiled import Compiled, compile_function
+from jgt.planner.findings import Finding, findings
+from jgt.planner.flops import flops
+from jgt.planner.layouts import Parameter, Rematerialization, parameters_of, rematerializations
 from jgt.planner.memory import Memory, read_memory
-from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow, located, signal_rows
-from jgt.planner.step.advice import Advice, Facts, advice
-from jgt.planner.step.spans import Panel, panels
-from jgt.planner.step.speed import PipelineSchedule, Speed, Workload, schedule_of, speed_of
-from jgt.planner.timeline import PARTS, Timeline
+from jgt.planner.needs.formulas import Expected, expected
+from jgt.planner.needs.usage import usage_of
+from jgt.planner.panels import Panel, panels
+from jgt.planner.signals import SignalRow, located, signal_rows
+from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
+from jgt.planner.timeline import Timeline
+from jgt.planner.walk import PARTS
 from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
 VERSION = 1
-"""Of the JSON of a plan: the same number means the same keys with the same meaning. Keys may be added without another number."""
+"""The version of the JSON: the same number means the same keys with the same meaning. Keys may be added without another number."""
 _DIGITS = 6
 """The significant digits of numbers in the JSON. A prediction has far fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one step of a compiled function does on each device. Times are predictions; without a target they are None.
+class Advice:
+    """A key of a run that its caller advises to change.
 
-    versions: of jax and jaxlib. hosts: the host of each device, in the mesh's order. flops_per_device: matmul FLOPs of the traced program,
-    with recompute and pipeline bubbles; model_flops_per_device: without both. step_time_error: relative, 0.12 is 12 %; None if it is
-    unknown. step_time_caveat: why the time means nothing; empty if it means something. parts_ms: the time by what it is spent on (`PARTS`);
-    they add up to it. timeline: the step on the device and its links. schedule: of the pipeline. expected: the bytes that the formulas
-    predict. links_ms: the time of all collectives by mesh axes, hidden ones included; exposed_ms: the time of waiting for them.
-    assumptions: how all of it was counted, a sentence each. seconds: the time that planning took.
+    where: the file:line of the key, or of the section that would have it. saves_ms: time of the step; saves_bytes: bytes of the peak.
+    """
+
+    key: str
+    where: str
+    saves_ms: float
+    saves_bytes: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One step of a compiled function on each device. Times are predictions; without a target they are None.
+
+    hosts: the host of each device, in the mesh's order. flops_per_device: the matmul FLOPs of the traced program with recompute and
+    pipeline bubbles; model_flops_per_device: without both. step_time_error: the error to expect, relative to the time; None if it is
+    unknown. step_time_caveat: why the time means nothing; empty if it means something. parts_ms: the time by what it is spent on
+    (`PARTS`); the parts add up to it. timeline: the step on the device and its links. advice: empty, until a caller that knows the
+    function's settings adds some. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh axes,
+    hidden ones included; exposed_ms: the time of waiting for them. assumptions: sentences about how the plan counts. seconds: the time
+    that planning took.
     """
 
     target: str
@@ -77,7 +92,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     rematerializations: tuple[Rematerialization, ...]
     findings: tuple[Finding, ...]
-    advice: tuple[Advice, ...]
+    advice: tuple[Advice, ...] = ()
     signals: tuple[SignalRow, ...]
     parameters: tuple[Parameter, ...]
     expected: tuple[Expected, ...]
@@ -93,8 +108,15 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that one device sends in a step."""
+        """The bytes on the wire in a step, from one device."""
         return sum(c.total_bytes for c in self.collectives)
+
+    def waiting_ms(self, some: Iterable[Collective]) -> float:
+        """The milliseconds of waiting for some of the collectives: their share of the bytes over their axes."""
+        total: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for c in self.collectives:
+            total[c.axes] += c.total_bytes
+        return sum(self.exposed_ms.get(axes_text(c.axes), 0.0) * c.total_bytes / (total[c.axes] or 1) for c in some)
 
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
@@ -105,6 +127,18 @@ class Plan:
         # Two plans of the same program have the same JSON.
         del values["seconds"]
         return cast("dict[str, object]", _rounded(values))
+
+
+def _rounded(value: object) -> object:
+    """A plain value whose numbers have `_DIGITS` significant digits."""
+    if isinstance(value, float):
+        # A whole number keeps its digits: FLOPs are compared exactly.
+        return value if value.is_integer() else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(child) for name, child in cast("Mapping[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(child) for child in cast("Sequence[object]", value)]
+    return value
 
 
 def plan(
@@ -120,8 +154,8 @@ def plan(
     args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
     Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
     extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
-    the costs. flags: XLA's, by name, such as those that the run will have. workload: what the program does not say, such as the tokens of
-    a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
+    the costs. flags: XLA's flags by name, such as those that the run will have. workload: what the program does not contain, such as the
+    tokens of a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
     return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known, workload)
@@ -131,97 +165,59 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     """Reads the plan of a compiled function."""
     work = workload or Workload()
     module, mesh, num_devices, target = compiled.module, dict(compiled.mesh.shape), compiled.mesh.size, compiled.target
+    hosts = tuple(device.process_index for device in compiled.mesh.devices.flat)
     # Without a target nothing is known of the links between the devices.
-    network = None if target is None else Network(target=target, hosts=[d.process_index for d in compiled.mesh.devices.flat])
-    timeline = Timeline(module, mesh, num_devices, network)
+    timeline = Timeline(module, mesh, num_devices, None if target is None else Network(target=target, hosts=hosts))
     walk = timeline.step(compiled.memory.temp_size_in_bytes)
     traced = flops(compiled.program)
-    # By convention the first argument contains the parameters and their optimizer state.
-    state = [a for a in compiled.arguments if a.position == 0]
-    params = parameters_of(compiled.program, state, num_devices)
+    params = parameters_of(compiled, num_devices)
     # A forward pass alone has no gradients, although its parameters have a layout for them.
     is_trained = any(row.phase == "backward" for row in traced)
-    schedule = None if work.pipeline is None else schedule_of(work.pipeline, mesh)
-    sent = located(collectives(module, mesh, num_devices), params, "" if schedule is None else schedule.where)
-    memory = read_memory(compiled, module, _groups(compiled.arguments, params), sum(p.gradient_bytes for p in params) if is_trained else 0)
-    # From here on, counts that were made independently of each other are compared.
+    memory = read_memory(compiled, module, params, has_gradients=is_trained)
+    schedule = work.schedule(mesh)
+    where = None if schedule is None else schedule.where
     usage = usage_of(compiled, params)
-    sent = _of_replicas(sent, usage.summed)
-    formulas = expected(compiled, params, usage)
-    exchanges = [(use, rule_of(use, rules)) for use in usage.exchanges]
-    rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, timed=network is not None))
-    rows = tuple(_ruled(row, schedule) for row in rows)
+    sent = _of_replicas(located(collectives(module, mesh, num_devices), params, where or ""), usage.summed)
+    formulas = expected(params, usage)
+    rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, where, timed=target is not None))
     remats = rematerializations(compiled.lines, module)
-    executed, useful = _flops_per_device(traced, num_devices)
     names = {row.signal for row in rows}
-    facts = Facts(
-        work=work,
-        mesh=mesh,
-        memory=memory,
-        schedule=schedule,
-        step_ms=None if network is None else walk.seconds * 1e3,
-        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
-        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        rows=rows,
-        sent=sent,
-    )
+    # The counts are of all devices together, and each device has its share.
+    executed = sum(row.executed for row in traced) / num_devices
+    useful = sum(row.useful for row in traced if row.phase != "recompute") / num_devices
     return Plan(
         target="cpu" if target is None else target.text,
         versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
         devices=num_devices,
         mesh=mesh,
-        hosts=tuple(d.process_index for d in compiled.mesh.devices.flat),
+        hosts=hosts,
         memory=memory,
         flops_per_device=executed,
         model_flops_per_device=useful,
-        step_time_ms=facts.step_ms,
+        step_time_ms=None if target is None else walk.seconds * 1e3,
         step_time_error=_error(target, module, memory),
         step_time_caveat=_caveat(memory),
-        parts_ms=facts.parts_ms,
+        parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
         speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
         schedule=schedule,
         timeline=tuple(panels(module.entry, timeline.tracks, lambda signal: full_signal(signal, names))),
         collectives=sent,
         rematerializations=remats,
-        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats, exchanges)),
-        advice=advice(facts),
+        findings=tuple(findings(compiled, module, memory, params, sent, formulas, rows, remats)),
         signals=rows,
         parameters=params,
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
-        exposed_ms=facts.exposed_ms,
+        exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
         assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
         seconds=compiled.seconds,
     )
-
-
-def _flops_per_device(traced: Sequence[Flops], num_devices: int) -> tuple[float, float]:
-    """FLOPs with all repeated work, and those of the model: counts of all devices together, of which each has its share."""
-    useful = sum(row.useful for row in traced if row.phase != "recompute")
-    return sum(row.executed for row in traced) / num_devices, useful / num_devices
 
 
 def _of_replicas(sent: Sequence[Collective], summed: Collection[tuple[str, ...]]) -> tuple[Collective, ...]:
     """The collectives, with the sums over the axes of replicas under their signal. XLA combines them, and may drop their names."""
     are_sums = ("all-reduce", "reduce-scatter")
     return tuple(replace(c, signal=EXCHANGED) if c.kind in are_sums and c.axes in summed else c for c in sent)
-
-
-def _ruled(row: SignalRow, schedule: PipelineSchedule | None) -> SignalRow:
-    """The row of a pipeline's own work names the section that asks for it."""
-    return replace(row, rule=schedule.where) if schedule is not None and row.signal == PIPELINE_SIGNAL else row
-
-
-def _rounded(value: object) -> object:
-    """A plain value without digits that nobody can mean."""
-    if isinstance(value, float):
-        # A whole number keeps its digits: FLOPs are compared exactly.
-        return value if value.is_integer() else float(f"{value:.{_DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(child) for name, child in cast("Mapping[str, object]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(child) for child in cast("Sequence[object]", value)]
-    return value
 
 
 def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
@@ -243,9 +239,8 @@ def _caveat(memory: Memory) -> str:
 
 
 def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:
-    """What the further rounds of exchanges of experts would cost."""
-    loops = [i for i in module.instructions() if i.op == "while"]
-    rounds = [number for loop in loops if (number := possible_rounds(loop.op_name)) is not None]
+    """The cost of further rounds of the exchanges of experts."""
+    rounds = [number for i in module.instructions() if i.op == "while" and (number := possible_rounds(i.op_name)) is not None]
     if rounds:
         with_another = collectives(module, mesh, math.prod(mesh.values()), further_rounds=1)
         cost = sum(c.total_bytes for c in with_another) - sum(c.total_bytes for c in sent)
@@ -254,15 +249,6 @@ def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective])
             f"experts: each exchange counts as one round. {most} run if a pair of devices has more rows than room. One more round of each "
             f"exchange sends {size_text(cost)} more in a step"
         )
-
-
-def _groups(arguments: Sequence[Argument], params: Sequence[Parameter]) -> dict[str, list[Argument]]:
-    """The arguments by kind; kinds without any are left out."""
-    names = {p.path for p in params}
-    groups: dict[str, list[Argument]] = {"parameters": [], "optimizer state": [], "inputs": []}
-    for a in arguments:
-        groups["inputs" if a.position != 0 else "parameters" if a.path in names else "optimizer state"].append(a)
-    return {name: group for name, group in groups.items() if group}
 
 
 def _assumptions(compiled: Compiled) -> Iterator[str]:
@@ -278,7 +264,7 @@ def _assumptions(compiled: Compiled) -> Iterator[str]:
         "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
         "takes it"
     )
-    if not is_described(compiled.target):
+    if not compiled.is_described:
         yield (
             "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. GPUs send fewer bytes, over the same axes"
         )

@@ -1,8 +1,8 @@
 """The costs of each signal in one row: parameters, activations, bytes sent, FLOPs and time.
 
-Each of these is measured elsewhere, by its own means: bytes from the compiled text, FLOPs from both programs, time from the schedule.
-Here they are joined by the name of the signal, `layers/attn`. One problem stands in the way: JAX hoists constants out of loops, and
-their instructions keep only the end of the name, `attn`. `full_signal` restores it if exactly one known signal ends so.
+Other files measure each of these: bytes from the compiled text, FLOPs from both programs, time from the schedule. Here they are joined
+by the name of the signal, `layers/attn`. JAX hoists constants out of loops, and their instructions keep only the end of the name,
+`attn`. `full_signal` restores it if exactly one known signal ends so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jgt.hlo.origin import NONE, full_signal
 from jgt.planner.flops import Flops
 from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
-from jgt.planner.timeline import Cost, Walk
+from jgt.planner.walk import Cost, Walk
 from jgt.rules import Rules
 
 PIPELINE_SIGNAL = "pipeline"
@@ -29,9 +29,9 @@ class SignalRow:
     """One signal. Bytes, FLOPs and milliseconds are one device's in one step.
 
     rule: file:line of the rule for the signal; empty without rules. specs: its parameters and how they are stored. activation_bytes:
-    what the backward pass needs of the forward pass. sent: bytes by mesh axes. flops: of the compiled program, so work that several
+    what the backward pass needs of the forward pass. sent: bytes by mesh axes. flops: FLOPs of the compiled program, so work that several
     devices repeat counts on each. flops_share: this device's part of the traced program's FLOPs, as if no device repeated any.
-    compute_ms, exposed_ms: of kernels, and of waiting for collectives; None without a target. roofline_ms: the time that its
+    compute_ms: time in kernels; exposed_ms: time of waiting for collectives; None without a target. roofline_ms: the time that its
     matmuls, its memory traffic, and its collectives by axes would need alone; empty without a target.
     """
 
@@ -57,10 +57,14 @@ def signal_rows(
     traced: Sequence[Flops],
     num_devices: int,
     rules: Rules | None,
+    where: str | None,
     *,
     timed: bool,
 ) -> Iterator[SignalRow]:
-    """A row for each signal that has any cost, the slowest first. timed: whether the walk has times."""
+    """A row for each signal that has any cost, the slowest first.
+
+    where: the file:line of the pipeline's section; None without a pipeline. timed: whether the walk has times.
+    """
     owned: dict[str, list[Parameter]] = collections.defaultdict(list)
     # A tied parameter counts at the first of its signals only, so that the rows add up.
     for p in params:
@@ -71,7 +75,7 @@ def signal_rows(
     share: dict[str, float] = collections.defaultdict(float)
     for row in traced:
         share[row.signal] += row.executed / num_devices
-    # Names from the traced program and of collectives are full; those of kernels may have lost their beginning.
+    # Names in the traced program and of collectives are full, but names of kernels may have lost their beginning.
     known = {*owned, *sent, *share}
     costs: dict[str, Cost] = collections.defaultdict(Cost)
     for origin, cost in walk.costs.items():
@@ -84,7 +88,8 @@ def signal_rows(
         cost = costs[name]
         yield SignalRow(
             signal=name,
-            rule="" if rules is None else rules.where_of(name),
+            # A pipeline's own work names the section that asks for it.
+            rule=where if where is not None and name == PIPELINE_SIGNAL else "" if rules is None else rules.where_of(name),
             specs=tuple(dict.fromkeys(f"{p.name} {p.spec}".strip() for p in owned[name])),
             parameter_bytes=sum(p.local_bytes for p in owned[name]),
             activation_bytes=activations[name],
@@ -101,8 +106,8 @@ def signal_rows(
 def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str) -> tuple[Collective, ...]:
     """The collectives, each with the line that causes it. where: file:line of the pipeline's section.
 
-    What a pipeline adds to the model has no line of its own in the user's program: it would have the one that calls the whole step. What
-    it sends between stages is caused by its section. What it gathers, and the gradients that it reduces, are those of parameters.
+    Operations that a pipeline adds to the model have no line in the user's program, except the line that calls the whole step. Its section
+    causes what it sends between stages; parameters cause what it gathers and reduces.
     """
     # Only stages permute: the lines of these collectives are those that call the pipelined function.
     calls = {c.source for c in sent if c.signal == PIPELINE_SIGNAL and c.kind == "collective-permute"}
@@ -112,8 +117,6 @@ def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str)
             largest.setdefault(signal, p)
 
     def cause(c: Collective) -> str:
-        if c.signal == PIPELINE_SIGNAL:
-            return where
-        return largest[c.signal].source if c.signal in largest else ""
+        return where if c.signal == PIPELINE_SIGNAL else largest[c.signal].source if c.signal in largest else ""
 
     return tuple(replace(c, source=cause(c) or c.source) if c.source in calls else c for c in sent)

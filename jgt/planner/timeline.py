@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jgt.console import axes_text
-from jgt.hardware.network import Network
+from jgt.hardware import Network
 from jgt.hlo.collectives import is_collective, pieces, wire_bytes
 from jgt.hlo.graph import branch_shares
 from jgt.hlo.groups import Groups, participants_of
@@ -27,76 +27,17 @@ from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
 from jgt.hlo.origin import NONE, Origin, origin_at, origin_of
 from jgt.hlo.text import Computation, Module, Spot
 from jgt.hlo.trips import trip_count
-from jgt.planner.step.spans import Lane, Span, Track
+from jgt.planner.panels import Lane, Span, Track
+from jgt.planner.walk import Cost, Walk
 from jgt.program.scopes import useful_share
 
-PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
-"""What a step's seconds are spent on. matmul, attention, memory: kernels, by what limits them. launch: the start of kernels. recompute:
-kernels that repeat a part of the forward pass. bubble: work of a pipeline's idle ticks, whose results are dropped. exposed: waiting for
-collectives."""
-
 HOST_AXES = ("host memory",)
-"""What transfers between the memories of host and device are counted under, beside the mesh axes of collectives."""
-
-
-@dataclass
-class Cost:
-    """What one device spends on a signal in a phase, in a step.
-
-    compute: seconds of kernels. exposed: seconds of waiting for collectives. flops: of matmuls. hbm_bytes: to and from memory.
-    roofline: the seconds that each part of the hardware would need alone: matmul, memory, and links by mesh axes.
-    """
-
-    compute: float = 0.0
-    exposed: float = 0.0
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    roofline: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
-
-    def add(self, other: Cost, times: float = 1) -> None:
-        """Adds another cost, `times` times."""
-        self.compute += other.compute * times
-        self.exposed += other.exposed * times
-        self.flops += other.flops * times
-        self.hbm_bytes += other.hbm_bytes * times
-        for part, seconds in other.roofline.items():
-            self.roofline[part] += seconds * times
-
-
-@dataclass
-class Walk:
-    """One run of a computation: its seconds, and its costs by signal and phase.
-
-    links: seconds of all collectives by mesh axes, hidden or not. exposed: seconds of waiting, by the axes of the collective waited for.
-    parts: the seconds by what they are spent on, see `PARTS`; they add up to `seconds`.
-    """
-
-    seconds: float = 0.0
-    costs: dict[Origin, Cost] = field(default_factory=lambda: collections.defaultdict(Cost))
-    links: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
-    exposed: dict[tuple[str, ...], float] = field(default_factory=lambda: collections.defaultdict(float))
-    parts: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
-
-    @property
-    def num_flops(self) -> float:
-        """FLOPs of its matmuls."""
-        return sum(cost.flops for cost in self.costs.values())
-
-    def add(self, other: Walk, times: float = 1) -> None:
-        """Appends `times` runs of another computation."""
-        self.seconds += other.seconds * times
-        for key, cost in other.costs.items():
-            self.costs[key].add(cost, times)
-        for sums, more in ((self.links, other.links), (self.exposed, other.exposed)):
-            for axes, seconds in more.items():
-                sums[axes] += seconds * times
-        for part, seconds in other.parts.items():
-            self.parts[part] += seconds * times
+"""The place of transfers between the memories of host and device, among the mesh axes of collectives."""
 
 
 @dataclass
 class _Run:
-    """A walk under way. free: when each of the links' lanes is; ends: when each asynchronous transfer does, by name, and its axes."""
+    """A walk under way. free: when each of the links' lanes is free; ends: the end of each asynchronous transfer by name, and its axes."""
 
     walk: Walk = field(default_factory=Walk)
     track: Track = field(default_factory=Track)
@@ -116,7 +57,7 @@ class _Run:
 
 
 class _Kernel(NamedTuple):
-    """What the text says of a kernel. useful: the share of its runs whose results are used."""
+    """A kernel in the text. useful: the share of its runs whose results are used."""
 
     cost: KernelCost
     origin: Origin
@@ -124,7 +65,7 @@ class _Kernel(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What the text says of a collective. num_bytes: sent by one device."""
+    """A collective in the text. num_bytes: the bytes that a device sends."""
 
     groups: Groups
     axes: tuple[str, ...]
@@ -141,7 +82,7 @@ class Timeline:
         self._walks: dict[str, Walk] = {}
         self.tracks: dict[str, Track] = {}
         """The timeline of each computation, by its name."""
-        # What the text says is the same on all networks.
+        # The text is the same on all networks.
         self._kernels: dict[str, _Kernel] = {}
         self._collectives: dict[str, _Sent] = {}
 
@@ -189,8 +130,8 @@ class Timeline:
         if spot.name not in self._collectives:
             span = participants_of(collective, self._mesh, self._num_devices)
             # Arrays that XLA combined into one collective are counted one by one, as in the table of collectives.
-            found = pieces(self._module, spot.computation, collective)
-            num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in found)
+            parts = pieces(self._module, spot.computation, collective)
+            num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in parts)
             self._collectives[spot.name] = _Sent(span.groups, span.axes, num_bytes, origin_at(self._module, spot))
         sent = self._collectives[spot.name]
         seconds = 0.0 if self._network is None else self._network.seconds(sent.groups, sent.num_bytes, collective.kind)
@@ -204,7 +145,7 @@ class Timeline:
     def _send_all(self, run: _Run, start: Instruction) -> None:
         """A computation of collectives that runs asynchronously: one collective, over the axes that take longest."""
         inner = self._walk(start.called[0])
-        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]), _main_origin(inner))
+        run.occupy(start.name, inner.seconds, max(inner.links, key=lambda axes: inner.links[axes]), inner.main_origin)
         for axes, seconds in inner.links.items():
             run.walk.links[axes] += seconds
         # Its seconds occupy the links here; they are exposed, if at all, where the end is waited for.
@@ -235,9 +176,9 @@ class Timeline:
             shares = branch_shares(self._module, instruction)
             branches = [self._walk(called) for called in instruction.called]
             if shares is None:
-                # Nothing says which branch is taken: the slowest one counts. Without times, FLOPs decide.
+                # Which branch is taken is unknown: the slowest one counts. Without times, FLOPs decide.
                 longest = max(branches, key=lambda branch: (branch.seconds, branch.num_flops))
-                walk.add(_without_bubble(longest) if self._is_shared else longest)
+                walk.add(longest.without_bubble() if self._is_shared else longest)
             else:
                 for branch, share in zip(branches, shares, strict=True):
                     walk.add(branch, float(share))
@@ -246,7 +187,7 @@ class Timeline:
                 walk.add(self._walk(called))
         if walk.seconds > start:
             longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
-            run.draw("device", start, walk.seconds, "loop" if loop else "kernels", _main_origin(longest), trips, loop)
+            run.draw("device", start, walk.seconds, "loop" if loop else "kernels", longest.main_origin, trips, loop)
 
     @property
     def _is_shared(self) -> bool:
@@ -256,17 +197,17 @@ class Timeline:
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
         if spot.name not in self._kernels:
-            cost = kernel_cost(self._module, computation, instruction)
-            self._kernels[spot.name] = _Kernel(cost, origin_at(self._module, spot), float(useful_share(instruction.op_name)))
-        one, origin, useful = self._kernels[spot.name]
+            work = kernel_cost(self._module, computation, instruction)
+            self._kernels[spot.name] = _Kernel(work, origin_at(self._module, spot), float(useful_share(instruction.op_name)))
+        work, origin, useful = self._kernels[spot.name]
         cost = run.walk.costs[origin]
-        cost.flops += one.flops
-        cost.hbm_bytes += one.num_bytes
+        cost.flops += work.flops
+        cost.hbm_bytes += work.num_bytes
         if self._network is None:
             return
         chip = self._network.target.chip
-        matmul, attention = sum(map(chip.matmul_seconds, one.matmuls)), chip.attention_seconds(one.attention) if one.attention else 0.0
-        memory, launch = chip.memory_seconds(one.num_bytes), chip.rates.launch_us * 1e-6
+        matmul, attention = sum(map(chip.matmul_seconds, work.matmuls)), chip.attention_seconds(work.attention) if work.attention else 0.0
+        memory, launch = chip.memory_seconds(work.num_bytes), chip.rates.launch_us * 1e-6
         alone = max(matmul + attention, memory) + launch
         # A collective under way takes cores and memory from the kernel beside it.
         beside = min(alone, max(run.free["links"] - run.walk.seconds, 0.0))
@@ -295,16 +236,3 @@ class Timeline:
             run.walk.parts["exposed"] += waited
         run.walk.seconds += waited
         run.walk.costs[origin].exposed += waited
-
-
-def _without_bubble(branch: Walk) -> Walk:
-    """A branch that idle stages of a pipeline do not take, on a processor that computes for the other stages meanwhile."""
-    found, bubble = Walk(), branch.parts["bubble"]
-    found.add(branch, 1 - bubble / branch.seconds if bubble else 1.0)
-    found.parts.update({**branch.parts, "bubble": 0.0})
-    return found
-
-
-def _main_origin(walk: Walk) -> Origin:
-    """The signal and the phase in which a walk spends most of its time."""
-    return max(walk.costs, key=lambda origin: walk.costs[origin].compute + walk.costs[origin].exposed, default=Origin(NONE, "forward"))

@@ -14,13 +14,14 @@ import collections
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from jgt.hlo.collectives import is_collective
 from jgt.hlo.kernels import CONTROL
 from jgt.hlo.origin import Origin, full_signal, origin_at
 from jgt.hlo.text import Module
-from jgt.profile.events import Event, Trace
+from jgt.profile.events import Event, Trace, read_trace
 from jgt.profile.overlap import BusyTime, Interval, divide_time
 
 OTHER = "(other)"
@@ -65,7 +66,7 @@ class DeviceTime:
 class Profile:
     """The measured steps, from the start of the first to the end of the last; means over the devices of this process.
 
-    signals: those that took longest first; together with idle_ms they add up to step_ms. Other fields are as in `DeviceTime`.
+    signals: the rows, the longest first; together with idle_ms they add up to step_ms. Other fields are as in `DeviceTime`.
     """
 
     num_steps: int
@@ -77,10 +78,18 @@ class Profile:
     devices: tuple[DeviceTime, ...]
 
 
+def read_profile(path: Path, annotation: str, text: str, num_steps: int, known_signals: Iterable[str]) -> Profile | None:
+    """The profile of a compiled program in a trace's file; None if the trace has no event of it.
+
+    annotation: the name of the StepTraceAnnotation around the call of each step. text: the compiled program. See `profile_of`.
+    """
+    return profile_of(read_trace(path, annotation), Module.parse(text), num_steps, known_signals)
+
+
 def profile_of(trace: Trace, module: Module, num_steps: int, known_signals: Iterable[str]) -> Profile | None:
     """The profile of a compiled program that ran `num_steps` times; None if the trace has no event of it.
 
-    known_signals: full paths of signals, with which paths that lack their beginning are completed.
+    known_signals: the full paths of signals, which complete paths that lack their beginning.
     """
     # The first dispatch precedes all device work: it ends no pause between steps.
     dispatched = [trace.dispatched[step] for step in sorted(trace.dispatched)][1:]
@@ -171,7 +180,7 @@ class _Reader:
 
 
 def _pauses(events: Sequence[Event], num_steps: int) -> list[tuple[float, float]]:
-    """From the end of each step to the start of the next.
+    """The pauses, from the end of each step to the start of the next.
 
     A trace does not mark steps on the device. An instruction with as many events as there are steps ran once in each, and the n-th
     events of all such instructions belong to step n.
@@ -180,7 +189,7 @@ def _pauses(events: Sequence[Event], num_steps: int) -> list[tuple[float, float]
     for event in sorted(events, key=lambda event: event.start_ns):
         runs[event.instruction].append(event)
     # Transposed: entry n has the n-th event of every instruction that ran once in a step.
-    steps = list(zip(*(found for found in runs.values() if len(found) == num_steps), strict=True))
+    steps = list(zip(*(events for events in runs.values() if len(events) == num_steps), strict=True))
     ends = [max(event.end_ns for event in step) for step in steps]
     starts = [min(event.start_ns for event in step) for step in steps]
     # One pause fewer than steps: none follows the last.

@@ -89,7 +89,7 @@ def read_trace(path: Path, annotation: str) -> Trace:
 
 
 def trace_of(planes: Iterable[Plane], annotation: str) -> Trace:
-    """Reads the planes of a trace. The events are those of its GPUs or, if there are none, of its CPU devices."""
+    """Reads the planes of a trace, with the events of its GPUs or, if there are none, of its CPU devices."""
     with warnings.catch_warnings():
         # Python warns that jaxlib's types lack a __module__. If warnings are errors, that would end the process.
         warnings.simplefilter("ignore", DeprecationWarning)

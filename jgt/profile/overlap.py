@@ -43,11 +43,11 @@ class BusyTime:
 
 def divide_time(intervals: Iterable[Interval]) -> BusyTime:
     """Divides the time of intervals among their origins, in one pass over the starts and ends in order of time."""
-    # At the same moment ends (-1) come before starts (1), so that intervals which only touch never run at once.
+    # Ends (-1) sort before starts (1) at the same moment, so that intervals which only touch never run at once.
     edges = sorted(
         ((at, step, i.in_background, i.origin) for i in intervals for at, step in ((i.start, 1), (i.end, -1))), key=lambda edge: edge[:2]
     )
-    # How many intervals of each origin are running: in the foreground, and in the background.
+    # The number of running intervals of each origin: in the foreground, and in the background.
     busy, running = BusyTime(), (collections.Counter[Origin](), collections.Counter[Origin]())
     before = edges[0][0] if edges else 0.0
     for at, step, in_background, origin in edges:

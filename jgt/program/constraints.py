@@ -1,4 +1,4 @@
-"""What jgt adds to a program: sharding constraints on values and their cotangents, and checkpoints around a program.
+"""Additions to a program: sharding constraints on values and their cotangents, and checkpoints around a program.
 
 A constraint in JAX pins a value, and by transposition its cotangent, to one sharding. Rules may ask for different shardings
 forward and backward, for which JAX has no primitive; a custom_vjp of the identity provides it. Both exist in two forms:

@@ -14,7 +14,7 @@ from jgt.program.parts import Flat, Part, dependency_bits, flatten
 
 
 def unchanged_arguments(program: Program) -> list[int | None]:
-    """For each output of a program, the index of the argument that it is, unchanged; None for an output that was computed.
+    """The index of the argument that each output of a program is, unchanged; None for an output that was computed.
 
     An argument may pass through jits, checkpoints, loops and branches on its way, if all of them return it as they got it.
     """

@@ -2,7 +2,7 @@
 
 JAX splits this kernel over devices by a custom partitioning, which asks the mesh for its devices. Inside a shard_map that leaves some axes
 to the partitioner, as a pipeline's stage is, the mesh is abstract and has none, so compilation fails. Here the kernel's primitives are
-lowered differently in that one case: as a shard_map over the axes that are left. Inside it all axes are manual, and the kernel runs as it
+lowered differently in this case: as a shard_map over the axes that are left. Inside it all axes are manual, and the kernel runs as it
 is on the heads of its device.
 
 The forward and the backward pass are one primitive each, and both are replaced after differentiation. So nothing differentiates through

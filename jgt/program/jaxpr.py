@@ -7,7 +7,7 @@ the equation around them, and JAX offers no public way to do so. This is the one
 of JAX; tests/program/test_jaxpr.py checks each fact that it relies on.
 
 The idea is never to take a primitive apart. A program is found in an equation's params by its type and is replaced in place by one
-with the same signature, so that no kind of nesting needs code of its own. Where a kind must be recognised (is it a scan? a
+with the same signature, so that no kind of nesting needs its own code. Where a kind must be recognised (is it a scan? a
 checkpoint?), the names of its params decide, because they change less often than the primitive's name. jax 0.10 has two
 classes, Jaxpr and ClosedJaxpr, where jax 0.12 has one; `body` and `with_body` hide the difference.
 """
@@ -28,7 +28,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jgt.signal import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -223,7 +223,7 @@ def _changed_rule(rule: Any, change: Callable[[Program], Program]) -> Callable[.
 
 
 def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
-    """For each argument of a program inside an equation, the operand of the equation that it receives.
+    """The operand of an equation that each argument of a program inside it receives.
 
     A program takes all operands (scan, jit, checkpoint, shard_map, custom derivatives) or the last of them (cond, whose
     first operand is the branch index); the params of a while loop say which operands are whose. None where the ranks show
@@ -244,7 +244,7 @@ def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
 
 
 def outer_results(equation: Equation, program: Program) -> list[Var | None]:
-    """For each output of a program inside an equation, the result of the equation that it becomes; None where they don't correspond."""
+    """The result of an equation that each output of a program inside it becomes; None where they don't correspond."""
     outvars = body(program).outvars
     # The condition of a while loop that carries one value has as many outputs as the loop has results.
     if len(outvars) != len(equation.outvars) or program is equation.params.get("cond_jaxpr"):
@@ -253,7 +253,7 @@ def outer_results(equation: Equation, program: Program) -> list[Var | None]:
 
 
 def scan_sizes(equation: Equation) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many it carries; it goes over the rest."""
+    """The numbers of constants and of carried values among the operands of a scan; it goes over the rest."""
     # Ranks decide: jax 0.10 has the params num_consts and num_carry, later versions keep trees instead.
     inner = body(equation.params["jaxpr"])
     num_scanned = sum(_rank(o) > _rank(i) for o, i in zip(equation.invars, inner.invars, strict=True))

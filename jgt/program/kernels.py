@@ -37,7 +37,7 @@ class CustomKernel:
     primitives: the JAX primitives that call it. keeps_rows: row i of each result depends on row i of the operands only, provided that the
     rows are the first dim of all of them. traced_flops(primitive, params, shapes of the operands): FLOPs of an equation. custom_call: a
     pattern for the target of XLA's custom call. compiled_flops(text, shape of the first operand): FLOPs of that custom call, from its HLO.
-    checks: what JAX asks of the library.
+    checks: the questions that JAX asks the library.
     """
 
     name: str
@@ -81,7 +81,7 @@ def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Se
 
 
 def _cudnn_compiled_flops(text: str, query: Shape) -> int:
-    """Two matmuls forward, five backward: the time of a plan is that of all FLOPs that the device executes."""
+    """Two matmuls forward, five backward: a plan takes the time of all FLOPs that the device executes."""
     scores = _cudnn_scores(text)
     num_scores = math.prod(scores) if scores else 0
     return _attention_flops(num_scores * query[-1], 5 if _CUDNN_BACKWARD.search(text) else 2, is_causal='CAUSAL"' in text)
@@ -138,7 +138,7 @@ def _grouped_flops(shapes: Sequence[Shape]) -> int:
 
 MOSAIC = CustomKernel(
     name="mosaic",
-    # JAX's kernels for grouped matmuls on Hopper, which `train.models.grouped` calls. Other kernels of Mosaic count no FLOPs.
+    # JAX's kernels for grouped matmuls on Hopper. Other kernels of Mosaic count no FLOPs.
     primitives=frozenset({"mpmd_map"}),
     keeps_rows=False,
     traced_flops=_mosaic_traced_flops,
@@ -153,7 +153,7 @@ KERNELS = (
     *ATTENTION,
     MOSAIC,
     # `jgt.signal.experts`: each row goes through its own experts.
-    CustomKernel(name="experts", primitives=frozenset({"region"}), keeps_rows=True),
+    CustomKernel(name="experts", primitives=frozenset({"on_devices"}), keeps_rows=True),
     # A user's own kernels and a library's that nothing here calls. That they keep rows apart is an assumption; jgt cannot look inside.
     CustomKernel(
         name="other",

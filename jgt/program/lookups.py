@@ -63,7 +63,7 @@ def _inside(equation: Equation, program: Program, dims: Mapping[Var, Dims]) -> I
     inner = jx.body(program)
     pairs = zip(jx.outer_operands(equation, program), inner.invars, strict=True)
     known = {var: dims[outer] for outer, var in pairs if outer is not None and jx.is_var(outer) and outer in dims}
-    found = dict(lookup for e in inner.eqns for lookup in _lookups(e, known)) if known else {}
+    looked_up = dict(lookup for e in inner.eqns for lookup in _lookups(e, known)) if known else {}
     for outer, atom in zip(jx.outer_results(equation, program), inner.outvars, strict=True):
-        if outer is not None and jx.is_var(atom) and atom in found:
-            yield outer, found[atom]
+        if outer is not None and jx.is_var(atom) and atom in looked_up:
+            yield outer, looked_up[atom]

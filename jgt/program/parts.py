@@ -75,7 +75,7 @@ def _dissolved(
             continue
         (program,) = jx.subprograms(equation)
         inner = jx.body(program)
-        # JAX caches traces, so two calls may share one program: each call gets variables of its own.
+        # JAX caches traces, so two calls may share one program: each call gets its own variables.
         local: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
         for var, value in jx.constants(program).items():
             new = local[var] = jx.new_var_like(var)
@@ -85,7 +85,7 @@ def _dissolved(
         yield from _dissolved((_inlined(e, outer, local) for e in inner.eqns), rename, consts, dissolve)
         for out, atom in zip(equation.outvars, inner.outvars, strict=True):
             result = local.get(atom, atom) if jx.is_var(atom) else atom
-            # The result may in turn come from a call inside this one.
+            # The result may in turn come from a call inside the call.
             rename[out] = rename.get(result, result) if jx.is_var(result) else result
 
 
@@ -118,15 +118,15 @@ def extract_part(flat: Flat, outputs: Sequence[Atom], known: Collection[Var] = (
 
 
 def dependency_bits(flat: Flat, sources: Mapping[Var, int], equations: Mapping[int, int] | None = None) -> dict[Var, int]:
-    """What each variable depends on, as a union of bits.
+    """The sources that each variable depends on, as a union of bits.
 
     sources: the bits of arguments. equations: additional bits of the results of equations, by the equation's index.
     """
-    found = dict(sources)
+    reached = dict(sources)
     for index, equation in enumerate(flat.eqns):
         bits = (equations or {}).get(index, 0)
         for atom in equation.invars:
             if jx.is_var(atom):
-                bits |= found.get(atom, 0)
-        found.update(dict.fromkeys(equation.outvars, bits))
-    return found
+                bits |= reached.get(atom, 0)
+        reached.update(dict.fromkeys(equation.outvars, bits))
+    return reached

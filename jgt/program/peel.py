@@ -74,7 +74,7 @@ def _own_scan(scan: Equation, loop: _Loop, wanted: Sequence[int]) -> tuple[list[
     results = sorted(wanted)
     while True:
         part = extract_part(flat, [flat.outvars[n] for n in results])
-        # What the part carries it has to compute, too.
+        # The part has to compute what it carries, too.
         carried = [n for n, var in enumerate(loop.carried) if var in part.inputs or n in results]
         more = sorted({*results, *carried})
         if more == results:

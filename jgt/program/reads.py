@@ -22,7 +22,7 @@ _LAYOUT = frozenset({"reshape", "squeeze", "transpose", "slice", "broadcast_in_d
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """How a program reads an argument. dtype: the type that it casts to. once: whether by a single cast, so that nothing is added up."""
+    """The read of an argument by a program. dtype: the type that it casts to. once: whether it casts once, so that nothing is added up."""
 
     dtype: Any
     once: bool
@@ -33,7 +33,7 @@ _Casts = Counter[Any]
 
 
 def narrow_reads(program: Program) -> list[Read | None]:
-    """For each argument how it is read, if only in one narrower type of float. None: as it is, or in several types."""
+    """The read of each argument that is read in one narrower type of float only; None for an argument that is read in another way."""
     inner = jx.body(program)
     return [_narrow(jx.dtype_of(var), casts) for var, casts in zip(inner.invars, _casts(program), strict=True)]
 
@@ -56,9 +56,9 @@ def _casts(program: Program) -> list[_Casts]:
         if operands and equation.primitive.name in _LAYOUT:
             origin[equation.outvars[0]] = operands[0][1]
         elif operands:
-            found = _casts_of(equation)
+            by_operand = _casts_of(equation)
             for place, index in operands:
-                casts[index] += found[place]
+                casts[index] += by_operand[place]
     for atom in inner.outvars:
         if jx.is_var(atom) and atom in origin:
             casts[origin[atom]][None] += 1
@@ -66,7 +66,7 @@ def _casts(program: Program) -> list[_Casts]:
 
 
 def _casts_of(equation: Equation) -> list[_Casts]:
-    """Those of each operand of an equation."""
+    """The casts of each operand of an equation."""
     if equation.primitive.name == "convert_element_type":
         return [_Casts([jx.dtype_of(equation.outvars[0])])]
     # A custom derivative has rules besides its program, and nothing shows how these read the operands.

@@ -17,13 +17,17 @@ from fractions import Fraction
 
 import jax
 
-from jgt.signal import PREFIX
+PREFIX = "sig."
+"""Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
+
+MICROBATCH = "jgt.microbatch"
+"""The scope of values that are meant of one microbatch (`jgt.signal.per_microbatch`)."""
 
 # These names do not begin with the prefix of signals, so no rule can match them.
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
-REGION = "jgt.region"
+ON_DEVICES = "jgt.on_devices"
 REPLICAS = "jgt.replicas"
 _REPLICAS = re.compile(r"jgt\.replicas\.([\w+-]+)(?:\.(\d+))?")
 _TAKEN = re.compile(r"jgt\.taken\.(\d+)of(\d+)")
@@ -55,20 +59,20 @@ def recompute() -> AbstractContextManager[object]:
     return jax.named_scope(RECOMPUTE)
 
 
-def region() -> AbstractContextManager[object]:
+def on_devices() -> AbstractContextManager[object]:
     """A program for one device that takes the place of a piece of the model."""
-    return jax.named_scope(REGION)
+    return jax.named_scope(ON_DEVICES)
 
 
 def over_replicas(axes: Iterable[str], numbers: int | None = None) -> AbstractContextManager[object]:
-    """What replicas along mesh axes send to each other. numbers: of a sum that the partitioner adds up, how many each device has of it."""
+    """Sends between replicas along mesh axes. numbers: the count of numbers on each device in a sum that the partitioner adds up."""
     return jax.named_scope(".".join([REPLICAS, "+".join(axes), *([] if numbers is None else [str(numbers)])]))
 
 
 def replicas_of(name: str) -> tuple[tuple[str, ...], int | None] | None:
     """The axes and the numbers of the innermost `over_replicas` in a name; None without one."""
-    found = next(reversed(list(_REPLICAS.finditer(name))), None)
-    return None if found is None else (tuple(found[1].split("+")), None if found[2] is None else int(found[2]))
+    innermost = next(reversed(list(_REPLICAS.finditer(name))), None)
+    return None if innermost is None else (tuple(innermost[1].split("+")), None if innermost[2] is None else int(innermost[2]))
 
 
 def branch_taken(share: Fraction) -> AbstractContextManager[object]:
@@ -94,16 +98,16 @@ def expected_trips(loop: str, further_rounds: int = 0) -> int | None:
     `jgt.signal`. further_rounds: the trips to expect of a loop that runs the rounds of an exchange of experts after the first. Rows that
     are evenly spread need none.
     """
-    found = _own_scope(_TRIPS, loop)
-    if found is None:
+    scope = _own_scope(_TRIPS, loop)
+    if scope is None:
         return None
-    return further_rounds if found[1] is None else int(found[1])
+    return further_rounds if scope[1] is None else int(scope[1])
 
 
 def possible_rounds(loop: str) -> int | None:
     """If a loop runs the further rounds of an exchange (`jgt.experts.exchange`), how many there can be, 0 if that is unknown."""
-    found = _own_scope(_TRIPS, loop)
-    return int(found[2] or 0) if found and found[1] is None else None
+    scope = _own_scope(_TRIPS, loop)
+    return int(scope[2] or 0) if scope and scope[1] is None else None
 
 
 def _own_scope(pattern: re.Pattern[str], loop: str) -> re.Match[str] | None:
@@ -112,24 +116,24 @@ def _own_scope(pattern: re.Pattern[str], loop: str) -> re.Match[str] | None:
 
 
 def taken_share(name: str) -> Fraction:
-    """How often an operation runs according to the `branch_taken` scopes in its name; nested ones multiply."""
+    """The share of cases in which an operation runs, by the `branch_taken` scopes in its name; nested ones multiply."""
     return _product(_TAKEN, name)
 
 
 def useful_share(name: str) -> Fraction:
-    """How often the result of an operation is used according to the `useful` scopes in its name."""
+    """The share of cases in which the result of an operation is used, by the `useful` scopes in its name."""
     return _product(_USEFUL, name)
 
 
 def branch_share(conditional: str, names: Iterable[str]) -> Fraction | None:
-    """How often a branch is taken, from the names of its conditional and of the operations in it; None if none of them says.
+    """The share of cases in which a branch is taken, by the names of its conditional and of the operations in it; None if none says.
 
     The scopes of branches around the conditional are in both names. They say how often the conditional runs, not how it chooses.
     """
     around = len(_TAKEN.findall(conditional))
     # XLA adds operations without a name, so any operation with one has to do.
-    found = next((found for name in names if len(found := _TAKEN.findall(name)) > around), None)
-    return None if found is None else math.prod((Fraction(int(taken), int(of)) for taken, of in found[around:]), start=Fraction(1))
+    shares = next((shares for name in names if len(shares := _TAKEN.findall(name)) > around), None)
+    return None if shares is None else math.prod((Fraction(int(taken), int(of)) for taken, of in shares[around:]), start=Fraction(1))
 
 
 def _product(pattern: re.Pattern[str], name: str) -> Fraction:

@@ -91,7 +91,7 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
         if not followed:
             continue
         place = jx.place_of(equation, around)
-        # A call or a loop is not a use by itself: the equations inside it are. A kernel has a program too, which takes other arguments.
+        # A call or a loop is no use; the equations inside it are. A kernel has a program too, which takes other arguments.
         # Every program is followed into, so the list comes before the question.
         entered = [_follow_into(equation, inner, place, trails, consumers) for inner in jx.subprograms(equation)]
         if any(entered):
@@ -146,7 +146,7 @@ def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
 
 
 def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int | None, ...]:
-    """The dims after a reshape: those of one dim that it divides, and None for a dim that it makes of several."""
+    """The dims after a reshape: a dim that it divides is the dim of each part, and a dim that it makes of several is None."""
     result: list[int | None] = []
     position = 0
     while len(result) < len(new):
@@ -160,8 +160,8 @@ def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int
                 end += 1
             if position > len(old) or end > len(new):
                 return (None,) * len(new)
-        found = {d for d, size in zip(dims[start:position], old[start:position], strict=True) if size != 1}
-        result += [found.copy().pop() if len(found) == 1 else None] * (end - first)
+        old_dims = {d for d, size in zip(dims[start:position], old[start:position], strict=True) if size != 1}
+        result += [old_dims.copy().pop() if len(old_dims) == 1 else None] * (end - first)
     return tuple(result)
 
 

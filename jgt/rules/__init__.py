@@ -18,7 +18,6 @@ from jgt.rules.load import SHIPPED_RULES, load_rules, make_rules, rules_from_nod
 from jgt.rules.matching import (
     Match,
     match_experts,
-    match_gather,
     match_input,
     match_optimizer,
     match_out,
@@ -27,7 +26,7 @@ from jgt.rules.matching import (
     match_save,
     match_tensor,
 )
-from jgt.rules.rules import Action, ExpertsRule, GatherRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.rules import Action, ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import Misfit, Spec, SpecRule, expand, fits_rank, misfit_problems, misfits, show
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Action",
     "AnyMatch",
     "ExpertsRule",
-    "GatherRule",
     "Match",
     "Misfit",
     "OverlapRule",
@@ -50,7 +48,6 @@ __all__ = [
     "load_rules",
     "make_rules",
     "match_experts",
-    "match_gather",
     "match_input",
     "match_optimizer",
     "match_out",

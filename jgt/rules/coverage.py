@@ -8,17 +8,18 @@ that once at the end. A rule that matched only where an earlier rule had already
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from jgt.document import nearest, suggestion
 from jgt.rules.matching import Match, Slot
-from jgt.rules.rules import ExpertsRule, GatherRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
+from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule, min_rank
 
 _MOST_PATHS = 8
 _FITS = " that the spec fits"
 
-AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[GatherRule] | Match[ExpertsRule]
+AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,10 @@ class Seen:
     out_ranks: the ranks of the floating values that leave each signal.
     """
 
-    signals: frozenset[str] = frozenset()
+    signals: AbstractSet[str] = frozenset()
     params: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    tensors: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    out_ranks: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    tensors: Mapping[str, AbstractSet[str]] = field(default_factory=dict[str, AbstractSet[str]])
+    out_ranks: Mapping[str, AbstractSet[int]] = field(default_factory=dict[str, AbstractSet[int]])
     matches: tuple[AnyMatch, ...] = ()
 
 
@@ -69,8 +70,6 @@ class _Coverage:
         yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches", params)
         reason = "no parameter used below this signal matches that the spec fits"
         yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason, params)
-        reason = "no parameter used below this signal, and nowhere else, matches"
-        yield from self.silent(f"{label}gather", rule.gather, (*at, "gather"), reason, params)
         # For the advice in messages: the names that a rule of this signal can reach.
         below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
         yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
@@ -105,7 +104,7 @@ class _Coverage:
     def silent(
         self,
         label: str,
-        rules: Sequence[SpecRule] | Sequence[GatherRule],
+        rules: Sequence[SpecRule],
         at: Slot,
         reason: str,
         params: Sequence[str] = (),

@@ -17,17 +17,16 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest, suggestion
-from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, GatherRule, GatherType, Overflow, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
-SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "gather", "experts")
+SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts")
 EXPERTS_KEYS = ("axis", "exchange", "room", "over")
-EXCHANGES = ("all-to-all", "gather", "ragged")
+EXCHANGES = ("all-to-all",)
 OVERFLOWS = ("rounds", "drop")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
-GATHERS = ("int8",)
 SHIPPED_RULES = "rules"
 """The folder of the shipped rules files."""
 DEFAULT_ROOM = 1.25
@@ -109,7 +108,6 @@ class _Reader:
             backward_tensors=self._specs(backward.get("tensors")),
             save=tuple(self._save(name, child) for name, child in self._children(parts.get("save")).items()),
             overlap=self._overlap(parts.get("overlap")),
-            gather=tuple(self._gather(name, child) for name, child in self._children(parts.get("gather")).items()),
             experts=self._experts(parts.get("experts")),
             where=node.where,
         )
@@ -117,9 +115,6 @@ class _Reader:
     def _overlap(self, node: Node | None) -> OverlapRule | None:
         axis = None if node is None or node.value is None else self._one_axis(node)
         return None if axis is None else OverlapRule(axis=axis, where=cast(Node, node).where)
-
-    def _gather(self, name: str, node: Node) -> GatherRule:
-        return GatherRule(pattern=name, wire=cast(GatherType, self._one_of(node, GATHERS)), where=node.where)
 
     def _experts(self, node: Node | None) -> ExpertsRule | None:
         if node is None or node.value is None:

@@ -13,13 +13,13 @@ come first, then those of each signal, in file order. A rule of a signal covers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from jgt.rules.rules import ExpertsRule, GatherRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
+from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end
 from jgt.rules.spec import SpecRule, fits_rank, min_rank
 
-_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule, GatherRule, ExpertsRule)
+_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule, ExpertsRule)
 
 Slot = tuple[str | int, ...]
 """The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
@@ -104,23 +104,6 @@ def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
 def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
     """The axis whose sends the matmuls of this signal hide."""
     return _first((("signals", index, "overlap"), rule.overlap) for index, rule in _covering(rules, signal) if rule.overlap is not None)
-
-
-def match_gather(rules: Rules, path: str, signals: Sequence[str]) -> Match[GatherRule]:
-    """The type in which a parameter that is used under these signals travels. Without a rule for all of them, it travels as it is read."""
-    found = [
-        _first(
-            one
-            for index, rule in _covering(rules, signal)
-            for one in _slots(rule.gather, "signals", index, "gather")
-            if matches_end(one[1].pattern, path)
-        )
-        for signal in signals or ("",)
-    ]
-    if any(match.rule is None for match in found):
-        return Match()
-    first = found[0]
-    return replace(first, decided=tuple(slot for match in found for slot in match.decided))
 
 
 def match_experts(rules: Rules, signal: str) -> Match[ExpertsRule]:

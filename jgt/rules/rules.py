@@ -88,19 +88,7 @@ class OverlapRule:
     where: str = field(default="rules", compare=False)
 
 
-GatherType = Literal["int8"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherRule:
-    """The type in which parameters travel when devices bring them together for their use."""
-
-    pattern: str
-    wire: GatherType
-    where: str = field(default="rules", compare=False)
-
-
-ExchangeKind = Literal["all-to-all", "gather", "ragged"]
+ExchangeKind = Literal["all-to-all"]
 Overflow = Literal["rounds", "drop"]
 
 
@@ -108,8 +96,8 @@ Overflow = Literal["rounds", "drop"]
 class ExpertsRule:
     """The mesh axis that holds the experts of a signal, and how rows travel to them.
 
-    exchange: from each device to each, in arrays with fixed room; all tokens to all devices; or only the rows there are. room: the rows
-    that each pair of devices has room for, over their number if all experts are chosen equally often. over: what becomes of rows beyond.
+    exchange: an all-to-all of arrays with a fixed capacity. room: the capacity factor, which is the rows that each pair of devices has room
+    for, over their number if all experts are chosen equally often. over: what becomes of further rows.
     """
 
     axis: str
@@ -138,7 +126,6 @@ class SignalRule:
     backward_tensors: tuple[SpecRule, ...] = ()
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None
-    gather: tuple[GatherRule, ...] = ()
     experts: ExpertsRule | None = None
     where: str = field(default="rules", compare=False)
 

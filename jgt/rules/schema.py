@@ -6,7 +6,7 @@ Rules are read entry by entry (`load.py`) and not into one dataclass, so their s
 from __future__ import annotations
 
 from jgt.document.schema import DIALECT, Schema, mapping_of, or_null
-from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, GATHERS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
+from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
 
 _AXES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _SPEC: Schema = {
@@ -25,12 +25,11 @@ _TEXTS = {
     "out": "The spec of the values that are computed inside the signal and used outside.",
     "backward": "Other specs for the cotangents.",
     "overlap": "The mesh axis whose sends run beside the matmuls of the signal, part by part.",
-    "gather": "The type in which parameters travel when devices bring them together for their use, by the end of their path.",
     "experts": "Where the experts are that the signal calls, and how rows travel to them.",
     "axis": "The mesh axis that holds the experts.",
-    "exchange": "How rows travel: from each device to each with fixed room, all tokens to all devices, or only the rows there are (GPUs).",
-    "room": "The rows that each pair of devices has room for, over their number if all experts are chosen equally often.",
-    "over": "What becomes of rows beyond: further rounds, or they are dropped.",
+    "exchange": "How rows travel: by an all-to-all of arrays with a fixed capacity.",
+    "room": "The capacity factor: the rows that each pair of devices has room for, over an equal share.",
+    "over": "What becomes of rows beyond the capacity: they are sent in further rounds, or dropped.",
     "save": "What becomes of a named tensor until the backward pass.",
 }
 
@@ -60,7 +59,6 @@ def _of_key(key: str) -> Schema:
         "axes": _by_pattern(_AXES),
         "default": {"enum": ["replicate"]},
         "save": _by_pattern({"enum": list(ACTIONS)}),
-        "gather": _by_pattern({"enum": list(GATHERS)}),
         "out": _SPEC,
         "overlap": {"type": "string"},
         "inputs": {"anyOf": [_SPEC, _by_pattern(_SPEC)]},

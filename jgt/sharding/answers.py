@@ -25,10 +25,10 @@ _R = TypeVar("_R", SpecRule, SaveRule)
 
 
 class Answers:
-    """What the rules say about the values of one program. The collections are filled with each question, and read after the last.
+    """The rules asked about the values of one program. Each question fills the collections, which are read after the last one.
 
     matches: the answers that got a rule or a problem. signals: the paths of all places. tensors: the places of each tensor name.
-    out_ranks: the ranks of the values that leave each signal. experts: the number of experts that are called, by signal.
+    out_ranks: the ranks of the values that leave each signal.
     """
 
     def __init__(self, rules: Rules, site: Surroundings):
@@ -38,7 +38,6 @@ class Answers:
         self.signals: set[str] = set()
         self.tensors: dict[str, set[str]] = {}
         self.out_ranks: dict[str, set[int]] = {}
-        self.experts: dict[str, int] = {}
 
     def add(self, matches: Iterable[AnyMatch], problems: Iterable[str]) -> None:
         """Adds answers that came from elsewhere, and the problems found there."""
@@ -80,12 +79,12 @@ class Answers:
         wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
         free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
         sizes = dict((manual or self._site.mesh).shape)
-        found = [
+        problems = [
             *self._misfit_problems(rule, free, shape, sizes, what),
             *self._site.stage_problems(rule, free, [place.path], what),
         ]
-        self.problems += found
-        if found or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
+        self.problems += problems
+        if problems or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
             return None
         return coarse_dims(free, shape, sizes)
 

@@ -13,26 +13,23 @@ An argument whose rule is wrong is not pinned. Problems are only collected here,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
 
 from jgt.document import InputError
-from jgt.program.dims import Dims, even_dims, show_dims
+from jgt.program.dims import Dims, even_dims
 from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
-from jgt.regions import Gather, block_of
+from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import (
-    GatherRule,
     Match,
     Rules,
     SpecRule,
     expand,
     fits_rank,
-    match_experts,
-    match_gather,
     match_optimizer,
     match_param,
     misfit_problems,
@@ -40,12 +37,12 @@ from jgt.rules import (
 )
 from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
-from jgt.sharding.placement import ParameterPlace, Surroundings
+from jgt.sharding.placement import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentSpecs:
-    """What the rules say about the parameters or the inputs of a call, and what is wrong with them.
+    """The places of the parameters or the inputs of a call by the rules, and what is wrong with the rules.
 
     places: one for each parameter, in order. dims: one for each input. pins: by argument number, the dims of the value and of its gradient,
     for arguments without problems.
@@ -88,7 +85,7 @@ def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, sit
         )
         places.append(place)
         matches += [match, state]
-        # The problems of the match itself are collected with those of all matches.
+        # The caller collects the problems of all matches.
         problems += own[len(match.problems) :]
         if not own:
             # The gradient has the layout of the optimizer state. With ZeRO-1 that turns its all-reduce into a
@@ -109,26 +106,26 @@ def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroun
         matches.append(match)
         all_dims.append(dims)
         if match.rule is None:
-            # What nobody names is left to the partitioner, except state: it is the same on all devices, in every step.
+            # An input without a rule is left to the partitioner. State is not: it is the same on all devices, in every step.
             if one.is_state and not one.is_key:
                 whole: Dims = ((),) * len(one.x.shape)
                 pins[index] = (whole, whole)
             continue
         dims = site.free_dims(dims)
-        found = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
+        misfits_of_input = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
         # Inputs often come in dozens of one shape: the first one is enough.
         if (match.rule, one.x.shape) not in reported:
-            problems |= dict.fromkeys(found)
+            problems |= dict.fromkeys(misfits_of_input)
         reported.add((match.rule, one.x.shape))
-        if not found:
+        if not misfits_of_input:
             pins[index] = (dims, dims)
     return ArgumentSpecs(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
 def uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
     """The sizes of the dims of parameters and of their optimizer states that their axes do not divide."""
-    found = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
-    return frozenset(misfit.size for shape, dims in found for misfit in misfits(site.free_dims(dims), shape, site.sizes))
+    layouts = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
+    return frozenset(misfit.size for shape, dims in layouts for misfit in misfits(site.free_dims(dims), shape, site.sizes))
 
 
 def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rules: Rules) -> None:
@@ -145,71 +142,6 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
             )
     if problems:
         raise InputError(problems)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherSpecs:
-    """The parameters that travel in eight bits, by number, each with its rule, and what is wrong with the rules."""
-
-    gathers: Mapping[int, Gather]
-    rules: Mapping[int, GatherRule]
-    matches: tuple[Match[GatherRule], ...]
-    problems: tuple[str, ...]
-
-
-def gather_specs(places: Sequence[ParameterPlace], batch: Collection[str], rules: Rules, site: Surroundings) -> GatherSpecs:
-    """How parameters are gathered by the rules of the signals that use them. batch: the axes that split the rows of the inputs."""
-    gathers: dict[int, Gather] = {}
-    chosen: dict[int, GatherRule] = {}
-    matches: list[Match[GatherRule]] = []
-    problems: list[str] = []
-    for index, place in enumerate(places):
-        match = match_gather(rules, place.path, place.signals)
-        matches.append(match)
-        if match.rule is None:
-            continue
-        shape = [size for dim, size in enumerate(place.shape) if dim not in place.sliced]
-        named = tuple(axes for dim, axes in enumerate(place.dims) if dim not in place.sliced)
-        dims = site.free_dims(named)
-        why, block = "", block_of(shape, dims, site.sizes)
-        if not any(axis in batch for axes in named for axis in axes):
-            why = f"is not split over an axis of the batch ({', '.join(batch) or 'none'}), so it is not gathered. Split it over one"
-        elif any(match_experts(rules, signal).rule for signal in place.signals):
-            why = "has weights of experts, which stay on their devices"
-        elif site.stage is not None:
-            why = "is a parameter of a pipeline, which gathers its weights itself"
-        elif block is None:
-            why = f"has {shape} numbers in a use, split {show_dims(dims)}: no dim has blocks of 128 to 256 numbers on a device"
-        if why or block is None:
-            problems.append(gather_problem(match.rule, place.path, why))
-            continue
-        whole = tuple(tuple(axis for axis in axes if axis not in batch) for axes in dims)
-        chosen[index] = match.rule
-        if any(site.sizes[axis] > 1 for before, after in zip(dims, whole, strict=True) for axis in before if axis not in after):
-            gathers[index] = Gather(stored=dims, whole=whole, dim=block[0], block=block[1])
-    return GatherSpecs(gathers=gathers, rules=chosen, matches=tuple(matches), problems=tuple(problems))
-
-
-def gather_problem(rule: GatherRule, path: str, why: str) -> str:
-    """A parameter that cannot travel in the type that a rule gives it."""
-    return f"{rule.where}: gather: {rule.pattern}: {path} {why}. Write a pattern that does not match it"
-
-
-def experts_problems(places: Sequence[ParameterPlace], experts: Mapping[str, int], rules: Rules) -> Iterator[str]:
-    """The problem of weights of experts that the axis of the experts splits along another dim. experts: their number, by signal."""
-    for place in places:
-        inner = [(size, axes) for dim, (size, axes) in enumerate(zip(place.shape, place.dims, strict=True)) if dim not in place.sliced]
-        for signal in place.signals:
-            rule = match_experts(rules, signal).rule
-            # By its shape: a router [d, experts] is not one of the weights.
-            if rule is None or len(inner) < 2 or inner[0][0] != experts.get(signal):
-                continue
-            if any(rule.axis in axes for _, axes in inner[1:]):
-                shape = [size for size, _ in inner]
-                yield (
-                    f"{rule.where}: experts: {rule.axis} holds the experts, so it can split dim 0 of {place.path} {shape} only. "
-                    f"Write {rule.axis} first in its spec, and take it out of the other dims"
-                )
 
 
 def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:

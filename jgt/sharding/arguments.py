@@ -35,7 +35,7 @@ _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 class Traced:
     """The program of a call.
 
-    program: from the arrays to the leaves of the result, then the new values of the arrays that the function changes in place.
+    program: a program from the arrays to the leaves of the result, then the new values of the arrays that the function changes in place.
     out_tree: the tree of the result. changed: the numbers of those arrays.
     """
 
@@ -114,7 +114,7 @@ class Arguments:
     def trace_rows(self, is_batched: Sequence[bool], num_rows: int, changed: Sequence[int]) -> jx.Program:
         """The program with another batch size: this many rows in every array whose first dim is the batch.
 
-        changed: as `trace` found it.
+        changed: the numbers of the arrays that `trace` saw change.
         """
         shapes = [
             jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), _traced_dtype(x)) if batched else _without_sharding(x)
@@ -143,7 +143,7 @@ class Arguments:
                 "the first positional argument must hold the parameters, but none was given; pass them by position, not by name"
             )
         first = [x for _, x in self._leaves[: positional[0].num_leaves]]
-        # Of a module of equinox, say, some leaves are arrays; the others are constants of the program, as in the other arguments.
+        # Some leaves of an equinox module, say, are no arrays. They are constants of the program, as in the other arguments.
         if first and not any(isinstance(x, _ARRAYS) for x in first):
             kind = type(first[0]).__name__
             raise TypeError(
@@ -172,12 +172,12 @@ class Arguments:
         if len(before) != len(after):
             raise ValueError(_lost(["the arguments' structure"]))
         # Compared by identity: a function that writes into its arguments leaves other objects there, even if the values are equal.
-        found = [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a is not b and not self._variables.is_repeated(n)]
+        changed = [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a is not b and not self._variables.is_repeated(n)]
         arrays = set(self._order)
-        constants = [path_text(self._leaves[n][0][2:]) for n in found if n not in arrays]
+        constants = [path_text(self._leaves[n][0][2:]) for n in changed if n not in arrays]
         if constants:
             raise ValueError(_lost(constants))
-        return found
+        return changed
 
 
 def _is_first(path: KeyPath) -> bool:

@@ -17,41 +17,36 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.pipeline.config import Pipeline
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
-from jgt.regions import with_gathers
+from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules, Seen, unreached
+from jgt.sharding.answers import Answers
 from jgt.sharding.argument_specs import (
     ArgumentSpecs,
-    GatherSpecs,
     check_aliases,
-    experts_problems,
-    gather_problem,
-    gather_specs,
     input_specs,
     parameter_specs,
     uneven_sizes,
 )
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Placement, Surroundings
-from jgt.sharding.rewrite import Rewritten, rewrite
-from jgt.sharding.staging import Run, StagedCall, StoredCall, stage
-from jgt.sharding.storage import Form, Storage, form_of, form_of_stack
+from jgt.sharding.rewrite import rewrite
+from jgt.sharding.staged import Run, StagedCall, Staging, StoredCall
+from jgt.sharding.storage import Form, Storage, form_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """What a call of these shapes needs.
+    """A call that is ready to run.
 
-    run: from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`. storage:
-    the stored forms of parameters, where these are not the model's. run_stored: the same where stacks are stored on their stages.
-    out_tree: the tree of the result. program, rewritten: as traced, and with every rule applied; None in a
-    pipeline, which rewrites parts.
-    is_reusable: whether it serves other calls with the same key too; not if the function closed over values of a trace
-    around it.
+    run: a function from the argument arrays, in order, to the leaves of the result, then the new values of the arrays numbered `changed`.
+    out_tree: the tree of the result. program: the traced program. rewritten: the program with every rule applied; None in a pipeline,
+    which rewrites parts. storage: the stored forms of parameters that are not stored as the model has them. run_stored: `run` for stacks
+    that are stored on their stages. is_reusable: whether other calls with the same key may use it, too; not if the function closed over
+    values of a trace around it.
     """
 
     placement: Placement
@@ -69,12 +64,13 @@ def plan_call(
     arguments: Arguments,
     rules: Rules,
     mesh: Mesh | AbstractMesh,
+    replacements: Sequence[Replacement] = (),
     *,
     partial: bool = False,
-    pipeline: Pipeline | None = None,
+    pipeline: Staging | None = None,
     pad: bool = False,
 ) -> PlannedCall:
-    """Traces a call, places its parameters and inputs, and rewrites its program.
+    """Traces a call, places its parameters and inputs, and rewrites its program. Replacements are applied in their order.
 
     Raises InputError with every misfit, and with every rule that matches nothing (not with `partial`). Raises
     ValueError for arguments that a sharded function cannot take.
@@ -84,22 +80,22 @@ def plan_call(
     program = traced.program
     site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
-    applied = _apply_rules(arguments, program, rules, site, pad=pad, applies=pipeline is None)
-    found = applied.problems(rules, partial=partial)
+    applied = _apply_rules(arguments, program, rules, site, replacements, pad=pad, applies=pipeline is None)
+    problems = applied.problems(rules, partial=partial)
 
     def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return jx.evaluate(applied.whole.program, arrays)
+        return jx.evaluate(applied.program, arrays)
 
     staged = StagedCall(parameters=applied.params.places, run=evaluate)
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
-        staged = stage(arguments, traced, pipeline, rules, applied.site, applied.params.places)
-        found += staged.problems
-    if found:
-        raise InputError(found)
-    # Last, because it raises an error of its own instead of adding to `found`.
+        staged = pipeline.stage(arguments, traced, rules, applied.site, replacements, applied.params.places)
+        problems += staged.problems
+    if problems:
+        raise InputError(problems)
+    # Last, because it raises an error itself.
     check_aliases(arguments.parameters, staged.parameters, rules)
-    # Without a read for state, which comes behind the parameters.
+    # State has no read; it follows the parameters.
     places = tuple(replace(place, read=read) for place, read in zip(staged.parameters, narrow_reads(program), strict=False))
     placement = Placement(
         rules=rules,
@@ -108,13 +104,13 @@ def plan_call(
         tree=tree,
         others=_others(numbers, len(arguments.parameters), applied.inputs.dims),
         signature=arguments.signature,
-        tensors=tuple(applied.whole.tensors),
+        tensors=tuple(applied.answers.tensors),
     )
 
     def pinned(run: Run) -> Run:
         return _with_state_pinned(run, traced, {n: dims for n, (dims, _) in applied.inputs.pins.items()}, applied.site)
 
-    forms = _forms(placement, pipeline, staged.stored)
+    forms = _forms(placement, staged.stored, finely=pipeline is None)
     return PlannedCall(
         placement=placement,
         run=pinned(staged.run),
@@ -123,7 +119,7 @@ def plan_call(
         out_tree=traced.out_tree,
         changed=traced.changed,
         program=program,
-        rewritten=applied.whole.program if pipeline is None else None,
+        rewritten=applied.program if pipeline is None else None,
         is_reusable=not jx.closes_over_tracers(program),
     )
 
@@ -138,58 +134,59 @@ def _others(numbers: Sequence[int | None], num_params: int, dims: Sequence[Dims]
 class _Applied:
     """The rules applied to one call: the specs of its arguments, and its program with constraints.
 
-    site: the surroundings of the call, with the sizes of dims of parameters that are split unevenly.
+    site: the surroundings of the call, with the sizes of dims of parameters that are split unevenly. answers: what the rules said about the
+    values of the program.
     """
 
     site: Surroundings
     params: ArgumentSpecs
     inputs: ArgumentSpecs
-    gathers: GatherSpecs
-    whole: Rewritten
+    program: Program
+    answers: Answers
 
     def problems(self, rules: Rules, *, partial: bool) -> list[str]:
         """Everything that is wrong with the rules in this call; with `partial`, rules may match nothing."""
-        matches = (*self.params.matches, *self.inputs.matches, *self.gathers.matches, *self.whole.matches)
-        found = [
+        matches = (*self.params.matches, *self.inputs.matches, *self.answers.matches)
+        problems = [
             *rules.axis_problems(self.site.mesh.axis_names),
             *(problem for match in matches for problem in match.problems),
             *self.params.problems,
             *self.inputs.problems,
-            *self.gathers.problems,
-            *self.whole.problems,
-            *experts_problems(self.params.places, self.whole.experts, rules),
+            *self.answers.problems,
         ]
         if partial:
-            return found
-        used, whole = {place.path: place.signals for place in self.params.places}, self.whole
-        seen = Seen(signals=whole.signals, params=used, tensors=whole.tensors, out_ranks=whole.out_ranks, matches=matches)
-        return [*found, *unreached(rules, seen)]
+            return problems
+        used, answers = {place.path: place.signals for place in self.params.places}, self.answers
+        seen = Seen(signals=answers.signals, params=used, tensors=answers.tensors, out_ranks=answers.out_ranks, matches=matches)
+        return [*problems, *unreached(rules, seen)]
 
 
-def _apply_rules(arguments: Arguments, program: Program, rules: Rules, site: Surroundings, *, pad: bool, applies: bool) -> _Applied:
+def _apply_rules(
+    arguments: Arguments,
+    program: Program,
+    rules: Rules,
+    site: Surroundings,
+    replacements: Sequence[Replacement],
+    *,
+    pad: bool,
+    applies: bool,
+) -> _Applied:
     """Applies the rules to the arguments, and then, with these pinned, to the program. Without `applies` the program is only checked."""
     params = parameter_specs(arguments.parameters, program, rules, replace(site, pads=pad))
     site = replace(site, uneven=uneven_sizes(params.places, site) if pad else frozenset())
     inputs = input_specs(arguments.inputs, len(arguments.parameters), rules, site)
-    # The rows are the first dim.
-    batch = dict.fromkeys(axis for dims in inputs.dims if dims for axis in dims[0])
-    gathers = gather_specs(params.places, batch, rules, site)
-    if gathers.gathers and applies:
-        found = with_gathers(program, gathers.gathers, site.mesh if site.around is None else site.around)
-        why = [gather_problem(gathers.rules[n], params.places[n].path, text) for n, text in found.problems.items()]
-        program, gathers = found.program, replace(gathers, problems=(*gathers.problems, *why))
-    whole = rewrite(program, {**params.pins, **inputs.pins}, rules, site, applies=applies)
-    return _Applied(site=site, params=params, inputs=inputs, gathers=gathers, whole=whole)
+    pins = {**params.pins, **inputs.pins}
+    program, answers = rewrite(program, pins, rules, site, replacements, parameters=params.places, applies=applies)
+    return _Applied(site=site, params=params, inputs=inputs, program=program, answers=answers)
 
 
-def _forms(placement: Placement, pipeline: Pipeline | None, stacks: StoredCall | None) -> dict[str, Form]:
-    """The stored forms of the parameters that have one, by path."""
+def _forms(placement: Placement, stored: StoredCall | None, *, finely: bool) -> dict[str, Form]:
+    """The stored forms of the parameters that have one, by path. finely: whether parameters are split like their optimizer state."""
     sizes, forms = dict(placement.mesh.shape), dict[str, Form]()
     for place in placement.parameters:
-        if pipeline is not None and stacks is not None and place.path in stacks.stacks:
-            forms[place.path] = form_of_stack(place, stacks.chunks, pipeline.axis)
-        # A pipeline gathers its weights by itself, from where the rules have them.
-        elif form := form_of(place, sizes, finely=pipeline is None):
+        # A pipeline gathers its weights itself, from where the rules have them.
+        form = (None if stored is None else stored.form_of(place)) or form_of(place, sizes, finely=finely)
+        if form is not None:
             forms[place.path] = form
     return forms
 

@@ -1,7 +1,6 @@
-"""Types of what a caller passes: a wrong one is answered with what to pass instead, not with a traceback from somewhere inside.
+"""Checks of what a caller passes: a wrong type is answered with what to pass instead.
 
-Python tells nobody that `jgt.shard(loss, rules, {"data": 2})` cannot work: it fails later, at some attribute that a dict does not have. So
-each argument of jgt's functions is checked where it comes in.
+Without them, `jgt.shard(loss, rules, {"data": 2})` would fail later, with a traceback about some attribute that a dict does not have.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.pipeline.config import Pipeline
 from jgt.rules import Rules, load_rules, make_rules
+from jgt.sharding.staged import Staging
 
 RulesLike = Rules | str | os.PathLike[str] | Mapping[str, Any]
 """Rules, the path of a rules file, or the mapping that such a file contains."""
@@ -34,7 +33,7 @@ def as_rules(rules: object) -> Rules:
 
 
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
-    """The mesh. Raises TypeError if it is none, and ValueError if its axes, or those of a mesh around the call, are not all Auto."""
+    """The mesh. Raises TypeError if it is none, and ValueError if its axes are not all Auto."""
     if isinstance(mesh, Mapping):
         sizes = dict(cast("Mapping[str, Any]", mesh))
         raise TypeError(f"mesh must be a mesh, not dict; make it with jgt.make_mesh({sizes!r})")
@@ -62,20 +61,20 @@ def check_surroundings(arrays: Iterable[Any]) -> None:
     where = f"the axes {', '.join(around.explicit_axes)} of the mesh around this call (jax.set_mesh) are Explicit"
     if not around.explicit_axes:
         meshes = (getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in arrays)
-        found = next((mesh for mesh in meshes if mesh is not None and mesh.explicit_axes), None)
-        if found is None:
+        explicit = next((mesh for mesh in meshes if mesh is not None and mesh.explicit_axes), None)
+        if explicit is None:
             return
-        where = f"an argument is on a mesh whose axes {', '.join(found.explicit_axes)} are Explicit"
+        where = f"an argument is on a mesh whose axes {', '.join(explicit.explicit_axes)} are Explicit"
     raise ValueError(
         f"{where}, where JAX takes a constraint for an assertion and does not move the array. "
         "jgt needs Auto axes: use a mesh from jgt.make_mesh, or jax.make_mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
     )
 
 
-def check_pipeline(pipeline: object) -> Pipeline | None:
+def check_pipeline(pipeline: object) -> Staging | None:
     """The pipeline. Raises TypeError if it is none."""
-    if pipeline is None or isinstance(pipeline, Pipeline):
-        return pipeline
+    if pipeline is None or callable(getattr(pipeline, "stage", None)):
+        return cast("Staging | None", pipeline)
     example = f"jgt.Pipeline(**{pipeline!r})" if isinstance(pipeline, Mapping) else 'jgt.Pipeline(signal="layers", microbatches=4)'
     raise TypeError(f"pipeline must be a jgt.Pipeline, not {_kind(cast(object, pipeline))}; write {example}")
 

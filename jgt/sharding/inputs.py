@@ -60,7 +60,7 @@ class Signature:
         """The signature of a function. Raises ValueError for state that is not one of its arguments, and TypeError for other values."""
         names, others, is_open = _parameters(fn)
         given: list[Any] = [state] if isinstance(state, str | int) else [] if state is None else list(state)
-        found: set[str | int] = set()
+        names_and_positions: set[str | int] = set()
         for one in given:
             if isinstance(one, bool) or not isinstance(one, str | int):
                 raise TypeError(f"state must be the name or the position of an argument, or several of them, not {one!r}")
@@ -69,9 +69,9 @@ class Signature:
             position = names.index(one) if one in names else one
             if position == 0 or (isinstance(position, int) and position < 0):
                 raise ValueError(f"state={one!r}: the first argument contains the parameters. State is an argument of its own, from 1 on")
-            found |= {one, position}
-            found |= {names[position]} if isinstance(position, int) and position < len(names) else set()
-        return cls(names=names, state=frozenset(found))
+            names_and_positions |= {one, position}
+            names_and_positions |= {names[position]} if isinstance(position, int) and position < len(names) else set()
+        return cls(names=names, state=frozenset(names_and_positions))
 
     def input(self, path: KeyPath, x: Shaped, *, is_state: bool = False) -> Input:
         """The input at this path, whose first two keys are 0 or 1 (positional or by keyword) and the position or the keyword."""
@@ -105,10 +105,10 @@ class Signature:
 def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """The names of a function's positional arguments and of its others, and whether it takes any others."""
     try:
-        found = inspect.signature(fn).parameters.values()
+        parameters = inspect.signature(fn).parameters.values()
     # Functions of C and some callables have no signature.
     except (TypeError, ValueError):
         return (), (), True
-    positional = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = [p.name for p in found if p.kind is p.KEYWORD_ONLY]
-    return tuple(positional), tuple(keywords), any(p.kind is p.VAR_KEYWORD for p in found)
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return tuple(positional), tuple(keywords), any(p.kind is p.VAR_KEYWORD for p in parameters)

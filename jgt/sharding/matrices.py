@@ -85,8 +85,8 @@ def spread_of(shape: Sequence[int], dims: Dims, mesh: Mapping[str, int]) -> Spre
 def _sharing(axes: Sequence[str], mesh: Mapping[str, int], rows: int) -> set[str]:
     """The axes that leave each device the fewest rows. Ties go to the smallest product of sizes, then to the first axes."""
     # Sets of axes by the product of their sizes: two sets with the same product leave each device equally many rows.
-    found: dict[int, tuple[str, ...]] = {1: ()}
+    best: dict[int, tuple[str, ...]] = {1: ()}
     for axis in axes:
-        # The older entry wins (`| found`), so ties go to the axes that come first.
-        found = {product * mesh[axis]: (*names, axis) for product, names in found.items()} | found
-    return set(found[min(found, key=lambda product: (-(-rows // product), product))])
+        # The older entry wins (`| best`), so ties go to the axes that come first.
+        best = {product * mesh[axis]: (*names, axis) for product, names in best.items()} | best
+    return set(best[min(best, key=lambda product: (-(-rows // product), product))])

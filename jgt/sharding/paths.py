@@ -20,7 +20,7 @@ class Shaped(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """A numpy dtype, or that of random keys."""
+        """A numpy dtype, or the dtype of random keys."""
         ...
 
 

@@ -8,50 +8,20 @@ ZeRO-1 they are reduce-scattered and not all-reduced, and each leaf of an optimi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, even_dims, num_parts, partition_spec, show_dims
-from jgt.program.reads import Read
+from jgt.program.dims import Dims, even_dims, partition_spec
+from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Signature
 from jgt.sharding.matrices import on_whole_matrices
 from jgt.sharding.paths import KeyPath, named_leaves, path_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterPlace:
-    """One parameter: its path and shape, the signals that use it, and the axes of its dims and of its optimizer state's dims.
-
-    Both may differ only in which axes shard a dim; the optimizer state has the parameter's shape. sliced: the dims that are sliced off
-    before every use, such as the one that counts layers. read: the narrower type in which the program reads it; None: its own.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    signals: tuple[str, ...]
-    dims: Dims
-    optimizer_dims: Dims
-    sliced: frozenset[int] = frozenset()
-    read: Read | None = None
-
-    @property
-    def spec(self) -> str:
-        """The axes of each dim, as the YAML writes them."""
-        return show_dims(self.dims)
-
-    def bytes_per_device(self, mesh: Mesh | AbstractMesh) -> int:
-        """Bytes of this parameter on one device."""
-        local = [-(-size // num_parts(axes, mesh.shape)) for size, axes in zip(self.shape, self.dims, strict=True)]
-        return math.prod(local) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +60,7 @@ class Placement:
 
     @property
     def gradients(self) -> Any:
-        """The gradients' NamedShardings, which are those of the optimizer state."""
+        """The gradients' NamedShardings, which the optimizer state shares."""
         return self._like_first(self._even(p, p.optimizer_dims) for p in self.parameters)
 
     def optimizer(self, state: Any, memory_kind: str | None = None) -> Any:
@@ -101,10 +71,8 @@ class Placement:
         sharded. Other leaves, such as counts, are replicated in the device's memory.
         """
         leaves, tree = named_leaves(state)
-        found = [self._state_dims(path_text(p), x.shape) for p, x in leaves]
-        moments = [None if dims is None else self._sharding(dims) for dims in found]
-        kept = [s if s is None or memory_kind is None else s.with_memory_kind(memory_kind) for s in moments]
-        return jax.tree.unflatten(tree, [self.replicated() if s is None else s for s in kept])
+        all_dims = [self._state_dims(path_text(p), x.shape) for p, x in leaves]
+        return jax.tree.unflatten(tree, [self.replicated() if dims is None else self._sharding(dims, memory_kind) for dims in all_dims])
 
     def _state_dims(self, path: str, shape: tuple[int, ...]) -> Dims | None:
         place = self.owner(path, shape)
@@ -159,8 +127,8 @@ class Placement:
     def _even(self, place: ParameterPlace, dims: Dims) -> Dims:
         return even_dims(dims, place.shape, self.mesh.shape, place.sliced)
 
-    def _sharding(self, dims: Dims) -> NamedSharding:
-        return NamedSharding(self.mesh, partition_spec(dims))
+    def _sharding(self, dims: Dims, memory_kind: str | None = None) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(dims), memory_kind=memory_kind)
 
     def replicated(self) -> NamedSharding:
         """The sharding of an array that every device has whole."""
@@ -169,17 +137,12 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What limits the specs of one call besides the tensor: the mesh, and axes that something around the call has taken.
+    """The limits of the specs of one call: its mesh, and the axes that something around the call has taken.
 
-    Inside `jax.vmap(..., spmd_axis_name="data")` a constraint may not name data, because the vmapped dim has it already. Inside a
-    shard_map the manual axes are gone, and JAX wants shardings on its mesh. And the layers that a pipeline runs may not be sharded
-    over its stage axis.
-
-    pads: whether parameters may have dims that their axes do not divide. uneven: the sizes of such dims, which may be split unevenly
-    wherever they occur: logits have the dim of a vocabulary, too.
-
-    claimed: the axes of vmaps around the call (spmd_axis_name). around: the mesh of a shard_map around the call. stage: the signal whose
-    layers a pipeline runs, and its mesh axis, which no rule inside may name.
+    claimed: the axes of vmaps around the call (spmd_axis_name), which no constraint may name, because the vmapped dim has them already.
+    around: the mesh of a shard_map around the call; its manual axes are gone, and JAX wants shardings on it. stage: the signal whose layers
+    a pipeline runs, and its mesh axis, which no rule inside may name. pads: whether parameters may have dims that their axes do not divide.
+    uneven: the sizes of such dims, which may be split unevenly wherever they occur: logits have the dim of a vocabulary, too.
     """
 
     mesh: Mesh | AbstractMesh
@@ -191,7 +154,7 @@ class Surroundings:
 
     @classmethod
     def here(cls, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None) -> Surroundings:
-        """Those of the trace that is active now."""
+        """The surroundings of the trace that is active now."""
         return cls(mesh=mesh, claimed=jx.vmapped_axes(), around=jx.mesh_around(), stage=stage)
 
     @property
@@ -200,14 +163,14 @@ class Surroundings:
         return dict(self.mesh.shape)
 
     def free_dims(self, dims: Dims, manual: Sequence[str] = ()) -> Dims:
-        """Dims without the axes that a vmap or shard_map has taken, or that the mesh does not have (which is a problem of its own)."""
+        """Dims without the axes that a vmap or shard_map has taken, and without axes that the mesh does not have."""
         taken = self.claimed.union(manual, () if self.around is None else self.around.manual_axes)
         free = frozenset(self.mesh.axis_names) - taken
         return tuple(tuple(axis for axis in axes if axis in free) for axes in dims)
 
     def is_in_stage(self, path: str) -> bool:
         """Whether a signal lies in the one that a pipeline runs."""
-        # With the slash, `layers` does not contain a signal such as `layers_norm`.
+        # The slash matters: `layers` does not contain `layers_norm`.
         return self.stage is not None and f"{path}/".startswith(f"{self.stage[0]}/")
 
     def stage_problems(self, rule: SpecRule, dims: Dims, signals: Sequence[str], what: str) -> Iterator[str]:

@@ -11,48 +11,37 @@ backward spec its cotangent. Every other equation stays as it is, so the rewritt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jgt.experts import call_of, place_experts
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Place, Program, Var
-from jgt.regions import RegionPolicy, Site, is_recomputed, overlap, policy_of
-from jgt.rules import AnyMatch, Rules, SaveRule
+from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Site
+from jgt.rules import Rules, SaveRule
 from jgt.sharding.answers import Answers
 from jgt.sharding.placement import Surroundings
-from jgt.sharding.saves import Policy, SavePolicy, actions_of, save_policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rewritten:
-    """A program with every rule applied, and what the rules met in it. A value whose rule does not fit is left without a constraint.
-
-    signals, tensors and out_ranks: see `jgt.rules.Seen`. experts: the number of experts that are called, by signal. matches: the answers
-    that got a rule or a problem.
-    """
-
-    program: Program
-    signals: frozenset[str]
-    tensors: Mapping[str, frozenset[str]]
-    out_ranks: Mapping[str, frozenset[int]]
-    experts: Mapping[str, int]
-    matches: tuple[AnyMatch, ...]
-    problems: tuple[str, ...]
+from jgt.sharding.saves import SavePolicy, actions_of, save_policy
 
 
 def rewrite(
-    program: Program, arguments: Mapping[int, tuple[Dims, Dims]], rules: Rules, site: Surroundings, *, applies: bool = True
-) -> Rewritten:
-    """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied.
+    program: Program,
+    arguments: Mapping[int, tuple[Dims, Dims]],
+    rules: Rules,
+    site: Surroundings,
+    replacements: Sequence[Replacement],
+    *,
+    parameters: Sequence[ParameterPlace] = (),
+    applies: bool = True,
+) -> tuple[Program, Answers]:
+    """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied, and the answers.
 
     Without `applies` nothing is changed: the rules are only checked against the program.
     """
-    rewriter = _Rewriter(rules, site, applies=applies)
+    rewriter = _Rewriter(rules, site, replacements, parameters, applies=applies)
     pinned: dict[Var, Var] = {}
     eqns: list[Equation] = []
     # Arguments have no equation behind which a constraint could be put, so theirs come first.
@@ -68,15 +57,22 @@ def rewrite(
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
         new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
-    return rewriter.result(new_program)
+    return new_program, rewriter.answers
 
 
-def rewrite_part(program: Program, place: Place, rules: Rules, site: Surroundings, arguments: Mapping[int, Dims] | None = None) -> Program:
+def rewrite_part(
+    program: Program,
+    place: Place,
+    rules: Rules,
+    site: Surroundings,
+    replacements: Sequence[Replacement],
+    arguments: Mapping[int, Dims] | None = None,
+) -> Program:
     """A part of a program that lies at this place, with every rule applied. Nothing is reported: the whole was checked before.
 
-    site: of the whole. arguments: the dims of those that are pinned outside, by number.
+    site: the surroundings of the whole. arguments: the dims of the arguments that are pinned outside, by number.
     """
-    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), applies=True, is_part=True)
+    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), replacements, (), applies=True, is_part=True)
     for index, dims in (arguments or {}).items():
         sharding = rewriter.sharding(dims)
         rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
@@ -85,31 +81,27 @@ def rewrite_part(program: Program, place: Place, rules: Rules, site: Surrounding
 
 
 class _Rewriter:
-    """One walk through a program. The answers of the rules are collected on the way and read only at the end, by `result`."""
+    """One walk through a program. The answers of the rules are collected on the way, and read at the end."""
 
-    def __init__(self, rules: Rules, site: Surroundings, *, applies: bool, is_part: bool = False):
-        self._rules, self._site, self._applies, self._is_part = rules, site, applies, is_part
+    def __init__(
+        self,
+        rules: Rules,
+        site: Surroundings,
+        replacements: Sequence[Replacement],
+        parameters: Sequence[ParameterPlace],
+        *,
+        applies: bool,
+        is_part: bool = False,
+    ):
+        self._site, self._replacements, self._applies = site, replacements, applies
+        self._where = Site(mesh=site.mesh, free=site.free_dims, parameters=parameters, is_part=is_part)
         # On one device there is nothing to lay out.
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
         """Of arguments that are pinned, and of their cotangents."""
-        self._answers = Answers(rules, site)
-        self._has_overlap = any(rule.overlap is not None for rule in rules.signals)
-        # Tensors that a rule makes whole and that a ring of matmuls takes in parts.
+        self.answers = Answers(rules, site)
+        # Tensors that a rule makes whole and that a replacement takes in parts.
         self._split: set[Var] = set()
-
-    def result(self, program: Program) -> Rewritten:
-        """The rewritten program with everything that was found on the way."""
-        found = self._answers
-        return Rewritten(
-            program=program,
-            signals=frozenset(found.signals),
-            tensors={name: frozenset(signals) for name, signals in found.tensors.items()},
-            out_ranks={signal: frozenset(ranks) for signal, ranks in found.out_ranks.items()},
-            experts=found.experts,
-            matches=tuple(found.matches),
-            problems=tuple(found.problems),
-        )
 
     def sharding(self, dims: Dims, manual: AbstractMesh | None = None, free: int = 0) -> NamedSharding:
         """The sharding of these dims, on the mesh of a shard_map around if there is one."""
@@ -123,16 +115,19 @@ class _Rewriter:
         eqns: list[Equation] | None = None,
         *,
         guarded: bool = False,
-        recompute: tuple[Policy | None, ...] = (),
+        policies: tuple[Policy | None, ...] = (),
     ) -> tuple[Program, dict[str, SaveRule]]:
         """The rewritten program, and the save rules inside it that no checkpoint region has taken yet.
 
-        guarded: the program lies inside a jax.checkpoint of the model's own, which will take them. recompute: the policies of those around.
+        guarded: whether the program is inside a jax.checkpoint of the model's own, which will take them. policies: the policies of the
+        checkpoints around the program.
         """
-        if any(call_of(equation) for equation in jx.body(program).eqns):
-            program = self._with_experts(program, around)
-        if self._has_overlap:
-            program = self._overlapped(program, around, recompute)
+        for replacement in self._replacements:
+            replaced = replacement.apply(program, around, replace(self._where, policies=policies, is_whole=eqns is not None))
+            self.answers.add(replaced.matches, replaced.problems)
+            if self._applies:
+                program = replaced.program
+                self._split |= replaced.split
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
         saves: dict[str, SaveRule] = {}
@@ -140,11 +135,11 @@ class _Rewriter:
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
             place = jx.place_of(equation, around)
-            self._answers.signals.add(place.path)
-            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, recompute=recompute)
+            self.answers.signals.add(place.path)
+            rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, policies=policies)
             new_eqns.append(rewritten)
-            self._answers.add_saves(saves, inner_saves)
-            self._answers.add_saves(saves, self._answers.save_of(equation, place))
+            self.answers.add_saves(saves, inner_saves)
+            self.answers.add_saves(saves, self.answers.save_of(equation, place))
             for var in equation.outvars:
                 extra, new = self._pin(equation, var, place, consumers.get(var, ()))
                 if extra:
@@ -158,48 +153,21 @@ class _Rewriter:
         outvars = [renamed.get(v, v) if jx.is_var(v) else v for v in old.outvars]
         return jx.with_body(program, eqns=new_eqns, outvars=outvars), saves
 
-    def _with_experts(self, program: Program, around: Place) -> Program:
-        """The program whose experts run on the devices that have them."""
-        placed = place_experts(program, around, self._rules, self._site.mesh, self._site.free_dims, tries=not self._is_part)
-        self._answers.add([match for match in placed.matches if match.decided], placed.problems)
-        self._answers.experts |= placed.counts
-        return placed.program if self.constrains else program
-
-    def _overlapped(self, program: Program, around: Place, recompute: tuple[Policy | None, ...]) -> Program:
-        """The program whose matmuls hide what the rules say they hide; where nothing is sent, and in a check, the program itself."""
-
-        def free(dims: Dims, manual: Sequence[str]) -> Dims:
-            return self._site.free_dims(dims, manual)
-
-        def recomputes(dot: Equation) -> bool:
-            return any(is_recomputed(policy, dot) for policy in recompute)
-
-        found = overlap(program, around, self._rules, Site(mesh=self._site.mesh, free=free, recomputes=recomputes))
-        self._answers.add(found.matches, found.problems)
-        if not self.constrains or found.program is program:
-            return program
-        self._split |= found.split
-        return found.program
-
     def _equation(
-        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool, recompute: tuple[Policy | None, ...]
+        self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool, policies: tuple[Policy | None, ...]
     ) -> tuple[Equation, dict[str, SaveRule]]:
         saves: dict[str, SaveRule] = {}
-        inside = (*recompute, equation.params["policy"]) if jx.is_remat(equation) else recompute
+        inside = (*policies, equation.params["policy"]) if jx.is_remat(equation) else policies
 
         def change(inner: Program) -> Program:
-            new, found = self.program(inner, place, guarded=guarded or jx.is_remat(equation), recompute=inside)
-            if found and jx.is_scan(equation) and not guarded:
+            new, inner_saves = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
+            if inner_saves and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
-                return wrap_in_checkpoint(new, save_policy(found), in_scan=True) if self._applies else new
-            if not guarded and jx.is_scan(equation) and (policy := policy_of(new)) is not None:
-                new = wrap_in_checkpoint(new, policy, in_scan=True)
-            self._answers.add_saves(saves, found)
+                return wrap_in_checkpoint(new, save_policy(inner_saves), in_scan=True) if self._applies else new
+            self.answers.add_saves(saves, inner_saves)
             return new
 
         params = jx.map_subprograms(equation, change)
-        if self._has_overlap and params is not None and params.get("policy") is not None and jx.is_remat(equation):
-            params["policy"] = RegionPolicy(params["policy"])
         # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
         if saves and jx.is_remat(equation):
             params = params or dict(equation.params)
@@ -216,16 +184,16 @@ class _Rewriter:
         # A scalar has nothing to shard, and a result that is dropped has no variable that a constraint could read.
         if jx.is_dropped(var) or rank <= 0:
             return [], var
-        forward, backward, what = self._answers.of_value(equation, var, place, consumers, rank)
+        forward, backward, what = self.answers.of_value(equation, var, place, consumers, rank)
         # The shard_map may be inside the function, where the equation knows it, or around the call.
         manual = jx.manual_mesh(equation) or self._site.around
-        dims = self._answers.dims_of(forward, var, place, manual, what)
-        dims_back = self._answers.dims_of(backward, var, place, manual, f"{what} (backward)")
+        dims = self.answers.dims_of(forward, var, place, manual, what)
+        dims_back = self.answers.dims_of(backward, var, place, manual, f"{what} (backward)")
         ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
         last = behind or ahead
         if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
-            # What becomes of an argument travels after the cast. Left to itself, the partitioner may gather first and cast then.
+            # An argument travels after the cast. Without the constraint, the partitioner may gather first and cast then.
             ahead, last = self.layouts[equation.invars[0]]
         ahead = last if var in self._split else ahead
         if last is None or not self.constrains:

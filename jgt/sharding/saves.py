@@ -8,17 +8,15 @@ makes a region, and there every other value is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jgt.program import jaxpr as jx
+from jgt.replacements.replacement import Policy
 from jgt.rules import Action, SaveRule
-
-Policy = Callable[..., Any]
-"""What jax.checkpoint takes: from a primitive, avals and params to whether the results are saved, or where."""
 
 
 @dataclass(frozen=True)

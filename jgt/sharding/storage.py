@@ -28,32 +28,35 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jgt.pipeline.chunks import Chunks
 from jgt.program import scopes
 from jgt.program.dims import Dims, even_dims, num_parts, partition_spec
 from jgt.program.reads import Read
+from jgt.replacements.replacement import ParameterPlace
 from jgt.sharding.paths import KeyPath, path_text
-from jgt.sharding.placement import ParameterPlace, Placement
+from jgt.sharding.placement import Placement
 
 
-def stored_dims(dims: Dims, axis: str) -> Dims:
-    """The dims of a stored stack, from those of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
-    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
+@dataclass(frozen=True)
+class Stack:
+    """The conversion of a stack of layers [layers, ...] to its chunks [chunks of a stage, stages, layers of a chunk, ...], and back."""
+
+    to_chunks: Callable[[jax.Array], jax.Array]
+    to_layers: Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How one parameter is stored.
+    """The stored form of one parameter.
 
-    model: its place by the rules, which may split its dims unevenly. stored: its place between steps. saved: in the model's shape, split
-    evenly, and as finely as it is stored. chunks: of a stack of layers that is stored on its stages. read: the narrower type in which
-    the program reads it.
+    model: its place by the rules, which may split its dims unevenly. stored: its place between steps. saved: its place in a checkpoint, in
+    the model's shape, split evenly, and as finely as it is stored. stack: the conversion of a stack of layers that is stored on its stages.
+    read: the narrower type in which the program reads it.
     """
 
     model: ParameterPlace
     stored: ParameterPlace
     saved: ParameterPlace
-    chunks: Chunks | None = None
+    stack: Stack | None = None
     read: Read | None = None
 
 
@@ -69,18 +72,6 @@ def form_of(place: ParameterPlace, sizes: Mapping[str, int], *, finely: bool) ->
     even, even_state = (even_dims(d, place.shape, sizes, place.sliced) for d in (dims, place.optimizer_dims))
     moves = dims != place.dims
     return Form(model=place, stored=stored, saved=replace(place, dims=even, optimizer_dims=even_state), read=place.read if moves else None)
-
-
-def form_of_stack(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
-    """The stored form of a stack of layers whose chunks are stored on their stages."""
-    stored = replace(
-        place,
-        shape=(*chunks.rows_shape, *place.shape[1:]),
-        dims=stored_dims(place.dims, axis),
-        optimizer_dims=stored_dims(place.optimizer_dims, axis),
-        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
-    )
-    return Form(model=place, stored=stored, saved=place, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +94,7 @@ class Storage:
     @property
     def has_stacks(self) -> bool:
         """Whether stacks of layers are stored on their stages."""
-        return any(form.chunks is not None for form in self.forms.values())
+        return any(form.stack is not None for form in self.forms.values())
 
     @property
     def reshapes(self) -> bool:
@@ -113,17 +104,17 @@ class Storage:
     @property
     def padded(self) -> list[Form]:
         """The parameters that are padded, other than by layers."""
-        return [form for form in self.forms.values() if form.chunks is None and form.stored.shape != form.model.shape]
+        return [form for form in self.forms.values() if form.stack is None and form.stored.shape != form.model.shape]
 
     @property
     def spread(self) -> list[Form]:
         """The parameters that are split more finely than the model uses them."""
-        return [form for form in self.forms.values() if form.chunks is None and form.stored.dims != form.model.dims]
+        return [form for form in self.forms.values() if form.stack is None and form.stored.dims != form.model.dims]
 
     @property
     def in_use(self) -> Storage:
         """The storage of what `used` returns: stacks that are stored on their stages, and other parameters as the model has them."""
-        return replace(self, forms={path: form for path, form in self.forms.items() if form.chunks is not None})
+        return replace(self, forms={path: form for path, form in self.forms.items() if form.stack is not None})
 
     def of_same_shapes(self) -> Storage | None:
         """The part of it that keeps the model's shapes; None if that is nothing."""
@@ -139,11 +130,11 @@ class Storage:
 
         def enter(form: Form, x: jax.Array) -> jax.Array:
             saved, stored = (_dims_of(place, as_state=as_state) for place in (form.saved, form.stored))
-            if form.chunks is None:
+            if form.stack is None:
                 return self._pinned(_padded(x, form.stored.shape), stored)
             # Pinned before and after: in between the stage axis moves from one dim to another.
-            rows = form.chunks.rows(form.chunks.arrange(self._pinned(x, saved)))
-            return self._pinned(self._pinned(rows, ((), (), *saved)), stored)
+            chunks = form.stack.to_chunks(self._pinned(x, saved))
+            return self._pinned(self._pinned(chunks, ((), (), *saved)), stored)
 
         return self._mapped(enter, self.saved, tree)
 
@@ -152,10 +143,10 @@ class Storage:
 
         def leave(form: Form, x: jax.Array) -> jax.Array:
             saved, stored = (_dims_of(place, as_state=as_state) for place in (form.saved, form.stored))
-            if form.chunks is None:
+            if form.stack is None:
                 return self._pinned(_sliced(self._pinned(x, stored), form.model.shape), saved)
-            rows = self._pinned(self._pinned(x, stored), ((), (), *saved))
-            return self._pinned(form.chunks.restore(form.chunks.staged(rows)), saved)
+            chunks = self._pinned(self._pinned(x, stored), ((), (), *saved))
+            return self._pinned(form.stack.to_layers(chunks), saved)
 
         return self._mapped(leave, self.placement, tree)
 
@@ -166,7 +157,7 @@ class Storage:
         """
 
         def use(form: Form, x: jax.Array) -> jax.Array:
-            if form.chunks is not None:
+            if form.stack is not None:
                 return x
             # In its signal, so that a plan and a profile know whose bytes these are.
             (signal,) = form.model.signals if len(form.model.signals) == 1 else ("",)
@@ -179,7 +170,7 @@ class Storage:
         """The shapes of the model's parameters, from what `used` returns."""
 
         def shape(form: Form, x: Any) -> Any:
-            return jax.ShapeDtypeStruct(form.model.shape, x.dtype) if form.chunks is not None else x
+            return jax.ShapeDtypeStruct(form.model.shape, x.dtype) if form.stack is not None else x
 
         return self._mapped(shape, self.placement, used)
 
@@ -192,7 +183,7 @@ class Storage:
                 # Pinned twice, or the cast could come after the way.
                 x = self._pinned(self._pinned(x, form.stored.dims), form.model.dims)
             x = _sliced(x, form.model.shape)
-            # What is read twice has a gradient of two parts. They are added in the wide type, in which the program thus gets its value.
+            # A value that is read twice has a gradient of two parts. They are added in the wide type, in which the program gets its value.
             return x if read is None or read.once else x.astype(dtype)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:

@@ -37,7 +37,7 @@ class Variables:
     def __init__(self, tree: object):
         nodes: list[Any] = jax.tree.leaves(tree, is_leaf=is_variable)
         self._tree: Any = jax.tree.structure(tree, is_leaf=is_variable)
-        # For each node the number of its first leaf, and the number after its last one.
+        # Each node with the number of its first leaf, and the number after its last one.
         self._spans: list[tuple[Any, int, int]] = []
         self._owners: list[Any] = []
         for node in nodes:

@@ -17,12 +17,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jgt.api.shard import shard
 from jgt.document import InputError
 from jgt.partitioner import Avoided, avoided_faults
-from jgt.pipeline.config import Pipeline
 from jgt.sharding.checks import RulesLike
 from jgt.sharding.inputs import StateArguments
-from jgt.sharding.shard import Sharded
+from jgt.sharding.sharded import Sharded
+from jgt.sharding.staged import Staging
 from jgt.verification.comparison import Comparison, errors_of
 
 TOLERANCE = 1e-4
@@ -82,7 +83,7 @@ def verify(
     optimizer: Any = None,
     tolerance: float = TOLERANCE,
     partial: bool = False,
-    pipeline: Pipeline | None = None,
+    pipeline: Staging | None = None,
     state: StateArguments = None,
     pad: bool = False,
     **kwargs: Any,
@@ -95,7 +96,7 @@ def verify(
 
     Raises InputError as a call does, and for a mesh without devices.
     """
-    sharded = Sharded(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
+    sharded = shard(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
     return verify_sharded(sharded, *args, optimizer=optimizer, tolerance=tolerance, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Experts on a mesh: values, gradients and bytes of every way to send rows."""
+"""Experts on a mesh: values, gradients and bytes."""
 
 import itertools
 from collections import Counter
@@ -12,8 +12,7 @@ from plugin import needs_plugin
 
 import jgt
 from jgt import signal
-from jgt.experts.rooms import Rooms
-from jgt.experts.whole import WholeTokens
+from jgt.experts.dispatch import AllToAll
 
 EMBED, FFN = 16, 24
 MESHES = [
@@ -25,10 +24,10 @@ MESHES = [
     {"data": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 2},
 ]
-WAYS = [("all-to-all", 1.0), ("all-to-all", 1.25), ("all-to-all", 4.0), ("gather", 1.0), ("gather", 1.25)]
+FACTORS = [1.0, 1.25, 4.0]
 ROUTERS = {"balanced": 0.0, "skewed": 0.2, "one": 9.0}
-GRID = list(itertools.product(MESHES, WAYS, ((8, 2), (16, 4), (8, 1)), ROUTERS))
-QUICK = [(MESHES[0], WAYS[1], (8, 2), "balanced"), (MESHES[5], WAYS[0], (8, 2), "one")]
+GRID = list(itertools.product(MESHES, FACTORS, ((8, 2), (16, 4), (8, 1)), ROUTERS))
+QUICK = [(MESHES[0], 1.25, (8, 2), "balanced"), (MESHES[5], 1.0, (8, 2), "one")]
 
 
 def bias_of(router, count):
@@ -36,14 +35,14 @@ def bias_of(router, count):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "way", "sizes", "router"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
+    ("mesh", "room", "sizes", "router"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
 )
-def test_values_and_gradients_are_those_of_every_expert_on_every_row(mesh, way, sizes, router):
-    (count, choose), (exchange, room) = sizes, way
+def test_values_and_gradients_are_those_of_every_expert_on_every_row(mesh, room, sizes, router):
+    count, choose = sizes
     params, x = make(jax.random.key(0), count, EMBED, FFN), jax.random.normal(jax.random.key(1), (16, 8, EMBED))
     bias = bias_of(router, count)
     wanted = jax.jit(jax.value_and_grad(loss_of(every_expert, choose, bias)))(params, x)
-    rules = jgt.make_rules(rules_of(mesh, exchange=exchange, room=room))
+    rules = jgt.make_rules(rules_of(mesh, room=room))
     sharded = jgt.shard(loss_of(mixed, choose, bias), rules, jgt.make_mesh(mesh))
     found = jax.jit(jax.value_and_grad(sharded))(params, x)
     assert worst(found, wanted) < 2e-6
@@ -87,24 +86,14 @@ def test_rows_beyond_the_room_are_dropped_if_the_rules_say_so():
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize(
-    "make_traffic",
-    [
-        lambda choice: Rooms.of(choice, 2, "expert", 1.0, "all-to-all", drops=False),
-        lambda choice: WholeTokens.of(choice, 2, "expert", 1.0, drops=False),
-    ],
-    ids=["rooms", "whole"],
-)
-def test_rows_come_back_to_where_they_came_from(make_traffic, number):
+def test_rows_come_back_to_where_they_came_from(number):
     choice = jax.random.randint(jax.random.key(0), (4, 16, 2), 0, 8) // 2 * jnp.array([[[1, 2]]])
     x = jnp.arange(1.0, 65).reshape(4, 16, 1)
 
     def on_device(choice, x):
-        traffic = make_traffic(choice[0] % 8)
-        one = traffic.start(number)
-        rows = one.to_experts(traffic.brought(x[0]))
-        back = one.to_tokens(rows)
-        return traffic.finish([jnp.sum(back, axis=1)])[0][None], one.sizes[None], rows[None]
+        one = AllToAll.of(choice[0] % 8, 2, "expert", 1.0, drops=False).start(number)
+        rows = one.to_experts(x[0])
+        return jnp.sum(one.to_tokens(rows), axis=1)[None], one.sizes[None], rows[None]
 
     mesh = jgt.make_mesh({"expert": 4}, devices=jax.devices()[:4])
     spec = jax.P("expert")
@@ -128,7 +117,7 @@ def test_rows_come_back_to_where_they_came_from(make_traffic, number):
 COUNT, CHOOSE, BATCH, SEQ, LAYERS = 16, 4, 16, 16, 2
 
 
-def planned(mesh, exchange, target=None):
+def planned(mesh, target=None):
     """The plan of the loss and the gradients of a stack of mixtures."""
 
     def loss(params, x):
@@ -138,37 +127,33 @@ def planned(mesh, exchange, target=None):
 
     params = jax.eval_shape(lambda: make(jax.random.key(0), COUNT, EMBED, FFN, LAYERS))
     x = jax.ShapeDtypeStruct((BATCH, SEQ, EMBED), jnp.float32)
-    on, rules = jgt.abstract_mesh(mesh), jgt.make_rules(rules_of(mesh, exchange=exchange, room=1.25))
+    on, rules = jgt.abstract_mesh(mesh), jgt.make_rules(rules_of(mesh, room=1.25))
     where = jgt.place(loss, rules, on, params, x)
     step = jax.jit(jax.value_and_grad(jgt.shard(loss, rules, on)), in_shardings=(where.params, where.inputs(x)))
     return jgt.plan(step, params, x, target=target)
 
 
-def bytes_of(mesh, exchange):
+def bytes_of(mesh):
     """What a device sends over `expert` in f32: forward rows and results; backward rows, cotangents, and the gradients of rows."""
     n = mesh["expert"]
     tokens = BATCH * SEQ // int(np.prod([size for axis, size in mesh.items() if axis != "tensor"]))
-    if exchange == "gather":
-        # Choices and scales come with the tokens, and the gradients of scales go back.
-        return LAYERS * (n - 1) * tokens * 4 * (2 * EMBED + 2 * CHOOSE + 3 * EMBED + 3 * CHOOSE)
     rows = n * (-(-5 * tokens * CHOOSE // (4 * n * 8)) * 8)
     # Before the rows, each device says how many there are; scales go with the rows, and their gradients come back.
     return LAYERS * (n - 1) * 4 * (rows * (2 * EMBED + 3 * EMBED + 2) + 2 * COUNT) // n
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "expert": 4}, pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("exchange", ["all-to-all", "gather"])
 @pytest.mark.parametrize("target", [pytest.param(None, marks=pytest.mark.slow), pytest.param("h100:1x8", marks=needs_plugin)])
-def test_bytes_are_those_of_the_formula(mesh, exchange, target):
-    plan = planned(mesh, exchange, target)
+def test_bytes_are_those_of_the_formula(mesh, target):
+    plan = planned(mesh, target)
     found = Counter()
     for one in plan.collectives:
         # The maximum over the devices says how many rounds there are. Gradients of the router are added up with those of other axes.
         if "expert" in one.axes and one.signal == "layers/moe" and one.kind != "all-reduce":
             found[one.kind] += one.bytes * one.count
-    assert sum(found.values()) == bytes_of(mesh, exchange)
-    assert set(found) == ({"all-to-all"} if exchange == "all-to-all" else {"all-gather", "reduce-scatter"})
-    assert [row.bytes for row in plan.expected if row.axes == ("expert",) and row.formula == "shard_map"] == [bytes_of(mesh, exchange)]
+    assert sum(found.values()) == bytes_of(mesh)
+    assert set(found) == {"all-to-all"}
+    assert [row.bytes for row in plan.expected if row.axes == ("expert",) and row.formula == "shard_map"] == [bytes_of(mesh)]
 
 
 @pytest.mark.parametrize("router", [pytest.param("balanced", marks=pytest.mark.slow), "one"])

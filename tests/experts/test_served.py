@@ -10,13 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgt
-from jgt.experts import can_count, exchange_at, served
+from jgt.experts.exchange import can_count, served
+from jgt.experts.experts import exchange_at
 
 SEQ = 24
 MESHES = [{"data": 2, "expert": 4}, {"expert": 4, "data": 2}, {"data": 2, "expert": 2, "fsdp": 2}, {"expert": 8}]
-WAYS = [("all-to-all", 1.0), ("all-to-all", 1.25), ("gather", 1.0), ("gather", 1.25)]
-GRID = list(itertools.product(MESHES, WAYS, ("rounds", "drop"), (0.0, 1.0, 9.0)))
-QUICK = [(MESHES[0], WAYS[0], "drop", 1.0), (MESHES[1], WAYS[2], "rounds", 1.0), (MESHES[2], WAYS[0], "rounds", 0.0)]
+FACTORS = [1.0, 1.25]
+GRID = list(itertools.product(MESHES, FACTORS, ("rounds", "drop"), (0.0, 1.0, 9.0)))
+QUICK = [(MESHES[0], 1.0, "drop", 1.0), (MESHES[1], 1.0, "rounds", 1.0), (MESHES[2], 1.0, "rounds", 0.0)]
 
 
 def exchange_on(mesh, **experts):
@@ -28,11 +29,11 @@ def really_served(exchange, mesh, choice, num_experts):
     """By the exchange: the most rounds of any device, and the share of choices that the first round left out."""
 
     def on_device(choice):
-        traffic = exchange.traffic(choice.reshape(-1, choice.shape[-1]), num_experts // exchange.num_devices)
-        one = traffic.start(0)
+        dispatch = exchange.dispatch(choice.reshape(-1, choice.shape[-1]), num_experts // exchange.num_devices)
+        one = dispatch.start(0)
         ones = jnp.ones((math.prod(choice.shape[:-1]), 1), jnp.float32)
-        (kept,) = traffic.finish([jnp.sum(one.to_tokens(one.to_experts(traffic.brought(ones))), axis=1)])
-        rounds = jnp.int32(traffic.rounds)
+        kept = jnp.sum(one.to_tokens(one.to_experts(ones)), axis=1)
+        rounds = jnp.int32(dispatch.rounds)
         return jax.lax.pmax(rounds, tuple(mesh)), jax.lax.psum(jnp.sum(kept), tuple(mesh))
 
     run = jax.shard_map(on_device, mesh=jgt.make_mesh(mesh), in_specs=P(tuple(mesh)), out_specs=(P(), P()), check_vma=False)
@@ -41,15 +42,14 @@ def really_served(exchange, mesh, choice, num_experts):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "way", "over", "skew"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
+    ("mesh", "room", "over", "skew"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
 )
-def test_counts_say_what_the_exchange_did(mesh, way, over, skew):
+def test_counts_say_what_the_exchange_did(mesh, room, over, skew):
     num_experts, num_choices = 16, 3
-    method, room = way
     chance = np.random.default_rng(0)
     ranked = chance.gumbel(size=(32, SEQ, num_experts)) - skew * np.arange(num_experts)
     choice = np.argsort(-ranked)[..., :num_choices].astype(np.int32)
-    exchange = exchange_on(mesh, exchange=method, room=room, over=over)
+    exchange = exchange_on(mesh, room=room, over=over)
     counts = np.stack([np.bincount(row.reshape(-1), minlength=num_experts) for row in choice]).astype(np.int32)
     assert can_count(exchange, *counts.shape)
     rounds, dropped = served(exchange, jnp.asarray(counts)[None], SEQ, num_choices)

@@ -9,9 +9,9 @@ import pytest
 import jgt
 from jgt import document
 from jgt.document import InputError
-from jgt.planner.budget import Limit, overruns, read_budget
+from jgt.planner.budget import Budget, Limit
 from jgt.planner.plan import plan
-from jgt.planner.view.lock import changes, lock_text, read_lock, write_lock
+from jgt.planner.view.lock import Lock
 from jgt.signal import context
 
 MESH = jgt.make_mesh({"data": 2, "tensor": 4})
@@ -73,15 +73,15 @@ def original():
 
 
 def test_a_lock_outlives_a_refactoring(original, tmp_path):
-    write_lock(original, tmp_path / "plan.lock")
+    Lock.of(original).write(tmp_path / "plan.lock")
     other = planned(refactored)
     assert {c.source for c in other.collectives}.isdisjoint({c.source for c in original.collectives})
-    assert changes(other, read_lock(tmp_path / "plan.lock")) == []
+    assert Lock.read(tmp_path / "plan.lock").changes(other) == []
 
 
 def test_a_lock_breaks_on_a_changed_rule(original):
     rules = RULES | {"signals": RULES["signals"] | {"layers/attn": {"params": {"*": []}, "out": ["batch", None]}}}
-    lines = changes(planned(rules=rules), lock_text(original))
+    lines = Lock.of(original).changes(planned(rules=rules))
     assert {line.rpartition("  ")[0].rpartition("  ")[0] for line in lines if "layers" in line} == {
         "-layers/attn  all-reduce  f32  data",
         "-layers/attn  all-reduce  f32  tensor",
@@ -94,17 +94,17 @@ def test_a_lock_breaks_on_a_changed_rule(original):
 
 def test_what_a_lock_holds(original):
     """A line for each signal, kind, type and axes; none of them contains a source line or a time."""
-    header, _, *facts = lock_text(original).splitlines()
+    header, _, *facts = Lock.of(original).text.splitlines()
     assert header == "jgt plan lock 1"
     assert facts[:2] == ["target cpu", "mesh data=2 tensor=4"]
     sent = [line.split("  ") for line in facts if "  " in line]
     assert sum(int(row[-1]) for row in sent) == original.sent_bytes
     assert sum(int(row[-2]) for row in sent) == sum(c.count for c in original.collectives)
-    assert "test_lock" not in lock_text(original)
+    assert "test_lock" not in Lock.of(original).text
 
 
 def test_comments_and_blank_lines_change_nothing(original):
-    assert changes(original, lock_text(original).replace("\n", "  \n\n# why\n")) == []
+    assert Lock(Lock.of(original).text.replace("\n", "  \n\n# why\n")).changes(original) == []
 
 
 @pytest.mark.parametrize("text", ["jgt plan lock 2\n", "", "target cpu\n"])
@@ -112,14 +112,14 @@ def test_another_format_is_refused(tmp_path, text):
     path = tmp_path / "plan.lock"
     path.write_text(text)
     with pytest.raises(InputError) as refused:
-        read_lock(path)
+        Lock.read(path)
     (problem,) = refused.value.problems
     assert problem.startswith(f"{path}:1: ") and repr(text.strip()) in problem and "'jgt plan lock 1'" in problem
 
 
 def test_a_lock_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"plan\.lock: cannot be read: .*Write it with --lock"):
-        read_lock(tmp_path / "plan.lock")
+        Lock.read(tmp_path / "plan.lock")
 
 
 # ---------------------------------------------------------------------------------------------- budgets
@@ -130,7 +130,7 @@ def limits_of(tmp_path, text):
     path = tmp_path / "budget.yaml"
     path.write_text(text)
     problems = []
-    return read_budget(document.read(path), problems), [p.removeprefix(f"{path}:") for p in problems]
+    return Budget.read(document.read(path), problems).limits, [p.removeprefix(f"{path}:") for p in problems]
 
 
 def test_limits_are_read(tmp_path):
@@ -164,7 +164,7 @@ def test_all_problems_of_a_budget_are_told_with_their_lines(tmp_path):
 
 def test_a_budget_is_a_mapping():
     problems = []
-    assert read_budget(document.from_python([1, 2], "run.yaml:3", "budget"), problems) == ()
+    assert Budget.read(document.from_python([1, 2], "run.yaml:3", "budget"), problems) == Budget()
     assert problems[0].startswith("run.yaml:3: budget: must be a mapping such as {peak_gb: 70") and problems[0].endswith("not a list")
 
 
@@ -191,11 +191,11 @@ def test_what_is_within_its_budget(original):
         of_signal(sent_by(original, "layers/mlp"), "layers/mlp"),
         of_signal(0, "layers", "all-to-all"),
     )
-    assert overruns(original, within) == []
+    assert Budget(limits=within).overruns(original) == []
 
 
 def test_overruns_name_the_offender(original):
-    problems = overruns(original, (limit("peak_gb", 1e-9), limit("sent_gb", 0), limit("step_ms", 3)))
+    problems = Budget(limits=(limit("peak_gb", 1e-9), limit("sent_gb", 0), limit("step_ms", 3))).overruns(original)
     largest = max(original.signals, key=lambda row: sum(row.sent.values())).signal
     for problem, key in zip(problems, ["peak_gb", "sent_gb", "step_ms"], strict=True):
         assert problem.startswith(f"run.yaml:1: budget.{key}: ")
@@ -207,13 +207,13 @@ def test_overruns_name_the_offender(original):
 def test_a_step_that_takes_too_long_names_the_slowest_signal(original):
     rows = [dataclasses.replace(row, compute_ms=float(n), exposed_ms=0.5) for n, row in enumerate(original.signals)]
     slow = dataclasses.replace(original, step_time_ms=9.0, signals=tuple(rows))
-    (problem,) = overruns(slow, (limit("step_ms", 8.5),))
+    (problem,) = Budget(limits=(limit("step_ms", 8.5),)).overruns(slow)
     assert "over budget: 9 ms per step, but 8.5 is allowed" in problem and problem.endswith(f"The largest part: {rows[-1].signal}")
-    assert overruns(slow, (limit("step_ms", 9.0),)) == []
+    assert Budget(limits=(limit("step_ms", 9.0),)).overruns(slow) == []
 
 
 def test_a_signals_overrun_names_its_largest_collective(original):
-    (problem,) = overruns(original, (of_signal(0, "layers/mlp"),))
+    (problem,) = Budget(limits=(of_signal(0, "layers/mlp"),)).overruns(original)
     worst = next(c for c in original.collectives if c.signal == "layers/mlp")
     assert problem.startswith("run.yaml:1: budget.layers/mlp.all-reduce: ")
     assert (
@@ -227,12 +227,12 @@ def test_a_signals_overrun_names_its_largest_collective(original):
 def test_a_limit_counts_what_is_below_its_signal(original, pattern):
     both = sent_by(original, "layers/attn") + sent_by(original, "layers/mlp")
     assert both > max(sent_by(original, "layers/attn"), sent_by(original, "layers/mlp")) > 0
-    assert overruns(original, (of_signal(both, pattern),)) == []
-    assert len(overruns(original, (of_signal(both - 2e-9, pattern),))) == 1
+    assert Budget(limits=(of_signal(both, pattern),)).overruns(original) == []
+    assert len(Budget(limits=(of_signal(both - 2e-9, pattern),)).overruns(original)) == 1
 
 
 def test_a_signal_that_is_not_there_is_told(original):
-    (problem,) = overruns(original, (of_signal(1, "layers/atn"),))
+    (problem,) = Budget(limits=(of_signal(1, "layers/atn"),)).overruns(original)
     assert "the program has no signal 'layers/atn'" in problem and "layers/attn" in problem.partition("'layers/atn'")[2]
-    (problem,) = overruns(original, (of_signal(1, "layers/attn/deeper"),))
+    (problem,) = Budget(limits=(of_signal(1, "layers/attn/deeper"),)).overruns(original)
     assert "the program has no signal" in problem

@@ -1,10 +1,8 @@
-"""The page of a plan loads nothing, contains everything, escapes what it shows, and sorts its tables."""
+"""The page of a plan loads nothing, contains everything, and escapes what it shows."""
 
 import dataclasses
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import jax
@@ -13,14 +11,11 @@ import pytest
 
 import jgt
 from jgt.planner.findings import Finding
+from jgt.planner.panels import Panel, Span
 from jgt.planner.plan import plan
-from jgt.planner.step.spans import Panel, Span
 from jgt.planner.view.page import page, write_page
 from jgt.signal import context
 
-CHROMIUM = shutil.which("chromium", path="/usr/bin")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=2000", "--dump-dom"]
 HOSTILE = "</script><img src=x onerror=alert(1)>/a&b'\".py:3"
 
 
@@ -80,7 +75,7 @@ def data_of(text):
 
 def test_the_page_loads_nothing(small):
     text = page(small)
-    assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// A click", ""))
+    assert not re.search(r"https?://|//[a-z]|@import|url\(", text)
     tags = Reader(text).tags
     assert not {tag for tag, _ in tags} & {"link", "img", "iframe", "object", "embed", "base", "form"}
     assert not [
@@ -92,10 +87,9 @@ def test_the_page_shows_every_signal_and_collective(small):
     texts = Reader(page(small)).texts
     assert {row.signal for row in small.signals} >= {"attn", "mlp"}
     for row in small.signals:
-        # A bar, and a row of the table.
-        assert texts.count(row.signal) >= 2
+        assert texts.count(row.signal) >= 1
     assert {c.source for c in small.collectives} <= set(texts)
-    assert "data 2 x tensor 4 = 8 devices; inside a host: data, tensor" in texts
+    assert any("data 2 x tensor 4 = 8 devices" in text and "Sent over each axis" in text for text in texts)
 
 
 def test_the_json_inside_is_the_plan(small, tmp_path):
@@ -106,25 +100,19 @@ def test_the_json_inside_is_the_plan(small, tmp_path):
 def test_hostile_names_are_escaped(hostile):
     text = page(hostile)
     reader = Reader(text)
-    assert "<img" not in text and text.count("</script>") == 2
+    assert "<img" not in text and text.count("</script>") == 1
     assert not {tag for tag, _ in reader.tags} & {"img", "a"}
     assert HOSTILE in reader.texts
-    assert f"{HOSTILE}: attn: too much" in reader.texts
+    assert any(f"! {HOSTILE}: attn: too much" in shown for shown in reader.texts)
     assert data_of(text)["collectives"][0]["source"] == HOSTILE
 
 
-def test_a_timed_step_is_drawn_and_one_that_does_not_fit_is_not(small):
+def test_a_timed_step_is_drawn(small):
     spans = (Span(lane="device", start=0.0, end=7.5, kind="kernels", signal="attn", phase="forward"),)
     panel = Panel(title="the step", trips=1, ms=10.0, spans=spans)
-    timed = dataclasses.replace(
-        small, step_time_ms=10.0, parts_ms={"matmul": 7.5, "exposed": 2.5}, exposed_ms={"tensor": 2.5}, timeline=(panel,)
-    )
-    text = page(timed)
-    assert 'class="c' in text and 'style="left:0.00%;width:75.00%" title="attn, forward: 7.5 ms"' in text
-    texts = Reader(text).texts
-    assert "waiting for tensor " in texts and "10 ms" in texts
-    texts = Reader(page(dataclasses.replace(timed, step_time_caveat="it is too large"))).texts
-    assert "The time has no meaning: it is too large" in texts and "waiting for tensor " not in texts
+    text = page(dataclasses.replace(small, step_time_ms=10.0, timeline=(panel,)))
+    assert re.search(r'<i class="kernels" style="left:0.00%;width:75.00%;--hue:\d+" title="attn, forward: 7.5 ms">attn</i>', text)
+    assert "the step: 10 ms" in Reader(text).texts
 
 
 def test_paths_of_this_machine_are_shortened(small):
@@ -134,38 +122,5 @@ def test_paths_of_this_machine_are_shortened(small):
 
 
 def test_columns_without_text_are_left_out(small):
-    heads = [data for data in Reader(page(small)).texts if data in ("rule", "ms", "signal")]
+    heads = [data for data in Reader(page(small)).texts if data in ("rule", "exposed ms", "signal")]
     assert "signal" in heads and "rule" not in heads
-
-
-# ---------------------------------------------------------------------------------------------- in a browser
-
-SORT = """<pre id="seen"></pre><script>
-const table = document.getElementById("collectives"), seen = {};
-const column = (name) => [...table.tHead.rows[0].cells].findIndex((head) => head.textContent.trim() === name);
-const keys = (name) => [...table.tBodies[0].rows].map((row) => row.cells[column(name)].dataset.key);
-for (const [name, step] of [["total", "first"], ["total", "second"], ["signal", "third"]]) {
-  table.tHead.rows[0].cells[column(name)].querySelector("button").click();
-  seen[step] = keys(name);
-}
-seen.marked = [...table.querySelectorAll("[aria-sort]")].map((head) => [head.textContent, head.getAttribute("aria-sort")]);
-seen.images = document.images.length;
-document.getElementById("seen").textContent = JSON.stringify(seen);
-</script>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_tables_sort_both_ways_in_a_browser(hostile, tmp_path):
-    path = tmp_path / "plan.html"
-    path.write_text(page(hostile).replace("</body>", f"{SORT}</body>"), encoding="utf-8")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    (text,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
-    seen = json.loads(text)
-    totals = [c.total_bytes for c in hostile.collectives]
-    assert len(set(totals)) > 1
-    assert [int(x) for x in seen["first"]] == sorted(totals, reverse=True)
-    assert [int(x) for x in seen["second"]] == sorted(totals)
-    assert seen["third"] == sorted(c.signal for c in hostile.collectives)
-    assert seen["marked"] == [["signal", "ascending"]]
-    assert seen["images"] == 0

@@ -9,7 +9,7 @@ from benchmarks.estimates import read_sample
 from benchmarks.search import RUNS
 from jgt.document import locate, read
 from jgt.hardware.chip import parse_target
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.rules import SHIPPED_RULES, make_rules, rules_from_node
 from train.search.columns import Columns
 from train.search.estimate import Estimator, Step, link_seconds
@@ -21,7 +21,7 @@ OWN_NAMES = {"data": "rows", "fsdp": "dp", "tensor": "tp", "stage": "pp", "repli
 
 
 def layout(rules, *mesh, remat="matmuls", accumulate=1, rows=1, **options):
-    stages = Pipeline(signal="layers", microbatches=8, gather="layer") if "stage" in dict(mesh) else None
+    stages = PipelineConfig(signal="layers", microbatches=8, gather="layer") if "stage" in dict(mesh) else None
     roles = Roles.of(rules_from_node(read(locate(f"jgt:{rules}", SHIPPED_RULES))), "stage")
     one = Candidate(mesh=mesh, rules=f"jgt:{rules}", roles=roles, accumulate=accumulate, rows=rows, remat=remat, stages=stages)
     return replace(one, **options)

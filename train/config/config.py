@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from jgt.document import Node
-from jgt.pipeline.config import Pipeline
-from jgt.planner.budget import Limit
+from jgt.pipeline.config import PipelineConfig
+from jgt.planner import Budget
 from jgt.rules import Rules, expand, match_input
 from jgt.rules.spec import SpecRule
 
@@ -46,7 +46,7 @@ class Config:
     xla: XlaConfig = field(default_factory=XlaConfig)
     mesh: Node | None = None
     rules: Node | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineConfig | None = None
     data: DataConfig | OwnData = field(default_factory=DataConfig)
     optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -71,8 +71,8 @@ class Run:
     config: Config
     mesh: dict[str, int]
     rules: Rules
-    pipeline: Pipeline | None
-    budget: tuple[Limit, ...]
+    pipeline: PipelineConfig | None
+    budget: Budget
     root: Node
     rules_root: Node | None
     code: Code = field(default_factory=Code)

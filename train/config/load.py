@@ -19,8 +19,8 @@ from typing import Any
 from jgt import document
 from jgt.document import InputError, Node, bind, collect
 from jgt.mesh.sizes import read_sizes, size_problem
-from jgt.pipeline.config import Pipeline
-from jgt.planner.budget import read_budget
+from jgt.pipeline.config import PipelineConfig
+from jgt.planner import Budget
 from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
 from jgt.rules.spec import misfit_problem
 from jgt.schedule.find import find_table
@@ -109,7 +109,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     if config.pipeline is not None:
         pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder).reducing(config.optimizer.gradients or "f32")
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
-    budget = () if config.budget is None else read_budget(config.budget, problems)
+    budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
     problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
     if problems:
@@ -196,7 +196,7 @@ def _readable_sections(root: Node) -> Config:
         if name in ("mesh", "rules", "budget"):
             values[name] = child
         elif name in ("pipeline", "sync"):
-            values[name] = None if child.value is None else bind(child, Pipeline if name == "pipeline" else SyncConfig, [])
+            values[name] = None if child.value is None else bind(child, PipelineConfig if name == "pipeline" else SyncConfig, [])
         elif name == "log":
             continue
         elif name in Config.__dataclass_fields__:
@@ -233,7 +233,7 @@ def _beside(node: Node, folder: Path, shipped: str = "") -> Path:
     return (file.parent if document.is_file(file) else folder) / document.locate(str(node.value), shipped)
 
 
-def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
+def _with_locations(pipeline: PipelineConfig, node: Node, folder: Path) -> PipelineConfig:
     """The pipeline with the line of each of its keys, for messages, and with the full path of its CSV schedule."""
     # The name of a schedule, or the path of a CSV file.
     if pipeline.schedule.endswith(".csv"):
@@ -241,7 +241,7 @@ def _with_locations(pipeline: Pipeline, node: Node, folder: Path) -> Pipeline:
     return pipeline.located({"": node.where} | {key: child.where for key, child in node.children.items()})
 
 
-def _pipeline_problems(pipeline: Pipeline, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
+def _pipeline_problems(pipeline: PipelineConfig, root: Node, mesh: dict[str, int], has_rules: bool) -> Iterator[str]:
     if not has_rules:
         yield root.find("pipeline").problem("a pipeline needs rules: and a mesh: section with its axis")
     if mesh and pipeline.axis not in mesh:

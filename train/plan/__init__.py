@@ -1,4 +1,4 @@
 """`jgt plan`: what a run will cost, on hardware that need not exist.
 
-`__main__.py` is the command, `make.py` plans one run, `sync.py` its exchanges, and `worker.py` the layouts of a search.
+`__main__.py` is the command, `make.py` plans one run, `advice.py` says what would help it, and `sync.py` plans its exchanges.
 """

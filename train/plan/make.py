@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import jax
 
+import jgt
+from jgt import Plan
 from jgt.document import InputError
-from jgt.hardware.chip import Target, is_described
-from jgt.planner.described import described, devices_of
-from jgt.planner.plan import Plan, plan
-from jgt.planner.step.speed import Setting, Workload
+from jgt.hardware import Target
+from jgt.planner import Workload, described_device
 
-from ..config import Run
+from ..code.files import read_code
+from ..config import Run, load
 from ..models.remat import Remat
 from ..records.summary import tokens_per_sample
+from ..search.plans import Answer, Question
 from ..setup import AUTO, Setup, prepare, with_remat
 from ..sink import say
 from ..xla import planned_flags
+from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
 
 _SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradients", "optimizer.offload")
@@ -37,15 +41,17 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
     jax.config.update("jax_platforms", "cpu")
     again = _maker(run, target, num_devices)
     # The program that will run is the one that XLA compiles with the run's own flags.
-    flags, warnings = planned_flags(run.config, has_gpu=is_described(target))
+    flags, warnings = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     for warning in warnings:
         say(warning)
     plans: list[Plan] = []
 
     def fits(setup: Setup) -> Setup | None:
         work = _workload(setup, price)
-        plans.append(plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags, workload=work))
-        return None if plans[-1].memory.fits is False else setup
+        plan = jgt.plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags, workload=work)
+        adviser = Adviser(plan=plan, settings=_settings(setup), rows=_rows(setup), work=work)
+        plans.append(replace(plan, advice=adviser.advise()))
+        return None if plan.memory.fits is False else setup
 
     setup = again(None)
     if run.config.train.remat == AUTO:
@@ -56,32 +62,34 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
 
 
 def _workload(setup: Setup, price: float | None) -> Workload:
-    """What the run says of its step and the program does not."""
+    """The facts about a step that its program does not contain."""
+    config, per_sample = setup.run.config, tokens_per_sample(setup)
+    tokens = None if per_sample is None else per_sample * config.train.batch
+    flops = None if tokens is None else tokens * config.model.flops_per_token(setup.num_parameters)
+    return Workload(tokens=tokens, flops=flops, pipeline=setup.run.pipeline, price=price)
+
+
+def _rows(setup: Setup) -> int:
+    """The rows of the batch that a device computes at once."""
     run, sizes = setup.run, dict(setup.mesh.shape)
-    config, tokens = run.config, tokens_per_sample(setup)
     shards = math.prod(sizes[axis] for axis in run.batch_dims[0])
-    parts = config.train.accumulate * (1 if run.pipeline is None else run.pipeline.microbatches)
-    settings = {key: Setting(value=attrgetter(key)(config), where=run.where(key)) for key in _SETTINGS if _has(config, key)}
-    settings["train.remat"] = Setting(value=setup.remat, where=run.where("train.remat"))
+    parts = run.config.train.accumulate * (1 if run.pipeline is None else run.pipeline.microbatches)
+    return run.config.train.batch // (parts * shards)
+
+
+def _settings(setup: Setup) -> dict[str, Setting]:
+    """The keys that advice may change, as far as the run has them: a model or an optimizer of the user's own lacks some."""
+    run = setup.run
+    values: dict[str, object] = {}
+    for key in _SETTINGS:
+        with contextlib.suppress(AttributeError):
+            values[key] = attrgetter(key)(run.config)
+    values["train.remat"] = setup.remat
     if setup.attention is not None:
-        settings["model.attention"] = Setting(value=setup.attention.kernel.name, where=run.where("model.attention"))
+        values["model.attention"] = setup.attention.kernel.name
     if run.pipeline is not None:
-        for key in ("microbatches", "schedule", "remat"):
-            settings[f"pipeline.{key}"] = Setting(value=getattr(run.pipeline, key), where=run.where(f"pipeline.{key}"))
-    return Workload(
-        tokens=None if tokens is None else tokens * config.train.batch,
-        flops=None if tokens is None else tokens * config.train.batch * config.model.flops_per_token(setup.num_parameters),
-        rows=config.train.batch // (parts * shards),
-        pipeline=run.pipeline,
-        price=price,
-        settings=settings,
-    )
-
-
-def _has(config: object, key: str) -> bool:
-    """Whether a config has a dotted key: a model or an optimizer of the user's own lacks some."""
-    section, name = key.split(".")
-    return hasattr(getattr(config, section), name)
+        values |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("microbatches", "schedule", "remat")}
+    return {key: Setting(value=value, where=run.where(key)) for key, value in values.items()}
 
 
 def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> Exchange | None:
@@ -90,28 +98,27 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     if sync is None or sync.every == 1:
         return None
     setup = _maker(run, target, num_devices)(None)
-    flags, _ = planned_flags(run.config, has_gpu=is_described(target))
+    flags, _ = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     programs = setup.exchanges
     assert programs is not None
     sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
     largest = sizes.index(max(sizes))
-    found = plan(programs.exchange(largest), setup.shapes, target=target, rules=run.rules, flags=flags)
-    replicas = setup.mesh.shape[sync.axis]
-    formula = formula_bytes(sizes[largest], replicas, sync.wire)
-    return Exchange(plan=found, every=sync.every, fragments=sync.fragments, formula_bytes=formula)
+    plan = jgt.plan(programs.exchange(largest), setup.shapes, target=target, rules=run.rules, flags=flags)
+    formula = formula_bytes(sizes[largest], setup.mesh.shape[sync.axis], sync.wire)
+    return Exchange(plan=plan, every=sync.every, fragments=sync.fragments, formula_bytes=formula)
 
 
 def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
     """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
-    if target is None or not is_described(target):
+    if target is None or not target.is_described:
         devices = _devices(run, num_devices if target is None else target.num_devices)
         return lambda remat: prepare(run, devices=devices, remat=remat)
 
     def described_setup(remat: Remat | None) -> Setup:
-        with described():
+        with described_device(target) as device:
             # The step is set up on an abstract mesh. Shardings on described devices would forget which arrays are in the host's
             # memory; the planner moves the traced program onto these devices afterwards, and marks such arrays itself.
-            return prepare(run, num_devices=target.num_devices, like=devices_of(target)[0], remat=remat)
+            return prepare(run, num_devices=target.num_devices, like=device, remat=remat)
 
     return described_setup
 
@@ -144,3 +151,33 @@ def _num_devices(run: Run, num_devices: int | None) -> int:
             [f"{run.where('mesh')}: mesh: a size is -1, so the number of devices is unknown. Give it by --devices N, or --target"]
         )
     return count or math.prod(run.mesh.values())
+
+
+def answer(question: Question) -> Answer:
+    """Plans a layout. What is wrong with it is in the answer's problems."""
+    try:
+        run = load(question.config, question.overrides, code=read_code(question.code))
+        return _of_plan(make_plan(run, question.target, question.target.num_devices).to_json())
+    except InputError as error:
+        return Answer(problems=tuple(error.problems))
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return Answer(problems=(lines[0][:300],))
+
+
+def _of_plan(plan: Mapping[str, Any]) -> Answer:
+    memory, step = plan["memory"], plan["step_time_ms"]
+    return Answer(
+        seconds=0.0 if step is None else step / 1e3,
+        peak_bytes=memory["peak_bytes"],
+        args_bytes=memory["args_bytes"],
+        activations=sum(memory["activations"].values()),
+        fits=memory["fits"] is not False,
+        flops=plan["flops_per_device"],
+        model_flops=plan["model_flops_per_device"],
+        parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
+        parameters=sum(math.prod(p["shape"]) for p in plan["parameters"]),
+        exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
+        parts={part: ms / 1e3 for part, ms in plan["parts_ms"].items()},
+        warnings=tuple(plan["warnings"]),
+    )

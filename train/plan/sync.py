@@ -1,6 +1,6 @@
 """Plans of what `sync:` sends: the exchange at the end of a phase, and a table of policies to choose by.
 
-A step and an exchange are two programs, and each has a plan of its own. What an exchange costs is spread over the steps of a phase. The
+A step and an exchange are two programs with two plans. The cost of an exchange is spread over the steps of a phase. The
 table compiles the run's step with gradients summed in each type, the step of a replica, and an exchange in each type, and computes from
 these what each policy costs in a step on average.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jgt import Plan
 from jgt.console import axes_text, make_console, make_table, size_text
-from jgt.planner.plan import Plan
 
 from ..config import Run
 
@@ -52,7 +52,7 @@ class Exchange:
 
 
 def formula_bytes(numbers: int, replicas: int, wire: str) -> int:
-    """What one device sends in an exchange of so many numbers that it has."""
+    """The bytes that a device sends in an exchange of this many numbers."""
     return round(2 * (replicas - 1) / replicas * numbers * WIRES[wire])
 
 
@@ -90,18 +90,18 @@ class SyncPolicy:
 
 
 def policies(run: Run) -> list[SyncPolicy]:
-    """What the table compares: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
+    """The policies in the table: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
     sync = run.config.sync
     assert sync is not None
-    # What the run has may rule out late gradients.
+    # A run that skips spikes cannot have late gradients.
     lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
     of_gradients = [SyncPolicy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
     every = max(2, sync.fragments)
     return [*of_gradients, *(SyncPolicy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]
 
 
-def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
-    """The table: by policy the bytes over the axis and the time in a step, on average. found: plans of `policies`, step and exchange.
+def policy_rows(plans: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[dict[str, object]]:
+    """The table: by policy the bytes over the axis and the time in a step, on average. plans: plans of `policies`, step and exchange.
 
     largest: the bytes of one exchange.
     """
@@ -110,7 +110,7 @@ def policy_rows(found: Sequence[tuple[SyncPolicy, Plan, Plan | None]]) -> list[d
         return sum(row.total_bytes for row in plan.collectives if axis in row.axes)
 
     rows: list[dict[str, object]] = []
-    for policy, step, exchange in found:
+    for policy, step, exchange in plans:
         for every in (1,) if exchange is None else PHASES:
             if every < policy.fragments:
                 continue

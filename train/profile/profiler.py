@@ -17,9 +17,7 @@ from pathlib import Path
 
 import jax
 
-from jgt.hlo.text import Module
-from jgt.profile.device_time import Profile, profile_of
-from jgt.profile.events import read_trace
+from jgt.profile import Profile, read_profile
 
 from ..records.console import Screen
 from ..sink import say
@@ -77,7 +75,7 @@ class Profiler:
     def finish(self, done: int, text: str, known_signals: Iterable[str]) -> None:
         """Ends the trace after step `done` and reports it. No step may be running.
 
-        text: of the compiled step; known_signals: the full paths of the model's signals.
+        text: the compiled step; known_signals: the full paths of the model's signals.
         """
         self.close()
         new = [path for path in self._traces() if path not in self._before]
@@ -85,7 +83,7 @@ class Profiler:
             return
         # JAX writes one trace per process and recording.
         (file,), first = new, self._steps.first
-        profile = profile_of(read_trace(file, _ANNOTATION), Module.parse(text), done + 1 - first, known_signals)
+        profile = read_profile(file, _ANNOTATION, text, done + 1 - first, known_signals)
         title = f"Profile of steps {first} to {done}"
         if profile is None:
             self._screen.say(f"{title}: the trace {file} contains no device work of the training step")

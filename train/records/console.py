@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.text import Text
 
 from jgt.console import make_console, make_table, size_text
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.schedule.find import find_table
 from jgt.schedule.simulate import simulate
 
@@ -108,7 +108,7 @@ def _folded(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 
 
-def describe_pipeline(pipeline: Pipeline, num_stages: int) -> str:
+def describe_pipeline(pipeline: PipelineConfig, num_stages: int) -> str:
     """A line with the pipeline's schedule, its bubble, and its peak of activations.
 
     The bubble assumes that forward pass, backward pass for the activations, and backward pass for the weights cost the same.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgt.hardware.chip import chip_of
+from jgt.hardware import chip_of
 
 from ..command_line import EndError
 from ..compiled.jax_cache import finish_trial

@@ -6,7 +6,7 @@ from typing import Any
 
 from jgt.document.schema import DIALECT, Schema, mapping_of, or_null, schema_of
 from jgt.mesh.sizes import MAX_DEVICES
-from jgt.planner.budget import LIMITS
+from jgt.planner import Budget
 from jgt.rules.schema import rules_schema
 
 from ..config import Config
@@ -39,5 +39,5 @@ def run_schema() -> Schema:
 
 
 def _budget() -> dict[str, Any]:
-    limits = dict.fromkeys(LIMITS, _NUMBER)
+    limits = dict.fromkeys(Budget.KEYS, _NUMBER)
     return {"type": "object", "properties": limits, "additionalProperties": {"type": "object", "additionalProperties": _NUMBER}}

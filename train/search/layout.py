@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.rules import Rules, expand, match_input
 from jgt.rules.spec import axes_in, axes_of
 
@@ -79,7 +79,7 @@ class Candidate:
     accumulate: int
     rows: int
     remat: str | None
-    stages: Pipeline | None = None
+    stages: PipelineConfig | None = None
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of devices along some axes together."""
@@ -130,7 +130,7 @@ class Candidate:
         return f"{rules}{mesh}{stages}, rows {self.rows}{parts}{remat}"
 
 
-def _pipeline_text(p: Pipeline) -> str:
+def _pipeline_text(p: PipelineConfig) -> str:
     """Text such as `interleaved 2 x 16, layer`."""
     chunks = "" if p.virtual is None else f" {p.virtual}"
     remat = "" if p.remat == "none" else f", {p.remat}"

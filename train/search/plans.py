@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import jgt
 from jgt.document import InputError
-from jgt.hardware.chip import Target
+from jgt.hardware import Target
 from jgt.trainer import trainer
 
 from ..code.files import read_code

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jgt.document import InputError, Node, collect, locate, override, read
 from jgt.mesh.sizes import read_sizes
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from jgt.rules import SHIPPED_RULES, Rules, rules_from_node
 from jgt.schedule.schedules import TRIED
 
@@ -86,7 +86,7 @@ class Open:
             # A mesh without a -1 has no room for another axis.
             axes=None if mesh is None or -1 in sizes.values() else tuple(sizes),
             rules=rules,
-            stage=stage if isinstance(stage, str) else Pipeline.axis,
+            stage=stage if isinstance(stage, str) else PipelineConfig.axis,
             remat=None if remat in (None, "auto") else str(remat),
             accumulate=accumulate,
             given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
@@ -109,7 +109,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
     for name in SHIPPED:
         if (name == "experts") is has_experts:
             rules = rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES)))
-            yield f"jgt:{name}", rules, Roles.of(rules, Pipeline.axis), Pipeline.axis
+            yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 
 def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
@@ -210,7 +210,7 @@ def _splits(fixed: Open, name: str | None, roles: Roles, stage: str, mesh: Mappi
                 yield replace(plain, accumulate=parts, remat=remat)
 
 
-def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | None) -> Iterator[Pipeline]:
+def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | None) -> Iterator[PipelineConfig]:
     num_stages = plain.size([stage])
     # Fewer microbatches than stages leave more than half of a step to the bubble.
     if microbatches < num_stages:
@@ -222,5 +222,5 @@ def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | No
             continue
         if virtual is not None and microbatches % num_stages:
             continue
-        how = Pipeline(signal="layers", microbatches=microbatches, axis=stage, schedule=schedule, virtual=virtual)
+        how = PipelineConfig(signal="layers", microbatches=microbatches, axis=stage, schedule=schedule, virtual=virtual)
         yield replace(how, remat=remat, gather=gather)

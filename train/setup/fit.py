@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jgt.planner.memory import USABLE
+from jgt.hardware import USABLE
 
 from ..models.attention import CUDNN
 from ..models.remat import Remat

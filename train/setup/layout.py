@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError
-from jgt.experts import can_count, exchange_at, served
+from jgt.experts.exchange import can_count, served
+from jgt.experts.experts import exchange_at
 from jgt.pipeline.layout import axes_inside
 
 from ..config import Run

@@ -21,12 +21,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jgt
 from jgt.document import InputError, nearest
-from jgt.pipeline.config import Pipeline
 from jgt.replicas import Replicas
 from jgt.rules import Rules
 from jgt.sharding.placement import Placement
-from jgt.sharding.shard import Sharded
+from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
+from jgt.staging.pipeline import Pipeline
 
 from ..code.names import load_object
 from ..config import Run, batch_problems, replica_problems
@@ -75,7 +75,7 @@ def prepare(
         mesh = mesh.update(abstract_device=Mesh([like], ("one",)).abstract_mesh.abstract_device)
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
     # whole batch, and runs the parts itself.
-    pipeline = None if run.pipeline is None else run.pipeline.in_parts(config.train.accumulate)
+    pipeline = None if run.pipeline is None else Pipeline.of(run.pipeline.in_parts(config.train.accumulate))
     part = rows_of(element, config.train.batch // (config.train.accumulate if pipeline is None else 1))
     built = _built(run, mesh, like, part, remat or config.train.remat)
     model = built.model
@@ -170,8 +170,9 @@ def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[...
 def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, rules: Rules, mesh: Mesh | AbstractMesh) -> Objective:
     """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
 
-    pipeline: of the step. An evaluation has the run's own, since its batches have no parts.
+    pipeline: the pipeline of the step. An evaluation has the run's own, since its batches have no parts.
     """
+    whole = Pipeline.of(run.pipeline)
     own = _own_loss(run)
     pads = run.config.train.uneven == "pad" and _may_reshape(run)
     tokens = loss_of_logits
@@ -184,12 +185,10 @@ def _objective(run: Run, pipeline: Pipeline | None, model: Model, chunks: int, r
             plain = token_objective(model, tokens, f"{run.where('model.kind')}: model.kind", is_training=is_training)
         else:
             plain = own_objective(model, own, run.where("train.loss"), is_training=is_training)
-        return jgt.shard(plain, rules, mesh, pipeline=pipeline if is_training else run.pipeline, state="variables", pad=pads)
+        return jgt.shard(plain, rules, mesh, pipeline=pipeline if is_training else whole, state="variables", pad=pads)
 
     loss = sharded(True)
-    is_same = (
-        pipeline == run.pipeline and not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
-    )
+    is_same = pipeline == whole and not model.is_trained_differently and (own is None or "train" not in inspect.signature(own).parameters)
     return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
 
 

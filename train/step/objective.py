@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from jgt.document import InputError
-from jgt.sharding.shard import Sharded
+from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
+from jgt.staging.joined import joined_results_of
 
 from ..code.names import own_line
 from ..models.model import Model, Settle, Terms
@@ -150,7 +151,7 @@ def _reported(where: str) -> Iterator[None]:
 
 def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
-    value, part = loss.joined(*shapes)
+    value, part = joined_results_of(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
     for what, (found, weight) in pairs.items():
         for one in (found, *([] if weight is None else [weight])):

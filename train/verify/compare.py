@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.document.shipped import shipped_folder
-from jgt.sharding.shard import Sharded
-from jgt.verification import TOLERANCE, Verification, verify_sharded
+from jgt.sharding.sharded import Sharded
+from jgt.verification import Verification, verify_sharded
 
 from ..compiled.programs import default_folder
 from ..config import Run
@@ -26,9 +26,6 @@ from ..step.config import OwnOptimizer
 from ..step.optimizer import MakeOptimizer, build_optimizer
 from ..step.schedule import Settings, settings_of_step
 
-_EIGHT_BITS = 0.1
-"""The tolerance where weights or gradients travel in eight bits, which rounds them."""
-
 
 def compare_layouts(small: Run, run: Run) -> Verification:
     """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
@@ -38,7 +35,6 @@ def compare_layouts(small: Run, run: Run) -> Verification:
     params, variables = setup.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    rounds = any(rule.gather for rule in small.rules.signals)
     found = verify_sharded(
         loss,
         params,
@@ -46,7 +42,6 @@ def compare_layouts(small: Run, run: Run) -> Verification:
         batch,
         optimizer=setup.make_optimizer(settings),
         plain_optimizer=_without_mesh(setup)(settings),
-        tolerance=_EIGHT_BITS if rounds else TOLERANCE,
     )
     if found.is_right:
         note = _note_of(run)

@@ -7,9 +7,10 @@ different. Changes are computed from all digits, and shown beside figures that h
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
@@ -17,107 +18,94 @@ from jgt.planner.plan import Plan
 from jgt.planner.view.table import time_rows
 
 
-def differences(a: Plan, b: Plan) -> dict[str, object]:
-    """The layouts and totals of both plans, and the collectives that differ, as plain values."""
-    return {
-        "layouts": {name: {"a": x, "b": y} for name, x, y in _layouts(a, b)},
-        "totals": {name: {"a": x, "b": y} for name, x, y in _totals(a, b)},
-        "collectives": [{"signal": s, "kind": k, "axes": axes, "a": x, "b": y} for (s, k, axes), x, y in _sent(a, b)],
-        "warnings": {"a": a.warnings, "b": b.warnings},
-    }
+@dataclass(frozen=True)
+class Differences:
+    """Two plans to compare."""
+
+    a: Plan
+    b: Plan
+
+    def to_json(self) -> dict[str, object]:
+        """The layouts and totals of both plans, and the collectives that differ, as plain values."""
+        return {
+            "layouts": {name: {"a": x, "b": y} for name, x, y in self._layouts()},
+            "totals": {name: {"a": x, "b": y} for name, x, y in self._totals()},
+            "collectives": [{"signal": s, "kind": k, "axes": axes, "a": x, "b": y} for (s, k, axes), x, y in self._sent()],
+            "warnings": {"a": self.a.warnings, "b": self.b.warnings},
+        }
+
+    def print(self, *names: str) -> None:
+        """Writes the comparison to stdout. names: how the two plans are called."""
+        console, a, b = make_console(), self.a, self.b
+        targets = a.target + (f" and {b.target}" if b.target != a.target else "")
+        layouts = ((name, x, y) for name, x, y in self._layouts() if x != y)
+        _print(console, "What differs", ["", *names], 3, layouts)
+        known = ((name, x, y) for name, x, y in self._totals() if x is not None or y is not None)
+        totals = ((name, _shown(name, x), _shown(name, y), _change(x, y)) for name, x, y in known)
+        _print(console, f"Totals of one device in a step, on {targets}", ["total", *names, "change"], 1, totals)
+        _print(console, "Time of the step", ["spent on", *names, "change"], 1, self._times())
+        rows = [(*key, size_text(x), size_text(y), _change(x, y)) for key, x, y in self._sent()]
+        _print(console, "Collectives that differ", ["signal", "kind", "axes", *names, "change"], 3, rows)
+        if not rows:
+            console.print("The collectives are the same.")
+        # The findings that both plans share are left out.
+        for name, plan, other in zip(names, (a, b), (b, a), strict=True):
+            for text in plan.warnings:
+                if text not in other.warnings:
+                    console.print(f"only {name}: {text}", soft_wrap=True, markup=False)
+
+    def _times(self) -> Iterator[tuple[str, ...]]:
+        # Without a target no time is known.
+        old, new = (dict(time_rows(plan)) if plan.step_time_ms is not None else {} for plan in (self.a, self.b))
+        for name in dict.fromkeys([*old, *new]):
+            x, y = old.get(name, 0.0), new.get(name, 0.0)
+            yield name, time_text(x / 1e3), time_text(y / 1e3), _change(x, y)
+
+    def _layouts(self) -> Iterator[tuple[str, str, str]]:
+        """The user's decisions as text: the mesh, the pipeline and the specs of each signal's parameters."""
+        old, new = (_layout(plan) for plan in (self.a, self.b))
+        for name in dict.fromkeys([*old, *new]):
+            yield name, old.get(name, ""), new.get(name, "")
+
+    def _totals(self) -> Iterator[tuple[str, float | None, float | None]]:
+        a, b = self.a, self.b
+        yield "step_time_ms", a.step_time_ms, b.step_time_ms
+        for name in ("tokens_per_s", "mfu", "dollars_per_million_tokens"):
+            x, y = (None if plan.speed is None else getattr(plan.speed, name) for plan in (a, b))
+            if x is not None or y is not None:
+                yield name, x, y
+        for name in ("peak_bytes", "args_bytes", "temp_bytes"):
+            yield name, getattr(a.memory, name), getattr(b.memory, name)
+        yield "sent_bytes", a.sent_bytes, b.sent_bytes
+        yield "flops_per_device", a.flops_per_device, b.flops_per_device
+
+    def _sent(self) -> Iterator[tuple[tuple[str, str, str], int, int]]:
+        """Bytes by signal, kind and axes where the plans differ, the largest difference first."""
+        old, new = (_sent_bytes(plan) for plan in (self.a, self.b))
+        # A Counter answers 0 for a key that only the other plan has.
+        keys = [key for key in {**old, **new} if old[key] != new[key]]
+        for key in sorted(keys, key=lambda key: (-abs(new[key] - old[key]), key)):
+            yield key, old[key], new[key]
 
 
-def print_differences(a: Plan, b: Plan, name_a: str, name_b: str) -> None:
-    """Writes the comparison to stdout."""
-    console = make_console()
-    for table in (_changed(a, b, name_a, name_b), _all_totals(a, b, name_a, name_b), _times(a, b, name_a, name_b)):
-        if table.row_count:
-            console.print(table)
-    rows = list(_sent(a, b))
-    if rows:
-        table = make_table("Collectives that differ", ["signal", "kind", "axes", name_a, name_b, "change"], 3)
-        for (signal, kind, axes), x, y in rows:
-            table.add_row(signal, kind, axes, size_text(x), size_text(y), _change(x, y))
+def _print(console: Console, title: str, columns: list[str], texts: int, rows: Iterable[tuple[str, ...]]) -> None:
+    """Prints a table, unless it is empty."""
+    table = make_table(title, columns, texts)
+    for row in rows:
+        # rich would read the brackets of a spec as markup in a str.
+        table.add_row(*map(Text, row))
+    if table.row_count:
         console.print(table)
-    else:
-        console.print("The collectives are the same.")
-    # The findings that both plans share are left out.
-    for name, plan, other in ((name_a, a, b), (name_b, b, a)):
-        for text in plan.warnings:
-            if text not in other.warnings:
-                console.print(f"only {name}: {text}", soft_wrap=True, markup=False)
 
 
-def _changed(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
-    table = make_table("What differs", ["", name_a, name_b], 3)
-    for name, x, y in _layouts(a, b):
-        if x != y:
-            # rich would read the brackets of a spec as markup in a str.
-            table.add_row(*map(Text, (name, x, y)))
-    return table
-
-
-def _all_totals(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
-    targets = a.target + (f" and {b.target}" if b.target != a.target else "")
-    table = make_table(f"Totals of one device in a step, on {targets}", ["total", name_a, name_b, "change"], 1)
-    for name, x, y in _totals(a, b):
-        if x is not None or y is not None:
-            table.add_row(name, _show(name, x), _show(name, y), _change(x, y))
-    return table
-
-
-def _times(a: Plan, b: Plan, name_a: str, name_b: str) -> Table:
-    # Without a target no time is known.
-    old, new = (dict(time_rows(plan)) if plan.step_time_ms is not None else {} for plan in (a, b))
-    table = make_table("Time of the step", ["spent on", name_a, name_b, "change"], 1)
-    for name in dict.fromkeys([*old, *new]):
-        table.add_row(
-            name, *(time_text(times.get(name, 0.0) / 1e3) for times in (old, new)), _change(old.get(name, 0.0), new.get(name, 0.0))
-        )
-    return table
-
-
-def _layouts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
-    """What a user decides on: the mesh, the pipeline and the specs of each signal's parameters, as text."""
-    for name, text in (("mesh", _mesh_text), ("pipeline", _pipeline_text), ("fits", _fits_text)):
-        yield name, text(a), text(b)
-    old, new = ({row.signal: ", ".join(row.specs) for row in plan.signals if row.specs} for plan in (a, b))
-    for signal in dict.fromkeys([*old, *new]):
-        yield signal, old.get(signal, ""), new.get(signal, "")
-
-
-def _mesh_text(plan: Plan) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
-
-
-def _pipeline_text(plan: Plan) -> str:
-    return "" if plan.schedule is None else plan.schedule.text
-
-
-def _fits_text(plan: Plan) -> str:
-    return "" if plan.memory.fits is None else "yes" if plan.memory.fits else "no: its time has no meaning"
-
-
-def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, float | None, float | None]]:
-    yield "step_time_ms", a.step_time_ms, b.step_time_ms
-    for name in ("tokens_per_s", "mfu", "dollars_per_million_tokens"):
-        x, y = (None if plan.speed is None else getattr(plan.speed, name) for plan in (a, b))
-        if x is not None or y is not None:
-            yield name, x, y
-    yield "peak_bytes", a.memory.peak_bytes, b.memory.peak_bytes
-    yield "args_bytes", a.memory.args_bytes, b.memory.args_bytes
-    yield "temp_bytes", a.memory.temp_bytes, b.memory.temp_bytes
-    yield "sent_bytes", a.sent_bytes, b.sent_bytes
-    yield "flops_per_device", a.flops_per_device, b.flops_per_device
-
-
-def _sent(a: Plan, b: Plan) -> Iterator[tuple[tuple[str, str, str], int, int]]:
-    """Bytes by signal, kind and axes where the plans differ, the largest difference first."""
-    old, new = _sent_bytes(a), _sent_bytes(b)
-    # A Counter answers 0 for a key that only the other plan has.
-    keys = [key for key in {**old, **new} if old[key] != new[key]]
-    for key in sorted(keys, key=lambda key: (-abs(new[key] - old[key]), key)):
-        yield key, old[key], new[key]
+def _layout(plan: Plan) -> dict[str, str]:
+    fits = plan.memory.fits
+    return {
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device",
+        "pipeline": "" if plan.schedule is None else plan.schedule.text,
+        "fits": "" if fits is None else "yes" if fits else "no: its time has no meaning",
+        **{row.signal: ", ".join(row.specs) for row in plan.signals if row.specs},
+    }
 
 
 def _sent_bytes(plan: Plan) -> collections.Counter[tuple[str, str, str]]:
@@ -134,7 +122,7 @@ def _change(x: float | None, y: float | None) -> str:
     return "" if text in ("+0.0%", "-0.0%") else text
 
 
-def _show(name: str, x: float | None) -> str:
+def _shown(name: str, x: float | None) -> str:
     """A total in the unit of its name."""
     if x is None:
         return ""

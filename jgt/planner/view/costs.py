@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jgt.console import axes_text, count_text, size_text, time_text
 from jgt.hlo.collectives import Collective
 from jgt.planner.findings import REPEATED
+from jgt.planner.layouts import OPTIMIZER
 from jgt.planner.plan import Plan
 from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow
 
@@ -47,20 +48,20 @@ def _by_bytes(plan: Plan) -> Iterator[str]:
 
 
 def _advice(row: SignalRow) -> str:
-    """What a signal's kernels are bound by, and what would change that."""
+    """The bound of a signal's kernels, and how to change it."""
     if row.flops_share and row.flops > REPEATED * row.flops_share:
         times = row.flops / row.flops_share
         return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
     # An update does a few operations for each byte that it reads, on any hardware.
-    if row.signal == "optimizer":
+    if row.signal == OPTIMIZER:
         return f"{size_text(row.hbm_bytes)} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
     if row.signal == PIPELINE_SIGNAL:
         return f"{size_text(row.hbm_bytes)} to and from memory for what stages keep and send. Use fewer, larger microbatches (pipeline:)"
     tflop = f"{count_text(row.flops / 1e12)} TFLOP"
     if row.roofline_ms.get("memory", 0.0) > row.roofline_ms.get("matmul", 0.0):
         moved = f"{size_text(row.hbm_bytes)} to and from memory for {tflop}: memory-bound"
-        return f"{moved}. Keep fewer activations (save:, train.remat), or use a fused kernel there"
-    return f"{tflop}: compute-bound. Only less recompute (train.remat, save:) or more devices would help"
+        return f"{moved}. Keep fewer activations (save:), or use a fused kernel there"
+    return f"{tflop}: compute-bound. Only less recompute (save:) or more devices would help"
 
 
 _TO_CHANGE = {
@@ -76,7 +77,7 @@ def _collective_advice(c: Collective) -> str:
     """A collective, and which spec would change it."""
     where = f" at {c.source}" if c.source else ""
     sent = f"{c.kind} {c.dtype} over {axes_text(c.axes)} ({c.count} x {size_text(c.bytes)}, {c.phase}){where}"
-    # What a pipeline sends between stages has no spec.
+    # Sends between the stages of a pipeline have no spec.
     if c.signal == PIPELINE_SIGNAL:
         return f"{sent}. Use fewer, larger microbatches or fewer stages (pipeline:)"
     return f"{sent}. To change it, edit {_TO_CHANGE.get(c.kind, 'its spec')}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.console import axes_text
@@ -22,50 +23,53 @@ HEADER = "jgt plan lock 1"
 """The first line of a lock. Its number changes with the format."""
 
 
-def lock_text(plan: Plan) -> str:
-    """The lock of a plan."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    lines = [HEADER, "# signal  kind  dtype  axes  count  bytes that a device sends", f"target {plan.target}", f"mesh {mesh}"]
-    lines += [f"memory {name} {count}" for name, count in sorted(plan.memory.groups.items())]
-    lines.append(f"flops {plan.flops_per_device:.0f}")
-    # A signal may send the same kind from several lines of the program and in several phases: the lock adds them up.
-    sent: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for c in plan.collectives:
-        key = (c.signal, c.kind, c.dtype, axes_text(c.axes))
-        sent[key] += c.total_bytes
-        counts[key] += c.count
-    lines += ["  ".join(key) + f"  {counts[key]}  {sent[key]}" for key in sorted(sent)]
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True)
+class Lock:
+    """A lock's text."""
 
+    text: str
 
-def write_lock(plan: Plan, path: Path) -> None:
-    """Writes the lock of a plan."""
-    path.write_text(lock_text(plan), encoding="utf-8")
+    @classmethod
+    def of(cls, plan: Plan) -> Lock:
+        """The lock of a plan."""
+        mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+        lines = [HEADER, "# signal  kind  dtype  axes  count  bytes that a device sends", f"target {plan.target}", f"mesh {mesh}"]
+        lines += [f"memory {name} {count}" for name, count in sorted(plan.memory.groups.items())]
+        lines.append(f"flops {plan.flops_per_device:.0f}")
+        # A signal may send the same kind from several lines of the program and in several phases: the lock adds them up.
+        sent: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        for c in plan.collectives:
+            key = (c.signal, c.kind, c.dtype, axes_text(c.axes))
+            sent[key] += c.total_bytes
+            counts[key] += c.count
+        lines += ["  ".join(key) + f"  {counts[key]}  {sent[key]}" for key in sorted(sent)]
+        return cls("\n".join(lines) + "\n")
 
+    @classmethod
+    def read(cls, path: Path) -> Lock:
+        """The lock in a file. Raises InputError if the file cannot be read or is not a lock."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError([f"{path}: cannot be read: {error}. Write it with --lock {path}"]) from error
+        first = text.partition("\n")[0].strip()
+        if first != HEADER:
+            begins = f"it begins with {first[:60]!r}, not {HEADER!r}"
+            remedy = f"Write it again with --lock {path}"
+            raise InputError([f"{path}:1: not a lock that this version of jgt can read: {begins}. {remedy}"])
+        return cls(text)
 
-def read_lock(path: Path) -> str:
-    """The text of a lock. Raises InputError if the file cannot be read or is not a lock."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError([f"{path}: cannot be read: {error}. Write it with --lock {path}"]) from error
-    first = text.partition("\n")[0].strip()
-    if first != HEADER:
-        raise InputError(
-            [
-                f"{path}:1: not a lock that this version of jgt can read: it begins with {first[:60]!r}, not {HEADER!r}. "
-                f"Write it again with --lock {path}"
-            ]
-        )
-    return text
+    def write(self, path: Path) -> None:
+        """Writes the lock to a file."""
+        path.write_text(self.text, encoding="utf-8")
 
-
-def changes(plan: Plan, locked: str) -> list[str]:
-    """The lines that differ, `-` in the lock and `+` in the plan; none if the plan keeps the lock."""
-    # A person may add comments and blank lines to a lock.
-    old, new = ([x.rstrip() for x in text.splitlines() if x.strip() and not x.startswith("#")] for text in (locked, lock_text(plan)))
-    # No context (n=0): a line is printed because it changed.
-    marked = difflib.unified_diff(old, new, lineterm="", n=0)
-    # These three begin difflib's own headers.
-    return [line for line in marked if not line.startswith(("---", "+++", "@@"))]
+    def changes(self, plan: Plan) -> list[str]:
+        """The lines that differ, `-` in the lock and `+` in the plan; none if the plan keeps the lock."""
+        # A person may add comments and blank lines to a lock.
+        texts = (self.text, Lock.of(plan).text)
+        old, new = ([x.rstrip() for x in text.splitlines() if x.strip() and not x.startswith("#")] for text in texts)
+        # No context (n=0): a line is printed because it changed.
+        marked = difflib.unified_diff(old, new, lineterm="", n=0)
+        # These three begin difflib's own headers.
+        return [line for line in marked if not line.startswith(("---", "+++", "@@"))]

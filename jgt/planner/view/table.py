@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.table import Table
 from rich.text import Text
@@ -19,22 +20,22 @@ from rich.text import Text
 from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.signals import SignalRow
-from jgt.planner.view.bars import bar, gauge
 from jgt.planner.view.costs import largest_costs
 
 _NUM_SPECS, _NUM_AXES = 1, 2
 """The specs, and the mesh axes, that one line shows."""
 _BAR = 40
 """The cells of the longest bar."""
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SMALLEST = 1e-3
 """The share of the step below which a part of its time is left out."""
 _WIDEST = 1_000
 """The width of output that does not go to a terminal: as wide as the tables need."""
 
 
-def print_plan(plan: Plan) -> None:
-    """Writes a plan to stdout."""
-    console = make_console(width=None if sys.stdout.isatty() else _WIDEST)
+def print_plan(plan: Plan, file: TextIO | None = None) -> None:
+    """Writes a plan to stdout, or to another file."""
+    console = make_console(file=file, width=None if file is None and sys.stdout.isatty() else _WIDEST)
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     title = f"Plan for {plan.target}: {mesh} = {plan.devices} devices, compiled in {plan.seconds:.1f} s with jax {plan.versions['jax']}"
     console.print(Text(title, style="bold"))
@@ -46,17 +47,12 @@ def print_plan(plan: Plan) -> None:
             console.print(table)
     lists = {
         f"Findings: {len(plan.findings)}": [f"! {finding.text}" for finding in plan.findings],
-        "What would help": [f"{number}. {found.text}" for number, found in enumerate(plan.advice, 1)],
+        "What would help": [f"{number}. {advice.text}" for number, advice in enumerate(plan.advice, 1)],
         "Largest costs": largest_costs(plan),
     }
     for name, lines in lists.items():
-        console.print(
-            *([Text(name, style="bold")] if lines else []),
-            *[Text(f"  {line}") for line in lines],
-            sep="\n",
-            end="\n" if lines else "",
-            soft_wrap=True,
-        )
+        for text in [Text(name, style="bold"), *(Text(f"  {line}") for line in lines)] if lines else ():
+            console.print(text, soft_wrap=True)
     for line in plan.assumptions:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
@@ -86,11 +82,9 @@ def speed_texts(plan: Plan) -> list[str]:
     speed = plan.speed
     if speed is None or plan.step_time_caveat:
         return []
-    texts = (
-        []
-        if speed.tokens_per_s is None
-        else [f"{two_digits(speed.tokens_per_s)} tokens/s ({two_digits(speed.tokens_per_s / plan.devices)} each)"]
-    )
+    texts: list[str] = []
+    if speed.tokens_per_s is not None:
+        texts.append(f"{two_digits(speed.tokens_per_s)} tokens/s ({two_digits(speed.tokens_per_s / plan.devices)} each)")
     texts.append(f"MFU {speed.mfu:.0%} ({two_digits(speed.model_tflops_per_device)} TFLOP/s each)")
     if speed.dollars_per_million_tokens is not None:
         texts.append(f"${two_digits(speed.dollars_per_million_tokens)} for a million tokens")
@@ -100,12 +94,12 @@ def speed_texts(plan: Plan) -> list[str]:
 
 
 def time_rows(plan: Plan) -> list[tuple[str, float]]:
-    """What the step's time is spent on, and milliseconds: the parts, with the waiting by mesh axes."""
+    """The parts of the step's time in milliseconds, with the waiting by mesh axes."""
     waiting = sum(plan.exposed_ms.values()) or 1.0
     rows: list[tuple[str, float]] = []
     for part, ms in plan.parts_ms.items():
         if part == "exposed":
-            # What waits in a bubble is a part of the waiting here.
+            # Waiting in a bubble counts as waiting here.
             axes = sorted(plan.exposed_ms.items(), key=lambda item: -item[1])
             rows += [(f"waiting for {name}", ms * exposed / waiting) for name, exposed in axes]
         else:
@@ -130,7 +124,7 @@ def _time(plan: Plan) -> Table:
     step = plan.step_time_ms or 1.0
     for name, ms in time_rows(plan) if plan.step_time_ms is not None and not plan.step_time_caveat else ():
         if ms >= _SMALLEST * step:
-            table.add_row(name, time_text(ms / 1e3), f"{ms / step:.1%}", bar(ms / step, _BAR))
+            table.add_row(name, time_text(ms / 1e3), f"{ms / step:.1%}", _bar(ms / step))
     return table
 
 
@@ -174,17 +168,17 @@ def _memory(plan: Plan) -> Table:
     memory = plan.memory
     table = make_table("Memory of one device", ["memory", "size", ""], 1)
     table.columns[-1].justify = "left"
-    # With a limit, bars end at it; otherwise the longest one is the peak.
+    # Bars end at the limit; without one, the peak is the longest bar.
     most = memory.hbm_bytes or memory.peak_bytes or 1
     for name, count in memory_rows(plan):
-        table.add_row(name, size_text(count), bar(count / most, _BAR))
-    limit, drawn = "", bar(memory.peak_bytes / most, _BAR)
+        table.add_row(name, size_text(count), _bar(count / most))
+    limit, drawn = "", _bar(memory.peak_bytes / most)
     if memory.hbm_bytes is not None:
         free = f"{1 - memory.peak_bytes / memory.hbm_bytes:.0%} free" if memory.fits else "DOES NOT FIT"
         limit = f" of {size_text(memory.hbm_bytes)}, {'fits, ' if memory.fits else ''}{free}"
         # A step that does not fit has a bar that crosses the limit.
         scale = max(memory.peak_bytes / memory.hbm_bytes, 1.0)
-        drawn = gauge(memory.peak_bytes / memory.hbm_bytes / scale, 1 / scale, _BAR)
+        drawn = _gauge(memory.peak_bytes / memory.hbm_bytes / scale, 1 / scale)
     table.add_row("peak", size_text(memory.peak_bytes), drawn + limit)
     return table
 
@@ -220,3 +214,15 @@ def _axes(plan: Plan) -> Table:
             table.add_row(axes, size_text(formulas[axes]), size_text(sent[axes]), *times)
     table.add_row("total", size_text(formulas.total()), size_text(plan.sent_bytes), *(["", ""] if timed else []))
     return table
+
+
+def _bar(share: float) -> str:
+    """A bar of eighths of a cell for a share of the width. Anything above 0 shows at least an eighth."""
+    eighths = max(round(min(share, 1.0) * _BAR * 8), 1 if share > 0 else 0)
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+
+
+def _gauge(share: float, limit: float) -> str:
+    """A bar with a mark `|` at a limit: dots fill what is left, and a bar that is too long crosses the mark."""
+    filled, end = _bar(share), round(limit * _BAR)
+    return f"{filled:·<{end}}|" if len(filled) <= end else f"{filled[:end]}|{filled[end:]}"

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jgt.document import InputError
-from jgt.pipeline.config import Pipeline
+from jgt.pipeline.config import PipelineConfig
 from train import xla
 from train.config.config import Config
 from train.models.config import ModelConfig
@@ -95,7 +95,7 @@ def test_virtual_devices_that_exchange_int8_get_more_threads(flags, monkeypatch,
         os.environ.pop("NPROC", None)
 
 
-PIPELINE, FP8 = Pipeline(signal="layers", microbatches=2), {"xla_gpu_enable_triton_gemm": "false"}
+PIPELINE, FP8 = PipelineConfig(signal="layers", microbatches=2), {"xla_gpu_enable_triton_gemm": "false"}
 
 
 @pytest.mark.parametrize(("gpus", "virtual_cpu", "has_gpu"), [(["nvidia0"], None, True), (["nvidia0"], 1, False), ([], None, False)])

@@ -1,0 +1,151 @@
+"""The door: `shard` wraps a forward or loss function, `place` and `init` ask the wrapped function about its parameters.
+
+Here the core of `jgt.sharding` meets what is optional: `replacements_of` lists the rules that replace pieces of a program, and a pipeline
+comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.document import InputError
+from jgt.experts.experts import Experts
+from jgt.replacements.overlap import Overlap
+from jgt.replacements.replacement import Replacement
+from jgt.rules import Rules
+from jgt.sharding.checks import RulesLike
+from jgt.sharding.inputs import StateArguments
+from jgt.sharding.placement import Placement
+from jgt.sharding.sharded import Sharded
+from jgt.sharding.staged import Staging
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def replacements_of(rules: Rules) -> Sequence[Replacement]:
+    """The replacements that these rules ask for, in the order in which they are applied."""
+    has_overlap = any(rule.overlap is not None for rule in rules.signals)
+    # A model may call experts although no rule is about them.
+    return [Experts(rules), *([Overlap(rules)] if has_overlap else [])]
+
+
+@overload
+def shard(
+    fn: Callable[_P, _R],
+    rules: RulesLike,
+    mesh: Mesh | AbstractMesh,
+    *,
+    partial: bool = False,
+    pipeline: Staging | None = None,
+    state: StateArguments = None,
+    pad: bool = False,
+) -> Sharded[_P, _R]: ...
+
+
+@overload
+def shard(
+    fn: Callable[_P, _R],
+    rules: RulesLike | None,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    partial: bool = False,
+    pipeline: Staging | None = None,
+    state: StateArguments = None,
+    pad: bool = False,
+) -> Callable[_P, _R]: ...
+
+
+def shard(
+    fn: Callable[_P, _R],
+    rules: RulesLike | None,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    partial: bool = False,
+    pipeline: Staging | None = None,
+    state: StateArguments = None,
+    pad: bool = False,
+) -> Callable[_P, _R]:
+    """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
+
+    rules: Rules, the path of a rules file, or the mapping that such a file contains.
+
+    The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
+    and jit the result. Parameters, inputs, values that leave a signal and named tensors get constraints; the
+    gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
+
+    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
+    nothing is one, unless `partial` says that `fn` is only a part of the program that the rules describe (inference without a loss).
+
+    `state` names arguments of `fn` (or gives their positions) that are neither parameters nor batch, such as running statistics. They are
+    replicated unless a rule under `inputs:` names them. Variables of nnx that are not `nnx.Param` are state wherever they are; if `fn`
+    changes them in place, their new values are stored in the caller's variables.
+
+    With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
+    the batch, and only the first one has a gradient, with respect to the parameters.
+
+    With `pad` a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
+    """
+    if rules is None or mesh is None:
+        return fn
+    return Sharded(fn, rules, mesh, replacements_of, partial=partial, pipeline=pipeline, state=state, pad=pad)
+
+
+def place(
+    fn: Callable[..., Any],
+    rules: RulesLike,
+    mesh: Mesh | AbstractMesh,
+    *args: Any,
+    partial: bool = False,
+    pipeline: Staging | None = None,
+    state: StateArguments = None,
+    problems: Sequence[str] = (),
+    **kwargs: Any,
+) -> Placement:
+    """Where the parameters, gradients, optimizer state and inputs of `fn(params, ...)` go: `shard(fn, ...).placement(...)`.
+
+    `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
+    rule that matches nothing (not with `partial`), and `problems`, which were found before.
+    """
+    try:
+        placement = _sharded(fn, rules, mesh, partial, pipeline, state).placement(*args, **kwargs)
+    except InputError as error:
+        raise InputError([*problems, *error.problems]) from None
+    if problems:
+        raise InputError(problems)
+    return placement
+
+
+def init(
+    init_fn: Callable[..., Any],
+    rules: RulesLike,
+    mesh: Mesh,
+    *args: Any,
+    loss: Callable[..., Any],
+    batch: Any,
+    optimizer: Any = None,
+    partial: bool = False,
+    pipeline: Staging | None = None,
+    state: StateArguments = None,
+) -> Any:
+    """Parameters from `init_fn(*args)`, made where `loss(params, batch)` uses them: `shard(loss, ...).init(...)`.
+
+    `loss` may be sharded already; then the trace is shared. Raises InputError.
+    """
+    return _sharded(loss, rules, mesh, partial, pipeline, state).init(init_fn, *args, batch=batch, optimizer=optimizer)
+
+
+def _sharded(
+    fn: Callable[..., Any],
+    rules: RulesLike,
+    mesh: Mesh | AbstractMesh,
+    partial: bool,
+    pipeline: Staging | None,
+    state: StateArguments,
+) -> Sharded[..., Any]:
+    if isinstance(fn, Sharded):
+        return cast("Sharded[..., Any]", fn).under(rules, mesh, partial, pipeline, state)
+    return Sharded(fn, rules, mesh, replacements_of, partial=partial, pipeline=pipeline, state=state)

@@ -1,0 +1,278 @@
+"""The uses of parameters in a traced program, and the bytes that it has to send for values in between.
+
+The formulas ask three questions of a program. How often is each parameter used, forward and backward? Which matmuls contract a sharded
+dim, so that devices hold partial sums? What does the program send itself, inside shard_map? One walk over the traced program answers
+all three. It follows each parameter through whatever takes it alone (`views`) to the matmuls and look-ups that consume it, and follows
+partial sums until something needs the whole: XLA adds two of them over the same axes first, a cast or a reshape leaves them partial, and
+a constraint that splits the result makes the sum a reduce-scatter.
+
+Invariant: counts are of one step. Each is multiplied by the trips of the loops around it, and by the share of the ticks in which a pipeline
+takes the branch around it. Partial sums are followed within one program only, because XLA reduces them before they leave a loop.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+from jgt.experts.exchange import weights_of
+from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
+from jgt.planner.compiled import Compiled
+from jgt.planner.layouts import Parameter, batch_axes
+from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, sent
+from jgt.planner.needs.views import View, Views, contractions, into, out_of, through
+from jgt.program import jaxpr as jx
+from jgt.program.dims import Dims, num_parts, sharding_dims
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.scopes import replicas_of, taken_share
+from jgt.replacements.device_plan import plan_of
+
+_SUMS = ("reduce", "reduce_sum", "psum")
+"""Primitives that add up an array over its own dims, which the partitioner may have split over devices."""
+_ADDS = ("add", "add_any")
+_KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy")
+"""A partial sum stays one through these; anything else needs the whole sum."""
+
+
+@dataclass(kw_only=True)
+class ParameterUse:
+    """The use of one parameter in a step.
+
+    counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
+    bf16). is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
+    brought: the mesh axes over which the program gathers it once, before anything reads it. held: the axes along which devices keep
+    different parts of it, such as experts.
+    """
+
+    counts: dict[str, Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    width: Fraction = Fraction(1)
+    is_manual: bool = False
+    is_gathered: bool = False
+    brought: set[str] = field(default_factory=set[str])
+    held: set[str] = field(default_factory=set[str])
+
+    @property
+    def forward(self) -> Fraction:
+        """The number of uses in the forward pass."""
+        return self.counts["forward"]
+
+    @property
+    def again(self) -> Fraction:
+        """The number of uses afterwards. A recompute gathers it for the backward pass too, so the larger of the two counts."""
+        return max(self.counts["recompute"], self.counts["backward"])
+
+
+@dataclass
+class PartialSum:
+    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step.
+
+    is_again: whether it is computed in the recompute. is_split: whether a constraint splits the sum over its own axes, as sequence
+    parallelism does.
+    """
+
+    signal: str
+    axes: MeshAxes
+    num_bytes: Fraction
+    is_again: bool = False
+    is_split: bool = False
+
+
+Sums = dict[Var, tuple[PartialSum, bool]]
+"""The partial sum in a variable, and whether nothing else was added to it."""
+
+
+def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, adds_first: bool) -> None:
+    """Follows a partial sum through an equation that leaves it partial, and marks one that a constraint splits.
+
+    partial_sums: all of the program. adds_first: whether XLA adds partial sums to each other before it reduces them.
+    """
+    kind, operands = equation.primitive.name, [sums[a] for a in equation.invars if jx.is_var(a) and a in sums]
+    if not operands or kind not in (*_ADDS, *_KEEPS_PARTIAL):
+        return
+    (first, is_alone), out = operands[0], equation.outvars[0]
+    if kind in _ADDS:
+        is_alone = len(operands) == 2 and all(alone and partial.axes == first.axes for partial, alone in operands)
+        second = operands[-1][0]
+        # Equal sums count the same, so it does not matter which of them is taken off the list.
+        if is_alone and adds_first and second is not first and second in partial_sums:
+            partial_sums.remove(second)
+    elif kind == "sharding_constraint":
+        dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        first.is_split |= any(axis in first.axes for axes in dims for axis in axes)
+        if not is_alone:
+            return
+    sums[out] = first, is_alone
+
+
+class _Scope(NamedTuple):
+    """The surroundings of an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
+
+    is_replaced: whether this is inside a replaced piece of program, whose plan contains what its sums send.
+    """
+
+    name: str
+    times: Fraction
+    batch: MeshAxes
+    is_replaced: bool = False
+
+    @property
+    def runs(self) -> Fraction:
+        """The number of runs of the equation in a step."""
+        return self.times * taken_share(self.name)
+
+    @property
+    def signal(self) -> str:
+        """The signal that the equation belongs to."""
+        return signal_of(self.name)
+
+
+def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
+    """The uses of parameters in a compiled function's traced program."""
+    positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
+    invars = jx.body(compiled.program).invars
+    views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
+    backend, batch = GPU if compiled.is_described else CPU, batch_axes(compiled, params)
+    usage = Usage(mesh=dict(compiled.mesh.shape), batch=batch, backend=backend, parameters=[ParameterUse() for _ in params])
+    usage.read(compiled.program, _Scope("", Fraction(1), batch), views)
+    return usage
+
+
+@dataclass(kw_only=True)
+class Usage:
+    """The uses of parameters in a program, and its partial sums. Programs inside it are read in turn, with the views of their variables.
+
+    mesh: the sizes of the mesh axes. batch: the axes that split the batch. parameters: the use of each parameter. sent: the bytes that a
+    device sends for values in between, by signal, mesh axes and formula.
+    """
+
+    mesh: Mapping[str, int]
+    batch: MeshAxes
+    backend: Backend
+    parameters: list[ParameterUse]
+    partial_sums: list[PartialSum] = field(default_factory=list[PartialSum])
+    sent: dict[tuple[str, MeshAxes, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    _counted: set[tuple[Var, str]] = field(default_factory=set[tuple[Var, str]])
+
+    @property
+    def summed(self) -> set[MeshAxes]:
+        """The mesh axes over which replicas add up what they have."""
+        return {axes for signal, axes, _ in self.sent if signal == EXCHANGED}
+
+    def read(self, program: Program, around: _Scope, views: Views) -> None:
+        """Reads a program, and extends `views` by the arrays that are made of parameters."""
+        sums: Sums = {}
+        laid: dict[Var, Dims] = {}
+        for equation in jx.body(program).eqns:
+            scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
+            self._send(equation, scope, views)
+            weights = weights_of(equation)
+            for var, dims in weights:
+                self._hold(var, dims, scope, views)
+            for inner in jx.subprograms(equation):
+                # The function of experts may read its weights any number of times: they are brought to their devices once a call.
+                self._enter(equation, inner, scope, {} if weights else views)
+            self._contract(equation, scope, views, sums)
+            carry(equation, sums, self.partial_sums, adds_first=self.backend.is_gpu)
+            self._follow(equation, scope, views)
+            self._regather(equation, scope, laid)
+
+    def _send(self, equation: Equation, scope: _Scope, views: Views) -> None:
+        """Counts the bytes of a collective that the program names itself, and marks the parameters that it gathers."""
+        collective, between = sent(equation, self.mesh, self.backend), replicas_of(scope.name)
+        if between is not None:
+            axes, numbers = between
+            if collective is None and numbers is not None and equation.primitive.name in _SUMS:
+                collective = axes, numbers * self.backend.item_bytes(equation.invars[0]) * all_reduced(num_parts(axes, self.mesh))
+            if collective is not None:
+                self.sent[EXCHANGED, collective[0], "sums over replicas"] += scope.runs * collective[1]
+        elif collective is not None:
+            if is_gather(equation):
+                for atom in equation.invars:
+                    if jx.is_var(atom) and atom in views:
+                        self.parameters[views[atom].index].is_gathered = True
+            self.sent[scope.signal, collective[0], "shard_map"] += scope.runs * collective[1]
+
+    def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
+        """A parameter that a call of experts reads, each device its own part."""
+        if var in views:
+            view, use = views[var], self.parameters[views[var].index]
+            use.held.update(axis for axes in dims for axis in axes)
+            use.counts[phase_of(scope.name)] += view.times * view.share * taken_share(scope.name)
+
+    def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
+        """Reads a program inside an equation, and follows the parameters into it and out of it."""
+        # shard_map makes some axes manual: inside, shapes are one device's along them.
+        manual = equation.params.get("newly_manual_axes", ())
+        times = scope.times * equation.params["length"] if jx.is_scan(equation) else scope.times
+        inside: Views = {}
+        for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
+            if outer is not None and jx.is_var(outer) and outer in views:
+                view = inside[var] = into(views[outer], outer, var, times)
+                self.parameters[view.index].is_manual |= any(axis in self.batch for axis in manual)
+        is_replaced = scope.is_replaced or plan_of(equation) is not None
+        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced), inside)
+        for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+            if outer is None or not jx.is_var(atom) or atom not in inside:
+                continue
+            view = out_of(inside[atom], atom, outer, scope.times)
+            if view is not None:
+                # If several branches of a cond return a parameter, the first one counts.
+                views.setdefault(outer, view)
+
+    def _contract(self, equation: Equation, scope: _Scope, views: Views, sums: Sums) -> None:
+        """A matmul or a look-up: it uses parameters, and leaves a partial sum if it contracts a dim that is sharded."""
+        phase = phase_of(scope.name)
+        for var, contracted in contractions(equation, views):
+            view = views[var]
+            # Several matmuls of a view in one phase share one gathered copy of it.
+            if (var, phase) not in self._counted:
+                self._counted.add((var, phase))
+                self.parameters[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
+            axes = tuple(a for a in self.mesh if a in contracted and a not in self.batch and self.mesh[a] > 1)
+            if axes and not scope.is_replaced:
+                partial = PartialSum(scope.signal, axes, scope.runs * self._local_bytes(equation.outvars[0], scope), phase == "recompute")
+                self.partial_sums.append(partial)
+                sums[equation.outvars[0]] = partial, True
+
+    def _local_bytes(self, var: Var, scope: _Scope) -> Fraction:
+        """The bytes of a value on one device, whose rows the batch splits."""
+        return Fraction(self.backend.bytes_of(var), num_parts(scope.batch, self.mesh))
+
+    def _follow(self, equation: Equation, scope: _Scope, views: Views) -> None:
+        """Follows a parameter through an equation that changes only its shape, type, layout or name."""
+        step = through(equation, views, scope.times)
+        if step is None:
+            return
+        source, view = step
+        kind, out, use = equation.primitive.name, equation.outvars[0], self.parameters[view.index]
+        if kind == "convert_element_type" and self.backend.is_gpu:
+            # XLA casts the shards and gathers the result.
+            use.width = min(Fraction(jx.dtype_of(out).itemsize, jx.dtype_of(source).itemsize), use.width)
+        if kind == "sharding_constraint" and views[source].is_pinned:
+            # Pinned to where it is stored, then to where it is read: it travels in between.
+            use.brought |= views[source].axes() - view.axes()
+        views[out] = view
+
+    def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
+        """Counts the values that a constraint splits and the next one makes whole again, in the recompute.
+
+        laid: the dims of constrained values.
+        """
+        kind = equation.primitive.name
+        if kind not in ("sharding_constraint", "name", "convert_element_type"):
+            return
+        (source, *_), (out, *_) = equation.invars, equation.outvars
+        before = laid.get(source) if jx.is_var(source) else None
+        if kind != "sharding_constraint":
+            laid.update({} if before is None else {out: before})
+            return
+        after = laid[out] = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
+        kept = {*self.batch, *(a for axes in after for a in axes)}
+        axes = tuple(a for a in self.mesh if self.mesh[a] > 1 and a not in kept and any(a in one for one in before or ()))
+        if axes and scope.signal != NONE and phase_of(scope.name) == "recompute":
+            n = num_parts(axes, self.mesh)
+            again = scope.runs * self._local_bytes(out, scope) * Fraction(n - 1, n)
+            self.sent[scope.signal, axes, "gathered again for the backward pass"] += again

@@ -1,0 +1,168 @@
+"""A function with rules: `jgt.shard` makes it, and everything else is asked of it.
+
+    loss = jgt.shard(loss_fn, rules, mesh)
+    loss(params, batch)                  # the same signature, values and gradients, laid out over the mesh
+    loss.placement(params, batch)        # where parameters, gradients, optimizer state and inputs go
+    loss.init(init_fn, key, batch=batch) # parameters made where they belong
+
+All three need the traced program of the function, so the wrapper keeps one for each set of argument shapes. A trainer
+that asks for the placement, compiles its step and makes a plan of it calls the user's function once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.partitioner import avoid_faults
+from jgt.replacements.replacement import Replacement
+from jgt.rules import Rules
+from jgt.sharding.argument_specs import check_aliases
+from jgt.sharding.arguments import Arguments
+from jgt.sharding.call import PlannedCall, plan_call
+from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
+from jgt.sharding.inputs import Signature, StateArguments
+from jgt.sharding.placement import Placement
+from jgt.sharding.staged import Staging
+from jgt.sharding.storage import Storage
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Sharded(Generic[_P, _R]):
+    """A function rewritten by rules. It can be differentiated, vmapped and jitted like the function itself.
+
+    Like jax.jit, it calls the function once for each set of argument shapes and constants and may reuse that trace later, so values that
+    the function reads from elsewhere should not change.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[_P, _R],
+        rules: RulesLike,
+        mesh: Mesh | AbstractMesh,
+        replacements_of: Callable[[Rules], Sequence[Replacement]],
+        *,
+        partial: bool = False,
+        pipeline: Staging | None = None,
+        state: StateArguments = None,
+        pad: bool = False,
+    ):
+        avoid_faults()
+        check_function(fn)
+        rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
+        # `updated=()`: fn may be an object with state, whose attributes do not belong into this object's __dict__.
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._rules, self._mesh = fn, rules, mesh
+        self._replacements_of, self._replacements = replacements_of, tuple(replacements_of(rules))
+        self._partial, self._pipeline, self._pad = partial, pipeline, pad
+        self._signature = Signature.of(fn, state)
+        self._planned: dict[Hashable, PlannedCall] = {}
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
+        arguments = self._arguments(args, kwargs)
+        check_surroundings(arguments.arrays)
+        planned = self._plan(arguments)
+        return self._result(arguments, planned, planned.run(arguments.arrays))
+
+    def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
+        """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
+
+        Nothing is computed and no device is touched. Raises InputError as a call does.
+        """
+        return self._plan(self._arguments(args, kwargs)).placement
+
+    def planned(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Arguments, PlannedCall]:
+        """The arrays of a call and what it runs, for comparisons of both programs. Raises InputError as a call does."""
+        arguments = self._arguments(args, kwargs)
+        return arguments, self._plan(arguments)
+
+    def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
+        """The form in which parameters are best stored between steps; None: as the model has them."""
+        return self._plan(self._arguments(args, kwargs)).storage
+
+    def on_stored(self, storage: Storage) -> Callable[..., _R]:
+        """The same function of parameters that are stored so. It has no state in its first argument."""
+        function = self.on_used(storage)
+
+        def call(params: Any, *args: Any, **kwargs: Any) -> _R:
+            return function(storage.used(params), *args, **kwargs)
+
+        return call
+
+    def on_used(self, storage: Storage) -> Callable[..., _R]:
+        """The same function of what `storage.used` makes of stored parameters, for several calls with the same parameters."""
+
+        def call(params: Any, *args: Any, **kwargs: Any) -> _R:
+            leaves = jax.tree.leaves(params)
+            arguments = self._arguments((storage.model_shapes(params), *args), kwargs)
+            planned = self._plan(arguments)
+            arrays = [*leaves, *arguments.arrays[len(leaves) :]]
+            check_surroundings(arrays)
+            run = planned.run_stored if storage.has_stacks else planned.run
+            assert run is not None, "a function with stacks in storage is a pipeline"
+            return self._result(arguments, planned, run(arrays))
+
+        return call
+
+    def _result(self, arguments: Arguments, planned: PlannedCall, results: Sequence[jax.Array]) -> _R:
+        """The result as the function returns it. New values of state are stored in the caller's variables."""
+        num_results = planned.out_tree.num_leaves
+        arguments.store(planned.changed, results[num_results:])
+        return jax.tree.unflatten(planned.out_tree, results[:num_results])
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any, optimizer: Any = None) -> Any:
+        """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.
+
+        `batch` contains the function's other arguments, as arrays or ShapeDtypeStructs, in a tuple if there are several. With an optax
+        `optimizer` the result is (parameters, optimizer state). The random bits are the same on every mesh. Raises InputError.
+        """
+        check_optimizer(optimizer)
+        batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
+        # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
+        arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
+        placement = self._plan(arguments).placement
+        if optimizer is None:
+            return cast("Callable[..., Any]", jax.jit(init_fn, out_shardings=placement.params))(*args)
+
+        def params_and_state(*args: Any) -> Any:
+            params = init_fn(*args)
+            return params, optimizer.init(params)
+
+        both = (placement.params, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
+        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
+
+    def under(
+        self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Staging | None, state: StateArguments
+    ) -> Sharded[_P, _R]:
+        """The same function under these rules; this very object, with its traces, if they are its own. state: None for its own."""
+        rules = as_rules(rules)
+        signature = self._signature if state is None else Signature.of(self._fn, state)
+        # By value: rules that were loaded twice are still its own.
+        if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
+            return self
+        state = signature.state
+        return Sharded(self._fn, rules, mesh, self._replacements_of, partial=partial, pipeline=pipeline, state=state, pad=self._pad)
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        return Arguments(self._fn, args, kwargs, self._signature)
+
+    def _plan(self, arguments: Arguments) -> PlannedCall:
+        key = arguments.key()
+        planned = None if key is None else self._planned.get(key)
+        if planned is not None:
+            # The key does not say whether two parameters are one array.
+            check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
+            return planned
+        planned = plan_call(
+            arguments, self._rules, self._mesh, self._replacements, partial=self._partial, pipeline=self._pipeline, pad=self._pad
+        )
+        if key is not None and planned.is_reusable:
+            self._planned[key] = planned
+        return planned

@@ -1,0 +1,184 @@
+"""The request in a command line of `jgt plan`: a target, one or two runs, and a price. Read and checked before JAX is imported.
+
+The two sides of `--diff` are what a person would write anyway: a run's file, a rules file, or overrides in quotes. Its keys show what a
+file is, because rules and runs have different keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jgt.document import InputError, collect, is_file, locate, read
+from jgt.hardware import Target, parse_target, read_prices
+from jgt.rules import SHIPPED_RULES
+
+from ..code.files import read_code
+from ..command_line import RunParser, whole_number
+from ..config import Config, Run, load
+
+_BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
+"""Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""
+
+_SECONDS, _TOP = 300, 6
+"""The defaults of a search."""
+_OF_A_SEARCH = "targets", "tokens", "deadline", "write", "picture"
+
+
+def parser() -> RunParser:
+    """The command line of a plan."""
+    description = "Shows what XLA will do with a run's training step, also for GPUs that you do not have."
+    # A run is optional, because --diff may name both.
+    parser = RunParser("jgt plan", description, is_required=False)
+    parser.add_argument(
+        "--target",
+        metavar="CHIP:HOSTSxGPUS",
+        help="plan for GPUs, such as h100:8x8: 8 hosts with 8 H100s (needs the extra jgt[plan-gpu]); default: CPU devices",
+    )
+    parser.add_argument(
+        "--chip", metavar="FILE", help="a chip file of your own; --target names it by the file's name: mine:8x8 for mine.yaml"
+    )
+    figure = "change a figure of the chip, such as nic_gbs=25; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=figure)
+    parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="plan for N CPU devices; default: the number in the run's file")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
+    parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
+    parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")
+    parser.add_argument("--check", metavar="FILE", help="compare the plan with a lock, and exit with code 1 if it differs")
+    parser.add_argument("--sync", action="store_true", help="compare what sync.every, late and wire would cost, as a table")
+    both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
+    _add_search_arguments(parser)
+    return parser
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a search."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the file leaves them open",
+    )
+    group.add_argument("--free", action="store_true", help="search what the file sets, too; values on the command line stay")
+    group.add_argument("--time", type=_seconds, default=_SECONDS, metavar="S", help=f"seconds that a search may take ({_SECONDS})")
+    group.add_argument("--top", type=_count, default=_TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({_TOP})")
+    group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
+    group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
+    group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
+    group.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
+    group.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
+    group.add_argument(
+        "--deadline", type=float, metavar="DAYS", help="with --tokens: the number of GPUs that finishes within this many days"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """target: None for CPU devices. runs: the one to plan, or the two to compare. price: dollars for an hour of one device.
+
+    devices: the overrides that gave the runs their number of devices.
+    """
+
+    target: Target | None
+    runs: tuple[Run, ...]
+    price: float | None
+    devices: tuple[str, ...]
+
+
+def read_request(arguments: argparse.Namespace) -> Request:
+    """Reads the arguments. Raises InputError with all problems."""
+    problems: list[str] = []
+    target, price = None, None
+    # Options of a search that would be without effect.
+    alone = [f"--{name}" for name in _OF_A_SEARCH if getattr(arguments, name, None) is not None]
+    problems += [f"command line: {name} needs --search" for name in alone]
+    with collect(problems):
+        target = None if arguments.target is None else parse_target(arguments.target, arguments.chip, arguments.set)
+    if arguments.target is None:
+        given = {"--chip": arguments.chip, "--set": arguments.set, "--price": arguments.price}
+        problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
+    elif arguments.price is not None and target is not None:
+        with collect(problems):
+            chip = target.text.partition(":")[0]
+            price = read_prices(arguments.price, [chip])[chip]
+    if arguments.config is None and arguments.diff is None:
+        problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
+        raise InputError(problems)
+    sides: list[tuple[str, list[str]]] = [] if arguments.config is None else [(arguments.config, [])]
+    if arguments.diff is not None:
+        alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
+        problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
+        sides = []
+        with collect(problems):
+            sides = _sides(arguments.config, arguments.diff)
+    # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
+    count = arguments.devices if target is None else target.num_devices
+    devices = [] if count is None else [f"devices.virtual_cpu={count}"]
+    runs: list[Run] = []
+    for config, more in sides:
+        with collect(problems):
+            runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
+    if arguments.sync and arguments.diff is not None:
+        problems.append("--sync is for a single run and cannot be combined with --diff")
+    if problems:
+        # Both sides of a comparison may have the same problem.
+        raise InputError(list(dict.fromkeys(problems)))
+    return Request(target=target, runs=tuple(runs), price=price, devices=tuple(devices))
+
+
+def _sides(config: str | None, diff: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The run's file and its further overrides, for each of the two plans to compare. Raises InputError."""
+    # A file whose keys say nothing, such as one that only extends another, is a run where no run is named, and rules otherwise.
+    runs = [text for text in diff if not _is_override(text) and (_is_run(text) if config else not _is_rules(text))]
+    base = config or next(iter(runs), None)
+    if base is None:
+        raise InputError([f"--diff {diff[0]!r} {diff[1]!r}: the run's file is missing. Write jgt plan run.yaml --diff A B"])
+    sides: list[tuple[str, list[str]]] = []
+    for text in diff:
+        if _is_override(text):
+            sides.append((base, _BETWEEN.split(text.strip())))
+        elif text in runs:
+            sides.append((text, []))
+        else:
+            sides.append((base, [f"rules={locate(text, SHIPPED_RULES).resolve()}"]))
+    return sides
+
+
+def _is_override(text: str) -> bool:
+    """Whether a side of --diff is overrides and not a file."""
+    return "=" in text and not is_file(Path(text))
+
+
+def _is_run(path: str) -> bool:
+    """Whether a file has keys of a run. One that cannot be read is neither a run nor rules, and reading it later says why."""
+    return bool(_keys(path) & set(Config.__dataclass_fields__) - {"axes"})
+
+
+def _is_rules(path: str) -> bool:
+    return not _is_run(path) and bool(_keys(path) & {"axes", "signals", "default", "params"})
+
+
+def _keys(path: str) -> set[str]:
+    try:
+        return set(read(locate(path)).children)
+    except InputError:
+        return set()
