@@ -182,7 +182,7 @@ def test_the_written_file_is_the_layout(make_search, run_file, tmp_path):
         expected = load(run_file, ["devices.virtual_cpu=32", "train.steps=7", *one.candidate.overrides])
         assert (run.mesh, run.rules, run.pipeline) == (expected.mesh, expected.rules, expected.pipeline)
         assert replace(run.config.train) == replace(expected.config.train)
-        assert {limit.key for limit in run.budget} == {"peak_gb", "step_ms"}
+        assert {limit.key for limit in run.budget.limits} == {"peak_gb", "step_ms"}
 
 
 def test_the_answer_says_why_and_how_sure(make_search, capsys):
