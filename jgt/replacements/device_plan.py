@@ -118,7 +118,7 @@ class OfReplicas(DevicePlan):
         """The equation of one replica, from an equation of this plan. Its variables are new."""
 
         def one(var: jx.Atom) -> jx.Atom:
-            return edit.new_var_of(var, jx.shape_of(var)[1:]) if jx.is_var(var) else var
+            return jx.new_var_of(var, jx.shape_of(var)[1:]) if jx.is_var(var) else var
 
         invars = [one(var) if is_mapped else var for var, is_mapped in zip(equation.invars, self.mapped, strict=True)]
         outvars = [cast(jx.Var, one(var)) for var in equation.outvars]
