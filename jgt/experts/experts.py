@@ -70,16 +70,16 @@ class Experts:
             rows, rule = site.free(_rows(self.rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
             # Where the axis is manual, weights are one device's, or they are whole.
             is_held = rule is not None and rule.axis in manual
-            misfits_here = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
-            problems |= dict.fromkeys([*misfits_here, *_weight_problems(rule, equation, place.path, site.parameters)])
+            problems_here = list(_problems(None if is_held else rule, call, equation, rows, here, tries=not site.is_part))
+            problems |= dict.fromkeys([*problems_here, *_weight_problems(rule, equation, place.path, site.parameters)])
             # On one device there is nothing to exchange.
-            if misfits_here or site.mesh.size == 1:
+            if problems_here or site.mesh.size == 1:
                 eqns.append(equation)
                 continue
             exchange = _exchange(rule if call.held_by or not is_held else None, rows, dict(here.shape))
             eqns += _replaced(call, exchange, here, equation)
             if jx.is_var(choice := equation.invars[-2]):
-                choices[choice] = RowLayout(rows=exchange.rows, mesh=here)
+                choices[choice] = exchange.rows, here
         new = jx.with_body(program, eqns=chosen_by_row(eqns, choices), outvars=jx.body(program).outvars)
         return Replaced(program=new, matches=tuple(matches), problems=tuple(problems))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from jgt.experts.call import ExpertCall
@@ -26,23 +26,20 @@ from jgt.rules import Rules, match_experts
 _CASTS = ("convert_element_type", "name", "copy", "reduce_precision", "sharding_constraint")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Local:
-    """A program for the experts of one device. held: the numbers of the arguments that have these, and the axis that holds them."""
+def with_local_experts(
+    program: Program, around: Place, rules: Rules, sizes: Mapping[str, int], axes: Sequence[str]
+) -> tuple[Program, Mapping[int, str]]:
+    """The program with the experts of one device, in calls whose rule names one of these manual axes; the program itself if it has none.
 
-    program: Program
-    held: Mapping[int, str] = field(default_factory=dict[int, str])
-
-
-def with_local_experts(program: Program, around: Place, rules: Rules, sizes: Mapping[str, int], axes: Sequence[str]) -> Local:
-    """The program with the experts of one device, in calls whose rule names one of these manual axes; the program itself if it has none."""
+    With it, by the number of each argument that has experts of one device, the axis that holds them.
+    """
     search = _Search(rules, sizes, axes)
     wanted = search.wanted(program, around, {})
     invars = jx.body(program).invars
     held = {index: wanted[var] for index, var in enumerate(invars) if var in wanted}
     if search.is_lost or not held:
-        return Local(program=program)
-    return Local(program=search.local(program, around, wanted), held=held)
+        return program, {}
+    return search.local(program, around, wanted), held
 
 
 class _Search:

@@ -26,12 +26,8 @@ from jgt.replacements.proof import mesh_context
 _CASTS = ("convert_element_type", "name", "copy", "sharding_constraint", "stop_gradient")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowLayout:
-    """The axes of each dim of a call's rows, on this mesh."""
-
-    rows: Dims
-    mesh: Mesh | AbstractMesh
+RowLayout = tuple[Dims, Mesh | AbstractMesh]
+"""The axes of each dim of a call's rows, and their mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ def chosen_by_row(eqns: Sequence[Equation], choices: Mapping[Var, RowLayout]) ->
         top = made.get(choice)
         while top is not None and top.primitive.name in _CASTS and jx.is_var(top.invars[0]):
             top = made.get(top.invars[0])
-        if top is not None and _is_top_k(top) and any(layout.rows):
+        if top is not None and _is_top_k(top) and any(layout[0]):
             layouts[top.outvars[1]] = layout
     return [new for e in eqns for new in (_by_row(e, layouts[e.outvars[1]]) if e.outvars[1:2] and e.outvars[1] in layouts else [e])]
 
@@ -72,15 +68,15 @@ def _is_top_k(equation: Equation) -> bool:
 
 
 def _by_row(equation: Equation, layout: RowLayout) -> list[Equation]:
-    scores = equation.invars[0]
-    plan, num_experts = _TopK(k=equation.params["k"], rows=layout.rows), jx.shape_of(scores)[-1]
+    scores, (rows, mesh) = equation.invars[0], layout
+    plan, num_experts = _TopK(k=equation.params["k"], rows=rows), jx.shape_of(scores)[-1]
 
     @jax.custom_vjp
     def top_k(scores: jax.Array) -> list[jax.Array]:
-        return run_on_devices(plan, layout.mesh, scores)
+        return run_on_devices(plan, mesh, scores)
 
     def forward(scores: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        values, places = run_on_devices(plan, layout.mesh, scores)
+        values, places = run_on_devices(plan, mesh, scores)
         return [values, places], places
 
     def backward(places: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax.Array]:

@@ -70,7 +70,10 @@ class DevicePlan(ABC):
         return None
 
     def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[DevicePlan | None, list[int]]:
-        """A plan that makes only the used results, or None if no result is used, and the numbers of the operands that it needs."""
+        """A plan that makes only the used results, with the numbers of the operands that it needs; None if no result is used.
+
+        A plan that returns itself makes all results, and XLA leaves out what nothing reads.
+        """
         return (self, list(range(num_operands))) if any(used) else (None, [])
 
 
@@ -191,9 +194,9 @@ def _vmapped(axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None],
 def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], jx.Equation | None]:
     # jax 0.12 also says which operands are alive.
     equation: jx.Equation = rest[-1]
-    if all(used):
-        return [True] * len(equation.invars), equation
     plan, needed = equation.params["plan"].pruned(used, len(equation.invars))
+    if all(used) or plan is equation.params["plan"]:
+        return [True] * len(equation.invars), equation
     if plan is None:
         return [False] * len(equation.invars), None
     invars = [equation.invars[n] for n in needed]

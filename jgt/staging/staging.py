@@ -231,14 +231,13 @@ def _with_local_experts(
 ) -> tuple[Split, dict[Var, str]]:
     """The split program whose layers have the experts of one device, and by weight the axis that holds these."""
     body: Program = parts.scan.params["jaxpr"]
-    local = with_local_experts(body, parts.place, rules, sizes, batch_axes)
-    outer = dict(enumerate(parts.scan.invars))
-    held = {var: axis for index, axis in local.held.items() if jx.is_var(var := outer[index])}
+    local, axes = with_local_experts(body, parts.place, rules, sizes, batch_axes)
+    held = {var: axis for index, axis in axes.items() if jx.is_var(var := parts.scan.invars[index])}
     # The rules have to split the experts of each of them, which come after the dim of layers.
     fits = all(v in parts.weights and v in parts.like and axis in parameters[parts.like[v]].dims[1] for v, axis in held.items())
     if not held or not fits:
         return parts, {}
-    scan = parts.scan.replace(params={**parts.scan.params, "jaxpr": local.program})
+    scan = parts.scan.replace(params={**parts.scan.params, "jaxpr": local})
     return replace(parts, scan=scan), held
 
 
