@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -70,7 +70,7 @@ def measured(runs: Mapping[str, Run]) -> dict[str, list[float]]:
     steps: dict[str, MeasuredStep] = {}
     for name, run in runs.items():
         try:
-            steps[name] = MeasuredStep(run, jax.local_devices())
+            steps[name] = MeasuredStep(run, cast("Sequence[Any]", jax.local_devices()))
         except (ValueError, NotImplementedError) as error:
             say(f"{name}: {str(error).splitlines()[0]}")
     rounds: dict[str, list[float]] = {name: [] for name in steps}

@@ -27,7 +27,7 @@ FORWARD, BACKWARD = 0.55, 0.42
 
 
 def chip_with(chip: Chip, constants: Figures) -> Chip:
-    """A chip with these constants in place of its own. Ampere has one for its matmuls; Hopper and Blackwell share theirs."""
+    """A chip with these constants. Ampere has one for its matmuls; Hopper and Blackwell share theirs."""
     matmul = {
         name: replace(rate, share=constants["ampere" if "f8" not in chip.tflops else "hopper"]) for name, rate in chip.rates.matmul.items()
     }

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """value: of a figure before anything is measured. width: how far off it may be, as a logarithm. why: where it is from."""
+    """What is expected of a figure. value: its value. width: the error to expect of it, as a logarithm. why: the source of both."""
 
     value: float
     width: float
@@ -34,7 +34,7 @@ class Prior:
 
 
 class Fit:
-    """Figures from programs. predict(program, figures): seconds. measured: by program. spread: the relative error to expect of each.
+    """Figures from programs. predict(program, figures): the seconds. measured: the seconds by program. spread: the relative error of each.
 
     looks: how often errors and their derivatives are taken, each time at the figures that the last look found.
     """
@@ -76,7 +76,7 @@ class Fit:
         jacobian, errors, spread, logs = self._jacobian[chosen], self._errors[chosen], self._spread[chosen], self._at
         for _ in range(_MOST):
             residuals = errors + jacobian @ (logs - self._at)
-            # Of soft L1, as weights of least squares.
+            # Soft L1 as weights of least squares.
             weights = (1 + (residuals / spread) ** 2) ** -0.25 / spread
             rows = np.concatenate([jacobian * weights[:, None], np.diag(1 / self._width)])
             left = np.concatenate([residuals * weights, (logs - self._prior) / self._width])

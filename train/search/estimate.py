@@ -1,19 +1,10 @@
 """Estimates of layouts before they are planned: one closed form for the time of a step, and one for its memory.
 
 The forms know no model. From a first plan they take what every training step has: parameters, FLOPs, and the input of a layer. From a
-layout they take how these divide over the mesh:
-
-    matmuls     the step's FLOPs over the devices, and a share of them that the backward pass computes again
-    memory      the bytes that the kernels between matmuls read and write, over the memory's bandwidth
-    launches    as many as there are layers and parts of the batch
-    bubble      what the schedule's simulation says, of all of these
-    gathers     weights that are gathered, and gradients that are scattered, for each part of the batch
-    sums        gradients that are added up over the other axes of the batch
-    tensor      rows around each matmul
-    stage       rows between stages
-
-Compute hides part of the first three kinds of collectives. A device holds state, gradients, weights that are whole for a while, what layers
-keep for each microbatch in flight, and what one layer works with.
+layout they take how these divide over the mesh. A step takes the time of its matmuls, of the bytes that other kernels move, of launches and
+of a pipeline's bubble, and of collectives, part of which compute hides: weights gathered and gradients scattered, gradients added up, rows
+around each matmul, rows between stages. A device holds state, gradients, weights that are whole for a while, what layers keep for each
+microbatch in flight, and what one layer works with.
 
 The constants are round numbers. Exact ones would not help: a plan's own time is known to about 35 %, and the answer of a search is always
 the fastest of the layouts that were compiled. So a plan corrects nothing but the scale: the medians of planned over estimated seconds and

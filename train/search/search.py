@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,12 @@ _FIRST, _REFUSED = 6, 2
 _PATIENCE, _FASTER = 14, 0.995
 """The search ends after _PATIENCE plans in a row of which none has brought the best below _FASTER of its seconds."""
 _NOTABLE, _POLL = 0.01, 0.5
+_ASKED, _OF_REFUSED_SIZE, _TOO_LARGE, _OPEN = range(4)
+_REASONS = {
+    _OF_REFUSED_SIZE: "of sizes that were refused",
+    _TOO_LARGE: "too large for the memory, by estimate",
+    _OPEN: "less promising, by estimate",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +85,7 @@ class LayoutSearch:
     step: Step | None = None
     estimator: Estimator | None = None
     _without_gain: int = 0
-    _pending: deque[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(
-        default_factory=deque[tuple[int, "concurrent.futures.Future[Answer]", Estimate]]
-    )
+    _pending: list[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(default_factory=list[Any])
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -115,15 +120,8 @@ class LayoutSearch:
 
     def pruned(self) -> dict[str, int]:
         """The numbers of layouts that were not planned, by reason."""
-        if self.estimator is None:
-            return {}
-        is_refused, is_open, may_fit = self._refused(), self._open(), self._may_fit()
-        found = {
-            "of sizes that were refused": is_refused,
-            "too large for the memory, by estimate": is_open & ~may_fit,
-            "less promising, by estimate": is_open & may_fit,
-        }
-        return {reason: int(count) for reason, these in found.items() if (count := np.count_nonzero(these))}
+        counts = Counter([] if self.estimator is None else self._states().tolist())
+        return {reason: counts[state] for state, reason in _REASONS.items() if counts[state]}
 
     # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class LayoutSearch:
             concurrent.futures.wait([self._pending[0][1]], timeout=_POLL)
             # In the order of the questions and one before each decision, so that a search whose plans are stored decides the same again.
             while self._pending and self._pending[0][1].done():
-                index, plan, estimate = self._pending.popleft()
+                index, plan, estimate = self._pending.pop(0)
                 self._take(index, plan.result(), estimate)
                 if not self._is_late:
                     break
@@ -178,28 +176,21 @@ class LayoutSearch:
             return self.begin
         if self._without_gain >= _PATIENCE and len(self.ranked()) >= self.top:
             return None
-        indices = np.flatnonzero(self._open() & self._may_fit())
+        indices = np.flatnonzero(self._states() == _OPEN)
         indices = indices[np.argsort(self.estimator.seconds[indices], kind="stable")]
         if len(self._asked) % 2 and (best := self.best) is not None:
             neighbours = (index for index in indices if num_changes(self.space[index], best.candidate) == 1)
             return int(next(neighbours, indices[0])) if len(indices) else None
         return int(indices[0]) if len(indices) else None
 
-    def _open(self) -> npt.NDArray[np.bool_]:
-        """Whether each layout is still to be planned."""
-        found = ~self._refused()
-        found[list(self._asked)] = False
-        return found
-
-    def _refused(self) -> npt.NDArray[np.bool_]:
-        """Whether each layout has a size of an axis with which none was accepted."""
-        bad = {pair for pair, count in self._refusals.items() if count >= _REFUSED} - self._compiled
-        return np.array([index not in self._asked and not bad.isdisjoint(one.mesh) for index, one in enumerate(self.space)])
-
-    def _may_fit(self) -> npt.NDArray[np.bool_]:
-        """Whether each layout fits, by estimate."""
+    def _states(self) -> npt.NDArray[np.int_]:
+        """Whether each layout was asked for, has a size of an axis with which none was accepted, is too large by estimate, or is open."""
         assert self.estimator is not None
-        return self.estimator.peak_bytes <= usable_bytes(self.target)
+        refused = {pair for pair, count in self._refusals.items() if count >= _REFUSED} - self._compiled
+        states = np.where(self.estimator.peak_bytes <= usable_bytes(self.target), _OPEN, _TOO_LARGE)
+        states[[index for index, one in enumerate(self.space) if not refused.isdisjoint(one.mesh)]] = _OF_REFUSED_SIZE
+        states[list(self._asked)] = _ASKED
+        return states
 
     def ask(self, index: int) -> concurrent.futures.Future[Answer]:
         """Asks for the plan of a layout by its index."""

@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,7 +59,8 @@ def step_seconds(config: str, layouts: Sequence[Sequence[str]], code: Sequence[s
             run = load(config, overrides, code=read_code(code))
             if not steps:
                 # XLA reads its flags once, so all layouts have the flags of the first one.
-                configure_xla(run.config)
+                # Stored programs are for runs: this process ends without having finished a run's step.
+                configure_xla(replace(run.config, xla=replace(run.config.xla, cache=None)))
                 start_jax(None, run.config.devices.virtual_cpu)
             step = MeasuredStep(run, jax.local_devices())
             # A layout that does not fit fails here.
