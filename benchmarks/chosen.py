@@ -29,7 +29,7 @@ from train.calibrate.__main__ import measured_devices
 from train.calibrate.figures import unmeasured_cpu
 from train.code.files import Code
 from train.config import load
-from train.plan.make import answer_question
+from train.plan.make import answer
 from train.search.auto import fastest
 from train.search.layout import Candidate
 from train.search.plans import Plans, Question
@@ -62,7 +62,7 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
     search = LayoutSearch(
         question=Question.on(target, str(file), [], []),
         space=space,
-        plans=Plans(answer_question, None),
+        plans=Plans(answer, None),
         seconds=600,
         top=_TOP,
         model=opened.run.config.model,

@@ -37,7 +37,7 @@ from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.hardware.chip import Target, parse_target
 from train.code.files import Code
-from train.plan.make import answer_question
+from train.plan.make import answer
 from train.search.estimate import Estimate, Estimator, Step, usable_bytes
 from train.search.layout import Candidate
 from train.search.plans import Answer, Plans, Question, plans_folder
@@ -134,7 +134,7 @@ def plan_sample(row: str, run: Mapping[str, Any], seconds: float, count: int) ->
         tries = [one for one in search.tries if not one.plan.problems]
         lines = [json.dumps(asdict(search.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
         # A search closes its plans.
-        search.plans = Plans(answer_question, plans_folder())
+        search.plans = Plans(answer, plans_folder())
         try:
             asked = [(i, search.ask(i)) for i in _draw(search, estimator, count)]
             for index, future in asked:
@@ -164,7 +164,7 @@ def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
     return LayoutSearch(
         question=Question.on(target, str(path), [], []),
         space=candidates(opened, target.num_devices),
-        plans=Plans(answer_question, plans_folder()),
+        plans=Plans(answer, plans_folder()),
         seconds=seconds,
         top=6,
         model=opened.run.config.model,

@@ -85,10 +85,10 @@ def _main(arguments: argparse.Namespace) -> int:
     read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
     if run.config.train.auto:
         # Without a layout to choose, a start needs no search and nothing that a search imports.
-        from .plan.__main__ import answer
+        from .plan.__main__ import answer_question
         from .search.auto import with_best_layout
 
-        run = with_best_layout(run, arguments, _num_processes(arguments), say, answer)
+        run = with_best_layout(run, arguments, _num_processes(arguments), say, answer_question)
     profiled = read_step_range(arguments.profile, run)
     with garbage_collection_paused():
         from .compiled import programs_on_trial

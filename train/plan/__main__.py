@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(arguments, plans[0], exchange, request.runs[0], locked)
 
 
-def answer(question: Question) -> Answer:
+def answer_question(question: Question) -> Answer:
     """The answer to a search's question. Other processes call it for the search, so the searching process does not import the planner."""
-    from .make import answer_question
+    from . import make
 
-    return answer_question(question)
+    return make.answer(question)
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: Lock | None) -> int:

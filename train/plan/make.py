@@ -152,7 +152,7 @@ def _num_devices(run: Run, num_devices: int | None) -> int:
     return count or math.prod(run.mesh.values())
 
 
-def answer_question(question: Question) -> Answer:
+def answer(question: Question) -> Answer:
     """Plans a layout. What is wrong with it is in the answer's problems."""
     try:
         run = load(question.config, question.overrides, code=read_code(question.code))
