@@ -118,7 +118,8 @@ def floors_of(rooms: dict[str, Room]) -> list[list[str]]:
 def _near_what_they_import(names: list[str], rooms: dict[str, Room], below: list[list[str]]) -> list[str]:
     """A floor ordered so that its arrows cross little: by the mean position of what each room imports."""
     at = {name: index / max(len(floor) - 1, 1) for floor in below for index, name in enumerate(floor)}
-    mean = {name: sum(at[i] for i in rooms[name].imports) / max(len(rooms[name].imports), 1) for name in names}
+    # Sets have no order, and floats that are added in another order may differ in their last bits.
+    mean = {name: round(sum(at[i] for i in rooms[name].imports) / max(len(rooms[name].imports), 1), 6) for name in names}
     return sorted(names, key=lambda name: (mean[name], name))
 
 

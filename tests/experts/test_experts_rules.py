@@ -78,7 +78,7 @@ def test_a_function_that_mixes_rows():
 
     message = refused(lambda rules: rules["signals"]["**/moe"].update(params={"up": ["expert", None, None]}), layer=layer)
     assert "does not map each row on its own" in message
-    assert "tests/experts/test_experts.py:" in message
+    assert "tests/experts/test_experts_rules.py:" in message
 
 
 def test_tokens_that_the_axes_do_not_divide():
