@@ -238,8 +238,8 @@ def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
         if share and count > REPEATED * share:
             text = (
                 f"XLA multiplies all rows of jax.lax.ragged_dot by the matrices of all groups, {float(count) / share:.1f} times the FLOPs "
-                f"({float(count) / 1e9:.3g} instead of {share / 1e9:.3g} GFLOP on each device). Call it in the function of jgt.signal.experts, "
-                "where it runs as a grouped matmul, or use a batched matmul over groups of equal size"
+                f"({float(count) / 1e9:.3g} instead of {share / 1e9:.3g} GFLOP on each device). Call it in the function of "
+                "jgt.signal.experts, where it runs as a grouped matmul, or use a batched matmul over groups of equal size"
             )
             yield _finding("dense-experts", signal, sources[signal], 0, text)
 
