@@ -237,18 +237,25 @@ def map_backward(equation: Equation, change: Callable[[Program, list[int | None]
     if rule is None:
         return equation
 
-    def changed(*args: Any) -> list[Any]:
+    def changed(*args: Any) -> Any:
         results: list[Any] = []
+        rest: list[Any] = []
 
         def arrays(*args: Any) -> list[Any]:
-            results.extend(rule.call_wrapped(*args))
+            made = rule.call_wrapped(*args)
+            # jax 0.12 returns the list of results and something more.
+            has_more = len(made) == 2 and isinstance(made[0], list)
+            results[:], rest[:] = (made[0], made[1:]) if has_more else (made, ())
             return [x for x in results if isinstance(x, jax.Array)]
 
         program = jax.make_jaxpr(arrays)(*args)
         numbers = iter(range(len(results)))
-        which = [None] * equation.params["num_consts"] + [next(numbers) if isinstance(x, jax.Array) else None for x in results]
-        made = iter(evaluate(change(program, which), args))
-        return [next(made) if isinstance(x, jax.Array) else x for x in results]
+        which = [next(numbers) if isinstance(x, jax.Array) else None for x in results]
+        # The first operands are constants, of which the rule knows nothing.
+        which = [None] * (len(equation.invars) - len(which)) + which
+        new = iter(evaluate(change(program, which), args))
+        found = [next(new) if isinstance(x, jax.Array) else x for x in results]
+        return (found, *rest) if rest else found
 
     return equation.replace(params={**equation.params, "bwd": lu.wrap_init(changed, debug_info=rule.debug_info)})
 

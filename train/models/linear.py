@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traceback_util
 
 from jgt import signal
 
 from . import eight_bits
 from .config import ModelConfig, OwnModel
+
+# A plan names the source line of each matmul. Without this it would be a line of this file for most of them, not the model's.
+traceback_util.register_exclusion(__file__)
 
 READING_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 """The initializer of a kernel that reads the residual stream: outputs start with the variance of the inputs."""

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It imports numpy.
         from .search import search
 
-        return search(arguments, answer)
+        return search(arguments, answer_question)
     try:
         request = read_request(arguments)
         from jgt.planner import Lock
