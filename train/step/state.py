@@ -7,7 +7,9 @@ off has None in its place, which is no array to JAX, so one type serves all runs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 import jax
 import optax
@@ -56,20 +58,36 @@ class Exchanged:
     waiting: Tree | None = None
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class State:
-    """The arrays that a run goes through its steps with. Also a tree of their shapes or shardings. step: the number of steps so far."""
+    """The arrays that a run goes through its steps with. Also a tree of their shapes or shardings. step: the number of steps so far.
+
+    As a tree it has no parts: the path of a parameter begins with `params`, in a plan as in a checkpoint.
+    """
 
     step: jax.Array
     trained: Trained
     kept: Kept = Kept()
     exchanged: Exchanged = Exchanged()
 
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Tree | None]], None]:
+        """The arrays by their names, as JAX asks for them."""
+        return [(jax.tree_util.GetAttrKey(name), part) for name, part in self._by_name().items()], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Iterable[Tree]) -> State:
+        """The state that has these arrays, in the order of `tree_flatten_with_keys`."""
+        rest = iter(arrays)
+        step = next(rest)
+        return cls(step, *(part(*islice(rest, len(fields(part)))) for part in (Trained, Kept, Exchanged)))
+
+    def _by_name(self) -> dict[str, Tree | None]:
+        return {"step": self.step, **vars(self.trained), **vars(self.kept), **vars(self.exchanged)}
+
     def arrays(self) -> dict[str, Tree]:
         """The parts that contain arrays, by their names in a checkpoint."""
-        parts = {"step": self.step, **vars(self.trained), **vars(self.kept), **vars(self.exchanged)}
-        return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
+        return {name: part for name, part in self._by_name().items() if jax.tree.leaves(part)}
 
     def with_parts(self, **parts: Tree | None) -> State:
         """The state with other parts, by their names in a checkpoint."""
