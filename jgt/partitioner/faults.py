@@ -18,7 +18,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jgt.partitioner.shardy import AxisGrid, Splits, SubAxis, num_parts, type_shape
+from jgt.partitioner.shardy import AxisGrid, Splits, SubAxis, count_parts, type_shape
 
 _Factor = tuple[int | None, ...]
 
@@ -150,7 +150,7 @@ def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid
     if any(sum(sub_axis in axes for axes in split) > 2 for sub_axis in grid.sub_axes):
         # An axis splits three different dims.
         return True
-    counts = [[num_parts(_axes(layouts, factor, n)) for factor in dims.summed] for n in (0, 1)]
+    counts = [[count_parts(_axes(layouts, factor, n)) for factor in dims.summed] for n in (0, 1)]
     if counts[0] != counts[1] and all(sum(count > 1 for count in one) > 1 for one in counts):
         # Both operands split several of the dims that are summed over, but differently. A sum is forgotten.
         return True
@@ -203,8 +203,8 @@ def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Se
     out = layouts[2]
     dims = [d for f in summed if (d := f[operand]) is not None]
     sub_axes = {sub_axis for d in dims for sub_axis in layouts[operand][d]}
-    copies = grid.devices.size // num_parts(itertools.chain(*out))
-    if copies > 1 and copies % num_parts(sub_axes) == 0:
+    copies = grid.devices.size // count_parts(itertools.chain(*out))
+    if copies > 1 and copies % count_parts(sub_axes) == 0:
         # The groups are made of devices that have the same part of the result, and are put in the operand's order.
         return False
     first, first_out = ([d for f in batch if (d := f[n]) is not None] for n in (operand, 2))
@@ -229,7 +229,7 @@ def _compatible(dims: OperationDims, layouts: Sequence[Splits], shapes: Sequence
     largest = sorted(range(len(layouts)), key=lambda n: -math.prod(shapes[n]))
     for sub_axis in dict.fromkeys(sub_axis for n in largest for axes in layouts[n] for sub_axis in axes):
         split = max(range(len(chosen)), key=lambda factor: elements(factor, sub_axis), default=None)
-        if split is not None and elements(split, sub_axis) and sizes[split] % num_parts([*chosen[split], sub_axis]) == 0:
+        if split is not None and elements(split, sub_axis) and sizes[split] % count_parts([*chosen[split], sub_axis]) == 0:
             chosen[split].append(sub_axis)
     places = [{factor[n]: tuple(axes) for factor, axes in zip(dims.factors, chosen, strict=True)} for n in range(len(shapes))]
     return tuple(tuple(places[n].get(d, ()) for d in range(len(shape))) for n, shape in enumerate(shapes))

@@ -192,7 +192,7 @@ class AxisGrid:
         front = [sub_axis for d in dims for sub_axis in layout[d]] + (whole if and_copies else [])
         inner = [sub_axis for d, axes in enumerate(layout) if d not in dims for sub_axis in axes] + ([] if and_copies else whole)
         order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
-        return self.devices.transpose(order).reshape(num_parts(front), -1).tolist()
+        return self.devices.transpose(order).reshape(count_parts(front), -1).tolist()
 
     def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
@@ -203,11 +203,11 @@ class AxisGrid:
 
     def _reference(self, sub_axis: SubAxis) -> Any:
         name, low, size = sub_axis
-        is_whole = size == num_parts(a for a in self.sub_axes if a[0] == name)
+        is_whole = size == count_parts(a for a in self.sub_axes if a[0] == name)
         return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
 
 
-def num_parts(sub_axes: Iterable[SubAxis]) -> int:
+def count_parts(sub_axes: Iterable[SubAxis]) -> int:
     """The number of parts into which these sub-axes split a dim."""
     return math.prod(size for _, _, size in sub_axes)
 
