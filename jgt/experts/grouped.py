@@ -36,6 +36,7 @@ from jax.sharding import AxisType
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.jaxpr import Equation, Program
+from jgt.replacements.gradients import map_backward
 
 _Matmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(rows [n, k], sizes [e], weights [e, k, m]) → [n, m], in the type of rows."""
@@ -52,7 +53,7 @@ def with_grouped_matmuls(program: Program) -> Program:
             continue
         params = jx.map_subprograms(equation, with_grouped_matmuls)
         changed = equation if params is None else equation.replace(params=params)
-        eqns.append(jx.map_backward(changed, lambda rule, _: with_grouped_matmuls(rule)))
+        eqns.append(map_backward(changed, lambda rule, _: with_grouped_matmuls(rule)))
     return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
 
 
