@@ -35,8 +35,8 @@ from jax.sharding import AxisType
 
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
+from jgt.program.backward import map_backward
 from jgt.program.jaxpr import Equation, Program
-from jgt.replacements.gradients import map_backward
 
 _Matmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(rows [n, k], sizes [e], weights [e, k, m]) → [n, m], in the type of rows."""

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import jax.extend.linear_util as lu
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jgt.program import jaxpr as jx
+from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.replacements.replacement import Replaced, Site
@@ -236,36 +236,3 @@ def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Arra
     with contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager:
         program = jax.make_jaxpr(changed)(*[jx.struct_of(a) for a in equation.invars])
     return jx.inlined(program, equation, equation.invars, equation.outvars)
-
-
-def map_backward(equation: Equation, change: Callable[[Program, list[int | None]], Program]) -> Equation:
-    """A call of a jax.custom_vjp function with its backward rule changed; any other equation as it is.
-
-    change(program, which): the program of the rule when it is traced, and for each operand of the call the number of its result, None for
-    an operand without gradient.
-    """
-    rule = equation.params.get("bwd")
-    if rule is None:
-        return equation
-
-    def changed(*args: Any) -> Any:
-        results: list[Any] = []
-        rest: list[Any] = []
-
-        def arrays(*args: Any) -> list[Any]:
-            made = rule.call_wrapped(*args)
-            # jax 0.12 returns the list of results and something more.
-            has_more = len(made) == 2 and isinstance(made[0], list)
-            results[:], rest[:] = (made[0], made[1:]) if has_more else (made, ())
-            return [x for x in results if isinstance(x, jax.Array)]
-
-        program = jax.make_jaxpr(arrays)(*args)
-        numbers = iter(range(len(results)))
-        which = [next(numbers) if isinstance(x, jax.Array) else None for x in results]
-        # The first operands are constants, of which the rule knows nothing.
-        which = [None] * (len(equation.invars) - len(which)) + which
-        new = iter(jx.evaluate(change(program, which), args))
-        found = [next(new) if isinstance(x, jax.Array) else x for x in results]
-        return (found, *rest) if rest else found
-
-    return equation.replace(params={**equation.params, "bwd": lu.wrap_init(changed, debug_info=rule.debug_info)})
