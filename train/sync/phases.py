@@ -23,12 +23,12 @@ import numpy as np
 
 from jgt.replicas import Replicas, exchange
 
-from ..step.state import Exchanged, State, Trained, Tree
+from ..step.state import Exchanged, Kept, State, Trained, Tree
 from ..step.step import StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
-_AXES = State(*cast(Any, (None, 0, 0, None)))
+_AXES = State(*cast(Any, (None, Trained(0, 0, 0), Kept(0, 0), Exchanged())))
 """For jax.vmap: the parts of a state that have a dim of replicas."""
 
 
