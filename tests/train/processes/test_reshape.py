@@ -180,7 +180,7 @@ def state(tiny_file, tmp_path_factory):
         run = load(tiny_file, [f"run.dir={alone}", *ALWAYS, *SHAPES[name].overrides])
         found, manifest = restored(run, jax.devices()[: SHAPES[name].devices * SHAPES[name].processes])
         assert (manifest.step, manifest.samples) == (STOP, STOP * run.config.train.batch)
-        return {path_text(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(jax.device_get(found._asdict()))}
+        return {path_text(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(jax.device_get(found.arrays()))}
 
     return functools.cache(_state)
 
