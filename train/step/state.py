@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from typing import Any
 
 import jax
 import optax
@@ -71,18 +71,17 @@ class State:
     kept: Kept = Kept()
     exchanged: Exchanged = Exchanged()
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Tree | None]], None]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """The arrays by their names, as JAX asks for them."""
         return [(jax.tree_util.GetAttrKey(name), part) for name, part in self._by_name().items()], None
 
     @classmethod
-    def tree_unflatten(cls, _: None, arrays: Iterable[Tree]) -> State:
+    def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> State:
         """The state that has these arrays, in the order of `tree_flatten_with_keys`."""
-        rest = iter(arrays)
-        step = next(rest)
-        return cls(step, *(part(*islice(rest, len(fields(part)))) for part in (Trained, Kept, Exchanged)))
+        step, *rest = arrays
+        return cls(step, Trained(*rest[:3]), Kept(*rest[3:5]), Exchanged(*rest[5:]))
 
-    def _by_name(self) -> dict[str, Tree | None]:
+    def _by_name(self) -> dict[str, Any]:
         return {"step": self.step, **vars(self.trained), **vars(self.kept), **vars(self.exchanged)}
 
     def arrays(self) -> dict[str, Tree]:

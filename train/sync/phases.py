@@ -28,7 +28,8 @@ from ..step.step import StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
-_AXES = State(*cast(Any, (None, Trained(0, 0, 0), Kept(0, 0), Exchanged())))
+_ZERO = cast(Any, 0)
+_AXES = State(cast(Any, None), Trained(_ZERO, _ZERO, _ZERO), Kept(_ZERO, _ZERO))
 """For jax.vmap: the parts of a state that have a dim of replicas."""
 
 
