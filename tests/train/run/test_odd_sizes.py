@@ -150,7 +150,7 @@ def test_zero_over_48_devices(text_file):
 import sys
 import jax
 import numpy as np
-sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "helpers")!r}, {str(Path(__file__).parent)!r}]
 jax.config.update("jax_num_cpu_devices", 48)
 jax.config.update("jax_platforms", "cpu")
 import test_odd_sizes as t
