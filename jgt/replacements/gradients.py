@@ -63,11 +63,10 @@ class SummedGradients:
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
         """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
-        arguments = jx.body(program).invars[: len(site.parameters)]
-        is_whole = site.parameters and [jx.shape_of(var) for var in arguments] == [p.shape for p in site.parameters]
         walk = _Walk(self._batch(site), is_wide=self._is_wide)
-        if not is_whole or not (self._is_wide or len(walk.batch) > 1):
+        if not site.is_whole or not (self._is_wide or len(walk.batch) > 1):
             return Replaced(program=program)
+        arguments = jx.body(program).invars[: len(site.parameters)]
         return Replaced(program=walk.program(program, {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}))
 
     def _batch(self, site: Site) -> dict[str, int]:

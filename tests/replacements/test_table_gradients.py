@@ -28,6 +28,7 @@ def changed(fn, dims, *args, batch=TWO, wide=False):
         mesh=jgt.abstract_mesh({**batch, "tensor": 2}, num_devices=8 if batch == TWO else None),
         free=lambda dims, _: dims,
         parameters=[parameter],
+        is_whole=True,
     )
     new = SummedGradients(rules, is_wide=wide).apply(program, jx.Place(), site).program
     is_same = str(new) == str(program)
@@ -71,6 +72,19 @@ def test_where_one_sum_is_as_good_the_program_stays(dims, batch, rows):
 
 def test_a_table_that_is_made_by_the_program_stays():
     assert not changed(lambda x, tokens: (x + 1)[tokens], SPLIT, TABLE, TOKENS)[1]
+
+
+def test_a_function_with_no_parameter_but_the_table_is_changed_once():
+    # The derivative's own program has the same arguments as the function, and must not be changed again.
+    rules = jgt.make_rules({"signals": {"embed": {"params": {"*": ["fsdp", None]}}}, "inputs": {"*": [["data", "fsdp"], "..."]}})
+    mesh = jgt.abstract_mesh({"data": 2, "fsdp": 2})
+
+    def look_up(params, tokens):
+        with jgt.signal.context("embed"):
+            return params["table"][tokens]
+
+    program = jax.make_jaxpr(jgt.shard(look_up, rules, mesh))({"table": TABLE}, TOKENS)
+    assert str(program).count("custom_vjp_call[") == 1
 
 
 @pytest.mark.parametrize("batch", [{}, TWO])
