@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt import signal
+from jgt.program import scopes
 from jgt.replicas import LayerSums, Replicas, WireType, exchange, num_turns, with_layer_sums
 
 from .objective import Arrays, Objective, Part
@@ -173,7 +174,7 @@ class GradientSum:
             i, sums = carry
             return i + 1, add(sums, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), split))
 
-        with jax.named_scope(f"jgt.trips.{self.parts}"):
+        with scopes.trips(self.parts):
             return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), sums))[1]
 
     def _split(self, batch: Arrays) -> Arrays:
