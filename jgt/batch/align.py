@@ -23,7 +23,7 @@ from jgt.program.jaxpr import Equation, Place
 from jgt.program.parts import Flat
 
 _SHAPING = names("reshape broadcast_in_dim squeeze expand_dims transpose convert_element_type iota add lt select_n")
-"""What JAX may leave out for a dim of size 1: changes of shape, and the arithmetic of indices that count from the end."""
+"""JAX may leave these out for a dim of size 1: changes of shape, and the arithmetic of indices that count from the end."""
 
 
 def align_microbatch(whole: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:

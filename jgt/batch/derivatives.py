@@ -20,7 +20,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 
 _PullBack = Callable[[list[jax.Array]], tuple[list[jax.Array]]]
-"""What jax.vjp returns for a function of one list: cotangents → the gradients of that list."""
+"""jax.vjp returns this for a function of one list: it maps cotangents to the gradients of that list."""
 
 
 def backward_program(equation: Equation) -> Program:

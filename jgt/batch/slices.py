@@ -116,6 +116,6 @@ def pad(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
 
 
 def tile(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
-    """Repetition of a dim: of the rows' own dim, it gives copies."""
+    """A dim is repeated. Where it is the rows' own dim, the result has copies of the rows."""
     rows = common_rows(equation, operand_rows)
     return Rows(rows.dim, rows.copies * int(equation.params["reps"][rows.dim]))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 MAX_PROBLEMS = 1_000
-"""How many problems an InputError lists before it only counts the rest."""
+"""An InputError lists this many problems, and only counts the rest."""
 
 _MAX_SHOWN = 100
 _MAX_HALF_LINE = 1_000
@@ -27,7 +27,7 @@ _MAX_HALF_LINE = 1_000
 _PLACE = re.compile(r"(.+?):(\d{1,9}): ")
 
 Value: TypeAlias = "dict[str, Node] | list[Node] | str | int | float | bool | None"
-"""What a node contains."""
+"""The content of a node."""
 
 
 class InputError(ValueError):

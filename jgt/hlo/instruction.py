@@ -69,7 +69,10 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One instruction. shape: of the result, as text; text: the rest of the line, from the first operand to the last attribute."""
+    """One instruction.
+
+    shape: the shape of the result, as text. text: the rest of the line, from the first operand to the last attribute.
+    """
 
     name: str
     op: str

@@ -83,7 +83,9 @@ def _element(module: Module, spot: Spot, index: int) -> _Sum | None:
 
 
 def _value(module: Module, spot: Spot, index: int, arguments: Sequence[_Sum | None] = ()) -> _Sum | None:
-    """A value in terms of the counter, element `index` of the loop's tuple. arguments: of the fusion that the value is in."""
+    """A value in terms of the counter, element `index` of the loop's tuple. arguments: the operands of the fusion that
+    contains the value.
+    """
     instruction = module.at(spot)
     if instruction.op == "constant":
         literal = instruction.text.partition(")")[0]

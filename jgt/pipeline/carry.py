@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GradientSums:
-    """Gradients added up over microbatches: of a stage's stacked weights, and of the common values that its layers read.
+    """The gradients of a stage's stacked weights and of the common values that its layers read, added up over microbatches.
 
     Only weights and common values that are floats have an entry. The common values are summed over the stage's layers; the
     sum over the stages follows after the loop.

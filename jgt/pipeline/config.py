@@ -44,7 +44,7 @@ class PipelineConfig:
     gradients: Literal["f32", "bf16"] = field(default="f32", init=False)
     """The type in which gradients are added up over the batch's axes (`reducing`)."""
     parts: int = field(default=1, init=False)
-    """How often the schedule runs in a step, each time with the microbatches of another part of the batch (`in_parts`)."""
+    """The schedule runs this often in a step, each time with the microbatches of another part of the batch (`in_parts`)."""
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():

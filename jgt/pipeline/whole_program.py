@@ -67,7 +67,7 @@ def layer_scan(flat: Flat, signal: str) -> int:
 
 
 PARAMS, DATA, LAYERS = 1, 2, 4
-"""What a value depends on, as bits: parameters, inputs of the batch, the layer scan."""
+"""Bits that say on what a value depends: parameters, inputs of the batch, the layer scan."""
 
 
 def argument_marks(flat: Flat, num_params: int) -> dict[Var, int]:

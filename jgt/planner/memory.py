@@ -118,7 +118,9 @@ def _phase(instruction: Instruction) -> str:
 
 
 def _makers(computation: Computation, name: str, index: int = 0) -> Iterator[tuple[Instruction, int]]:
-    """The instructions that made a value, and the index of the array in their results. index: of the array in the value's tuple."""
+    """The instructions that made a value, and the index of the array in their results. index: the index of the array in
+    the value's tuple.
+    """
     instruction = computation.instructions[name]
     if instruction.op == "get-tuple-element":
         yield from _makers(computation, instruction.operands[0], int(instruction.attribute("index")))

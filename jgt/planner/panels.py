@@ -22,7 +22,10 @@ _FILLS = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One block of a panel. start, end: milliseconds. kind: kernels, waiting, or loop; on the links, the mesh axes. trips: of a loop."""
+    """One block of a panel.
+
+    start, end: milliseconds. kind: kernels, waiting, or loop; on the links, the mesh axes. trips: the trips of a loop.
+    """
 
     lane: Lane
     start: float

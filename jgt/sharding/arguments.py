@@ -143,7 +143,7 @@ class Arguments:
                 "the first positional argument must hold the parameters, but none was given; pass them by position, not by name"
             )
         first = [x for _, x in self._leaves[: positional[0].num_leaves]]
-        # Some leaves of an equinox module, say, are no arrays. They are constants of the program, as in the other arguments.
+        # Some leaves of an equinox module, say, are not arrays. They are constants of the program, as in the other arguments.
         if first and not any(isinstance(x, _ARRAYS) for x in first):
             kind = type(first[0]).__name__
             raise TypeError(
