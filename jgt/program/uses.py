@@ -91,7 +91,7 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
         if not followed:
             continue
         place = jx.place_of(equation, around)
-        # A call or a loop does not use a parameter itself; the equations inside it do. A kernel contains a program too, with other arguments.
+        # The equations inside a call or a loop use a parameter, not the call. A kernel contains a program too, with other arguments.
         # Every program is followed into, so the list comes before the question.
         entered = [_follow_into(equation, inner, place, trails, consumers) for inner in jx.subprograms(equation)]
         if any(entered):
