@@ -26,6 +26,7 @@ def test_a_matmul_with_wide_gradients_sums_in_f32():
         mesh=jgt.abstract_mesh({"data": 2}),
         free=lambda dims, _: dims,
         parameters=[SimpleNamespace(shape=WEIGHTS.shape, dims=((), ()))],
+        is_whole=True,
     )
     program = jax.make_jaxpr(lambda w, x: x @ w)(WEIGHTS, ROWS)
     wide = SummedGradients(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, jx.Place(), site).program
