@@ -115,7 +115,6 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program", "jgt.partitioner"
         ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),
         ("jgt/profile", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh"]),
         ("train/report", ["jax", "numpy"]),
-        ("train/curves", ["jax", "numpy"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -317,7 +316,7 @@ def test_only_these_draw():
     )
     assert offenders("train", "rich") == []
     assert offenders("jgt", "matplotlib") == []
-    assert offenders("train", "matplotlib", allowed=["train/curves/plot.py", "train/plan/picture.py"]) == []
+    assert offenders("train", "matplotlib", allowed=["train/report/plot.py", "train/plan/picture.py"]) == []
 
 
 def test_models_know_signals_and_nothing_else_of_jgt():
@@ -363,7 +362,7 @@ assert "jax" not in sys.modules, "jax was imported"
 def test_a_report_needs_neither_jax_nor_numpy():
     code = """
 import sys
-import train.report.__main__, train.report.table, train.curves.__main__
+import train.report.__main__
 assert not {"jax", "numpy"} & set(sys.modules), "jax or numpy was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

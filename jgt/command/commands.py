@@ -54,9 +54,9 @@ _OWN = {
     "launch": Command(purpose=_LAUNCH, module=".launch.__main__", outlives_reader=True),
     "report": Command(purpose="show where a run's wall time went", module=".report.__main__"),
     "plot": Command(
-        purpose="draw metrics of runs, as a PNG or in the terminal", module=".curves.__main__", function="plot", make_parser="plot_parser"
+        purpose="draw metrics of runs, as a PNG or in the terminal", module=".report.__main__", function="plot", make_parser="plot_parser"
     ),
-    "compare": Command(purpose="show what two runs differ in", module=".curves.__main__", function="compare", make_parser="compare_parser"),
+    "compare": Command(purpose="show what two runs differ in", module=".report.__main__", function="compare", make_parser="compare_parser"),
     "check": Command(purpose="check the rules against the mesh and the shapes, without devices", module=".check.__main__"),
     "verify": Command(purpose="show that the layout changes no number, on virtual devices", module=".verify.__main__"),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),

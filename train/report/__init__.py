@@ -1,6 +1,6 @@
-"""`python -m train.report RUN`: where a run's wall time went, read from the run's own files. Imports neither JAX nor numpy.
+"""`jgt report`, `jgt plot` and `jgt compare`: what a run's files say about it. Imports neither JAX nor numpy.
 
-`events.py` reads what each start of the run wrote, `accounts.py` divides wall time among its causes, `stragglers.py` names
-the process that the others wait for, and `table.py` prints all of it, with the load of experts from `loads.py`. `rows.py` reads
-the metrics, also for other commands.
+`rows.py` reads the metrics, also for other rooms, and `events.py` what each start of the run wrote. `accounts.py` divides wall time among
+its causes, and `table.py` prints it, with the straggler (`stragglers.py`) and the load of experts (`loads.py`). `runs.py` reads runs as
+curves, which `plot.py` and `terminal.py` draw and `compare.py` compares.
 """

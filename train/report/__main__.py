@@ -1,8 +1,9 @@
-"""The command line of the report. It imports neither JAX nor numpy, so that it answers at once."""
+"""The command lines of `jgt report`, `jgt plot` and `jgt compare`. They need no JAX, so they answer at once, also for a copied run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -10,22 +11,62 @@ from dataclasses import replace
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError
+from jgt.console import make_console
+from jgt.document import InputError, nearest
 
 from .accounts import read_accounts
-from .loads import read_loads
+from .compare import compare_runs, print_comparison
+from .loads import MARGIN, Loads, describe_loads, read_loads
+from .runs import AXES, METRICS, RunCurves, read_runs, short_names
 from .table import print_accounts
+from .terminal import draw_text
+
+PICTURE = "curves.png"
+"""The file that `jgt plot` writes if none is named."""
+_COLUMNS = 200
+"""The columns of a heat map, at most."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: the report is printed. 2: RUN is not a run directory, has no events, or cannot be read, and stderr says why."""
+    """`jgt report RUN`. Returns the exit code: 2 if RUN is not a run directory, has no events, or cannot be read, and stderr says why."""
     return parser().answer(argv, _report)
 
 
+def plot(argv: Sequence[str] | None = None) -> int:
+    """`jgt plot RUN [RUN ...]`. Returns the exit code."""
+    return plot_parser().answer(argv, _plot)
+
+
+def compare(argv: Sequence[str] | None = None) -> int:
+    """`jgt compare A B`. Returns the exit code."""
+    return compare_parser().answer(argv, _compare)
+
+
 def parser() -> CommandParser:
-    """The command line of the report."""
+    """The command line of `jgt report`."""
     parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts, and the load of experts.")
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def plot_parser() -> CommandParser:
+    """The command line of `jgt plot`."""
+    parser = CommandParser("jgt plot", "Draws metrics of runs, as a PNG or in the terminal.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart")
+    parser.add_argument("--metrics", metavar="A,B", help=f"the metrics to draw ({','.join(METRICS)})")
+    parser.add_argument("--over", choices=list(AXES), default="steps", help="the horizontal axis (steps)")
+    parser.add_argument("--output", metavar="FILE", help=f"the PNG to write ({PICTURE}); needs matplotlib")
+    parser.add_argument("--experts", action="store_true", help="draw the load of each expert of one run instead of metrics")
+    parser.add_argument("--terminal", action="store_true", help="draw in the terminal, as without matplotlib")
+    return parser
+
+
+def compare_parser() -> CommandParser:
+    """The command line of `jgt compare`."""
+    parser = CommandParser("jgt compare", "Shows what two runs differ in: config, results, speed, memory and losses.")
+    parser.add_argument("first", metavar="A", help="a run directory")
+    parser.add_argument("second", metavar="B", help="another run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -40,6 +81,61 @@ def _report(arguments: argparse.Namespace) -> None:
         print(json.dumps(accounts.to_json(), indent=1))
     else:
         print_accounts(accounts)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    runs = read_runs([Path(run) for run in arguments.runs])
+    loads = _loads(arguments.runs) if arguments.experts else None
+    metrics = _metrics(runs, arguments.metrics)
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    if arguments.output and arguments.terminal:
+        raise InputError(["command line: --output: --terminal writes no file. Leave one of them out"])
+    if arguments.output and not has_matplotlib:
+        raise InputError(["command line: --output: a PNG needs matplotlib: pip install 'jgt[plot]'"])
+    if arguments.terminal or not has_matplotlib:
+        width = make_console().width if sys.stdout.isatty() else 80
+        lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - MARGIN)
+        print("\n".join(lines))
+        return
+    from .plot import draw_loads, draw_png
+
+    path = Path(arguments.output or PICTURE)
+    if loads is None:
+        draw_png(runs, metrics, arguments.over, path)
+    else:
+        draw_loads(loads.heat(_COLUMNS), (loads.steps[0], loads.steps[-1]), path)
+    print(f"Drawn to {path}")
+
+
+def _loads(runs: Sequence[str]) -> Loads:
+    """The loads of the one run. Raises InputError if there are several, or if it has no experts."""
+    if len(runs) > 1:
+        raise InputError([f"command line: --experts: draws one run, not {len(runs)}. Name one"])
+    loads = read_loads(Path(runs[0]))
+    if loads is None:
+        raise InputError([f"{runs[0]}: has no records of experts. --experts is for runs with model.experts"])
+    return loads
+
+
+def _metrics(runs: Sequence[RunCurves], names: str | None) -> list[str]:
+    """The metrics to draw. Raises InputError for names that no run has."""
+    known = list(dict.fromkeys(name for run in runs for name in run.metrics if name not in ("step", "time")))
+    if names is None:
+        return [name for name in (*METRICS, "samples_per_s") if name in known] or ["loss"]
+    wanted = [name for name in names.split(",") if name]
+    problems = [f"command line: --metrics: no run has {name!r}. {nearest(name, known)}" for name in wanted if name not in known]
+    if problems or not wanted:
+        raise InputError(problems or ["command line: --metrics: names no metric. Write them with commas, such as loss,eval_loss"])
+    return wanted
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    runs = read_runs([Path(arguments.first), Path(arguments.second)])
+    comparison = compare_runs(*runs)
+    if arguments.json:
+        print(json.dumps(comparison.to_json(), indent=1))
+    else:
+        print_comparison(comparison, short_names(runs))
 
 
 if __name__ == "__main__":

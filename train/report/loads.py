@@ -1,6 +1,6 @@
 """The load of experts over time, from a run's experts.jsonl: which experts are used most and least, and a heat map as text.
 
-`jgt report` and `jgt plot --experts` print it; the picture is in `train/curves/plot.py`.
+`jgt report` and `jgt plot --experts` print it; the picture is in `plot.py`.
 
 A model may have thousands of experts and a terminal has some dozens of rows. So the heat map shows one layer, the one with the least equal
 loads at the end of the run, and its most and least used experts. Time runs to the right; a column is the mean over some records.

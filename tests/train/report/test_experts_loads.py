@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.curves.__main__ import plot
+from train.report.__main__ import plot
 from train.report.__main__ import main as report
 from train.report.loads import Loads, describe_loads, read_loads
 

@@ -6,8 +6,8 @@ import pytest
 
 from jgt import document
 from jgt.command.commands import find_command
-from train.curves.__main__ import compare, plot
-from train.curves.runs import Point, read_runs, thinned
+from train.report.__main__ import compare, plot
+from train.report.runs import Point, read_runs, thinned
 
 
 def rows(count, *, slope=0.1, batch=100):
@@ -82,7 +82,7 @@ def test_a_picture_of_two_runs(write, tmp_path, monkeypatch, capsys):
 
 
 def test_diagrams_in_the_terminal(write, monkeypatch, capsys):
-    monkeypatch.setattr("train.curves.__main__.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("train.report.__main__.importlib.util.find_spec", lambda name: None)
     first, second = write("a", rows(20)), write("b", rows(20, slope=0.05))
     assert plot([str(first), str(second), "--over", "tokens"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jgt.document import InputError, nearest
 
-from ..report.rows import read_config, read_metrics
+from .rows import read_config, read_metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "time"}
 """What a curve may be drawn over, and the metric that says where."""

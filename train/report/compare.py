@@ -16,8 +16,8 @@ from typing import Any
 from jgt.console import count_text, make_console, make_table
 from jgt.document import InputError, shown
 
-from ..report.accounts import read_accounts
-from ..report.rows import flattened
+from .accounts import read_accounts
+from .rows import flattened
 from .runs import RunCurves
 
 _OWN = ("run.name", "run.dir", "log")
