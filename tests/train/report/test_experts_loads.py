@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from train.report.__main__ import plot
 from train.report.__main__ import main as report
+from train.report.__main__ import plot
 from train.report.loads import Loads, describe_loads, read_loads
 
 
