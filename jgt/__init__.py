@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from jgt.document import InputError as InputError
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
+    from jgt.pipeline.staging import Pipeline as Pipeline
     from jgt.planner.plan import Plan as Plan
     from jgt.planner.plan import plan as plan
     from jgt.rules import Rules as Rules
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
     from jgt.sharding.placement import Placement as Placement
-    from jgt.staging.pipeline import Pipeline as Pipeline
     from jgt.trainer import load as load
     from jgt.trainer import run as run
     from jgt.verification import Verification as Verification
@@ -34,7 +34,7 @@ quiet_plugin()
 
 _OWNERS = {
     "InputError": "jgt.document",
-    "Pipeline": "jgt.staging.pipeline",
+    "Pipeline": "jgt.pipeline.staging",
     "Placement": "jgt.sharding.placement",
     "Plan": "jgt.planner.plan",
     "Rules": "jgt.rules",

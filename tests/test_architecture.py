@@ -80,7 +80,6 @@ ENGINE = [
     "jgt.hlo",
     "jgt.profile",
     "jgt.sharding",
-    "jgt.staging",
     "jgt.api",
     "jgt.experts",
     "jgt.replacements",
@@ -111,7 +110,7 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program", "jgt.partitioner"
         ("jgt/partitioner", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.partitioner")]),
         ("jgt/replicas", ["jgt.rules", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replicas", "jgt.program"))]),
         ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
-        ("jgt/pipeline", ["jgt.rules", "jgt.mesh", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
+        ("jgt/pipeline", ["jgt.mesh", "jgt.planner", "jgt.hlo"]),
         ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),
         ("jgt/profile", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh"]),
         ("train/report", ["jax", "numpy"]),
@@ -122,8 +121,13 @@ def test_floors_are_kept(folder, forbidden):
     assert offenders(folder, *forbidden) == []
 
 
-def test_only_two_rooms_ask_whether_a_batch_may_be_cut_and_only_at_the_door():
-    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline", "jgt/staging"]) == []
+def test_what_runs_a_pipeline_knows_no_rules():
+    staging = [f"jgt/pipeline/{name}.py" for name in ("staging", "microbatches", "chunks")]
+    assert offenders("jgt/pipeline", "jgt.rules", "jgt.sharding", allowed=staging) == []
+
+
+def test_only_the_pipeline_asks_whether_a_batch_may_be_cut_and_only_at_the_door():
+    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline"]) == []
     files = {f"jgt.batch.{path.stem}" for path in modules("jgt/batch") if path.stem != "__init__"}
     assert offenders("jgt", *files, allowed=["jgt/batch"]) == []
     assert offenders("train", "jgt.batch") == []
@@ -253,7 +257,7 @@ def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
     files = files_by_module()
     loaded = closure(files[owner], files) | {ROOT / "jgt" / "__init__.py"} | closure(ROOT / "jgt" / "mesh" / "nvidia.py", files)
     rooms_loaded = {path.relative_to(ROOT).parts[1] for path in loaded}
-    assert not {"pipeline", "schedule", "batch", "staging", "planner", "verification"} & rooms_loaded
+    assert not {"pipeline", "schedule", "batch", "planner", "verification"} & rooms_loaded
     assert "partitioner" in rooms_loaded
     assert lines_in(loaded) <= 9_500
     # Nothing else is loaded when a function is sharded and called.

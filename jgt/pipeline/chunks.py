@@ -7,11 +7,17 @@ layer at most; the shorter ones are padded with a layer that is computed and dro
 wait for the longest chunk anyway. Seven layers on two stages with two chunks each (interleaved), -1 for padding:
 
     chunks: 0 1 | 2 3 | 4 5 | 6 -1      stage 0: layers 0 1 4 5      stage 1: layers 2 3 6 -1
+
+The parameters of layers are stored by stage if each stage runs as many neighbouring layers, so that no step has to move them.
+Otherwise another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one
+all-to-all. No split of the dim of layers would do: chunks that a stage runs are not neighbours, or are not equally long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -19,6 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+
+from jgt.pipeline.split import Split
+from jgt.program.dims import Dims
+from jgt.replacements.replacement import ParameterPlace
+from jgt.schedule.table import Table
+from jgt.sharding.storage import Form, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +124,57 @@ class Chunks:
         """Chunks go down the stages and up again, as in zigzag."""
         S = self.num_stages
         return not self.is_padded and self.stages == (*range(S), *reversed(range(S)))
+
+
+def staged_places(
+    parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[ParameterPlace, ...]:
+    """Places of the parameters. Layers are split over the stages: by layers if each stage runs neighbouring layers."""
+    staged = {cut.like[var] for var in cut.weights if var in cut.like}
+    by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
+
+    def split(one: ParameterPlace, dims: Dims) -> Dims:
+        if by_layers:
+            return ((axis,), *dims[1:])
+        dim = _dim_to_split(one.shape, dims, sizes[axis], batch_axes, sizes)
+        return dims if dim is None else (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
+
+    def place(index: int, one: ParameterPlace) -> ParameterPlace:
+        # A rule that splits the dim of layers itself is not overridden.
+        if index not in staged or one.dims[0] or one.optimizer_dims[0]:
+            return one
+        return replace(one, dims=split(one, one.dims), optimizer_dims=split(one, one.optimizer_dims))
+
+    return tuple(place(i, p) for i, p in enumerate(parameters))
+
+
+def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int | None:
+    """The dim of a stack, other than the dim of layers, to split over the stages; None if the stages divide none."""
+
+    def others(dim: int) -> tuple[int, int]:
+        # Weights go to their stages by one all-to-all from a dim that has no other axis inside the pipeline.
+        return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
+
+    fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]
+    return min(fits, key=others, default=None)
+
+
+def stored_form(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
+    """The stored form of a stack of layers whose chunks are stored on their stages."""
+    stored = replace(
+        place,
+        shape=(*chunks.rows_shape, *place.shape[1:]),
+        dims=stored_dims(place.dims, axis),
+        optimizer_dims=stored_dims(place.optimizer_dims, axis),
+        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
+    )
+    stack = Stack(lambda x: chunks.rows(chunks.arrange(x)), lambda x: chunks.restore(chunks.staged(x)))
+    return Form(model=place, stored=stored, saved=place, stack=stack)
+
+
+def stored_dims(dims: Dims, axis: str) -> Dims:
+    """The dims of a stored stack, from the dims of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
+    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
 
 
 def _runs(places: NDArray[np.integer]) -> list[tuple[int, int]]:

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
-from jgt.pipeline.carry import Carry, GradientSums
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
@@ -35,7 +34,7 @@ from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
-from jgt.pipeline.ticks import arrays_of
+from jgt.pipeline.ticks import Carry, GradientSums, arrays_of
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages

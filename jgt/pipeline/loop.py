@@ -25,14 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from jgt.pipeline.arrays import Arrays, Flags, Integers, float_variables, has_gradient, wide_zeros
-from jgt.pipeline.carry import Carry, Everywhere, OnStage, StageBuffers
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.ends import Ends
 from jgt.pipeline.layer import Body, Layer, LayerInputs
-from jgt.pipeline.moves import Moves, StageResults
+from jgt.pipeline.moves import Moves, StageResults, Wire
 from jgt.pipeline.stage import Changes, Stage, keep_cotangents
-from jgt.pipeline.ticks import EndItem, EndName, ItemName, Segment, Ticks, Work
-from jgt.pipeline.wire import Wire
+from jgt.pipeline.ticks import Carry, EndItem, EndName, Everywhere, ItemName, OnStage, Segment, StageBuffers, Ticks, Work
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 

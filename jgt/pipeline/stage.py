@@ -21,13 +21,22 @@ import jax
 import jax.numpy as jnp
 
 from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, float_variables, has_gradient, row, wide_zeros, zeros
-from jgt.pipeline.carry import Everywhere, GradientSums, OnStage, StageBuffers
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.layer import Gradients, Layer, LayerInputs
-from jgt.pipeline.moves import Moves
+from jgt.pipeline.moves import Moves, Pairs, Wire
 from jgt.pipeline.split import Split
-from jgt.pipeline.ticks import BackwardItem, ForwardItem, SendingItem, StageItem, Ticks, WeightItem
-from jgt.pipeline.wire import Pairs, Wire
+from jgt.pipeline.ticks import (
+    BackwardItem,
+    Everywhere,
+    ForwardItem,
+    GradientSums,
+    OnStage,
+    SendingItem,
+    StageBuffers,
+    StageItem,
+    Ticks,
+    WeightItem,
+)
 from jgt.program import scopes
 from jgt.program.parts import Part
 

@@ -11,21 +11,36 @@ separate scan. 1f1b on 2 stages with 3 microbatches, F for forward items and B f
     stage 1      -      F0 B0  F1 B1  F2 B2  -          F: tick 0     F and B: ticks 1 to 3     B: tick 4
 
 The values in the table are the same on every device, but each stage reads its own column.
+
+Whatever one tick computes and a later tick reads must be in the carry of the scan, at a fixed shape. Activations, residuals and
+cotangents wait in buffers with as many slots as the table ever needs at once (`jgt.schedule.buffers` assigns the slots), so memory does
+not grow with the number of microbatches unless the schedule itself does, as gpipe. Everything else that is carried is a sum: totals of
+the loss, and gradients. Buffers have a leading dim of stages, which the shard_map over the stage axis splits. Shapes with 2 stages,
+3 layers each in one chunk, an activation f32[4, seq, embed] and weights f32[6, embed, ffn]:
+
+    inbox       [2, slots, 4, seq, embed]         activations that arrived from another stage
+    inbox_back  [2, slots, 4, seq, embed]         cotangents that arrived, from another stage or from the head
+    saved       [2, slots, 3, 4, seq, embed]      residuals, one list entry for each residual of a layer
+    stashed     [2, slots, 3, ...]                inputs of weight gradients that are not residuals
+    sums        [2, 3, embed, ffn]                gradients of the weights, in f32 at least
+
+The order of the fields of the carry is the order of the operands of the compiled loops.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jgt.pipeline.arrays import Flags, Integers
+from jgt.pipeline.arrays import Arrays, Flags, Integers
+from jgt.pipeline.ends import Batch
 from jgt.schedule.buffers import Buffer, Buffers, Sends, allocate_buffers
 from jgt.schedule.table import KINDS, Item, Kind, Row, Table
 
@@ -242,3 +257,72 @@ def _slots(grid: Sequence[Sequence[int]]) -> Integers:
 def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar]) -> NDArray[_Scalar]:
     """A value of each item, 0 or False where there is none."""
     return np.asarray([[0 if item is None else value(item) for item in row] for row in rows], dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GradientSums:
+    """The gradients of a stage's stacked weights and of the common values that its layers read, added up over microbatches.
+
+    Only weights and common values that are floats have an entry. The common values are summed over the stage's layers; the
+    sum over the stages follows after the loop.
+    """
+
+    weights: Arrays = field(default_factory=Arrays)
+    common: Arrays = field(default_factory=Arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StageBuffers:
+    """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed."""
+
+    inbox: Arrays = field(default_factory=Arrays)
+    inbox_back: Arrays = field(default_factory=Arrays)
+    saved: Arrays = field(default_factory=Arrays)
+    stashed: Arrays = field(default_factory=Arrays)
+    sums: GradientSums = field(default_factory=GradientSums)
+
+    def updated(self, changed: StageBuffers) -> StageBuffers:
+        """These buffers, with the ones in `changed` in place of their old values."""
+        # An item gets and returns only the buffers that it touches. Its other lists are empty.
+        return replace(self, **{name: buffer for name, buffer in vars(changed).items() if jax.tree.leaves(buffer)})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Carry:
+    """The state between two ticks. common: sums of gradients from embedding and head, empty without gradients."""
+
+    common: Arrays
+    staged: StageBuffers
+    totals: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class OnStage(Generic[_T]):
+    """The values of one stage in a tick. Outside of the shard_map they have a leading dim of stages.
+
+    ids: the numbers of the stage's layers, [layers of a stage]. weights: [layers of a stage, ...]. item: the stage's work.
+    """
+
+    buffers: StageBuffers
+    ids: jax.Array
+    item: _T
+    weights: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Everywhere:
+    """The values that all stages read in a tick.
+
+    ends: the values that enter from the embedding, or cotangents from the head. is_read: whether this tick reads the values that stages
+    show; None if that is not worth a branch.
+    """
+
+    batch: Batch
+    common: Arrays
+    ends: Arrays
+    is_read: Flags | None

@@ -23,8 +23,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.hardware.chip import parse_target
 from jgt.pipeline.layer import Body
-from jgt.pipeline.moves import Moves
-from jgt.pipeline.wire import split_further
+from jgt.pipeline.moves import Moves, split_further
 from jgt.program.reads import narrow_reads
 from train.config import load
 from train.plan.make import make_plan

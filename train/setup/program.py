@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jgt
 from jgt.document import InputError
-from jgt.staging.pipeline import Pipeline
+from jgt.pipeline.staging import Pipeline
 
 from ..code.files import Code
 from ..code.names import load_object

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from jgt.document import InputError
+from jgt.pipeline.microbatches import joined_results_of
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
-from jgt.staging.joined import joined_results_of
 
 from ..code.names import own_line
 from ..models.model import Model, Settle, Terms

@@ -13,7 +13,7 @@ import pytest
 
 import jgt
 from jgt.document import InputError
-from jgt.staging.pipeline import Pipeline
+from jgt.pipeline.staging import Pipeline
 from train.code.files import read_code
 from train.config import load
 from train.data.boundaries import masked

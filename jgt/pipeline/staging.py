@@ -1,30 +1,26 @@
-"""A call put into a pipeline: whether it can be, where its program is split, and where its parameters are stored.
+"""`jgt.Pipeline`, which puts a call into stages: whether it can be, where its program is split, and where its parameters are stored.
 
 The pipeline runs the loss microbatch by microbatch, so it needs the program of one microbatch. jgt gets it by tracing the
 user's function again with fewer rows, and a third time with another batch size, to prove that the results of the
 whole batch can be added up from its parts (`jgt.batch`). Then the program is split around the layer scan: the part
 before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
-
-The parameters of layers are stored by stage if each stage runs as many neighbouring layers, so that no step has to move them.
-Otherwise another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one
-all-to-all. No split of the dim of layers would do: chunks that a stage runs are not neighbours, or are not equally long.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
 from jgt.experts.local import with_local_experts
-from jgt.pipeline.chunks import Chunks
+from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
 from jgt.pipeline.layout import axes_inside
+from jgt.pipeline.microbatches import Microbatches, find_microbatches
 from jgt.pipeline.pipelined import Pipelined
 from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole_program import SplitError
@@ -41,8 +37,32 @@ from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Surroundings
 from jgt.sharding.rewrite import rewrite_part
 from jgt.sharding.staged import Run, StagedCall, StoredCall
-from jgt.sharding.storage import Form, Stack
-from jgt.staging.microbatches import Microbatches, find_microbatches
+from jgt.sharding.storage import Form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(PipelineConfig):
+    __doc__ = PipelineConfig.__doc__
+
+    @classmethod
+    def of(cls, options: PipelineConfig | None) -> Pipeline | None:
+        """The pipeline with the options of a run's file; None without options."""
+        if options is None:
+            return None
+        new = cls(**{field.name: getattr(options, field.name) for field in fields(options) if field.init})
+        return new._changed(lines=options.lines, gradients=options.gradients, parts=options.parts)
+
+    def stage(
+        self,
+        arguments: Arguments,
+        traced: Traced,
+        rules: Rules,
+        site: Surroundings,
+        replacements: Sequence[Replacement],
+        parameters: tuple[ParameterPlace, ...],
+    ) -> StagedCall:
+        """Puts a call with this trace into the pipeline. Raises ValueError inside a shard_map, or a vmap that does not split the batch."""
+        return staged_call(arguments, traced, self, rules, site, replacements, parameters)
 
 
 def staged_call(
@@ -87,7 +107,7 @@ def staged_call(
     # Only the split program shows how many layers there are.
     if table.num_chunks > parts.num_layers:
         return _unstaged(parameters, [_too_few_layers(pipeline, table, parts.num_layers)])
-    parameters = _staged_places(parameters, parts, table, pipeline.axis, (*batch.replicas, *batch.axes), sizes)
+    parameters = staged_places(parameters, parts, table, pipeline.axis, (*batch.replicas, *batch.axes), sizes)
     parts, held = _with_local_experts(parts, parameters, rules, batch.axes, sizes)
     executor = Executor(
         split=parts,
@@ -120,32 +140,14 @@ def _stored_call(
     stacks = frozenset(parts.like[v] for v in parts.weights if v in parts.like)
     if chunks.are_neighbours or any(parameters[index].dims[0] for index in stacks) or not pipelined.can_be_stored():
         return None
-    on_stages = [(_stored_dims(a, axis), _stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
+    on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in stacks else (a, b) for i, (a, b) in enumerate(places)]
     there = Pipelined(replace(executor, is_stored=True, param_dims=[ahead for ahead, _ in on_stages]))
     paths = frozenset(parameters[i].path for i in stacks)
 
     def form_of(place: ParameterPlace) -> Form | None:
-        return _stored_form(place, chunks, axis) if place.path in paths else None
+        return stored_form(place, chunks, axis) if place.path in paths else None
 
     return StoredCall(form_of=form_of, run=_run_of(there, on_stages, inputs))
-
-
-def _stored_form(place: ParameterPlace, chunks: Chunks, axis: str) -> Form:
-    """The stored form of a stack of layers whose chunks are stored on their stages."""
-    stored = replace(
-        place,
-        shape=(*chunks.rows_shape, *place.shape[1:]),
-        dims=_stored_dims(place.dims, axis),
-        optimizer_dims=_stored_dims(place.optimizer_dims, axis),
-        sliced=frozenset({0, 1, 2} | {dim + 2 for dim in place.sliced}),
-    )
-    stack = Stack(lambda x: chunks.rows(chunks.arrange(x)), lambda x: chunks.restore(chunks.staged(x)))
-    return Form(model=place, stored=stored, saved=place, stack=stack)
-
-
-def _stored_dims(dims: Dims, axis: str) -> Dims:
-    """The dims of a stored stack, from the dims of the stack [layers, ...]: split over the stages where these are, and nowhere else."""
-    return ((), (axis,), (), *(tuple(a for a in axes if a != axis) for axes in dims[1:]))
 
 
 def _run_of(pipelined: Pipelined, places: Sequence[tuple[Dims, Dims]], inputs: Sequence[Dims]) -> Run:
@@ -245,39 +247,6 @@ def _too_few_layers(pipeline: PipelineConfig, table: Table, num_layers: int) -> 
     held = f"{table.num_stages} stages" if table.virtual == 1 else f"{table.num_stages} stages with {table.virtual} chunks each"
     layers = f"{num_layers} layer{'s' * (num_layers != 1)}"
     return pipeline.problem("signal", f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller")
-
-
-def _staged_places(
-    parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
-) -> tuple[ParameterPlace, ...]:
-    """Places of the parameters. Layers are split over the stages: by layers if each stage runs neighbouring layers."""
-    staged = {cut.like[var] for var in cut.weights if var in cut.like}
-    by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
-
-    def split(one: ParameterPlace, dims: Dims) -> Dims:
-        if by_layers:
-            return ((axis,), *dims[1:])
-        dim = _dim_to_split(one.shape, dims, sizes[axis], batch_axes, sizes)
-        return dims if dim is None else (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
-
-    def place(index: int, one: ParameterPlace) -> ParameterPlace:
-        # A rule that splits the dim of layers itself is not overridden.
-        if index not in staged or one.dims[0] or one.optimizer_dims[0]:
-            return one
-        return replace(one, dims=split(one, one.dims), optimizer_dims=split(one, one.optimizer_dims))
-
-    return tuple(place(i, p) for i, p in enumerate(parameters))
-
-
-def _dim_to_split(shape: Sequence[int], dims: Dims, num_stages: int, batch_axes: Sequence[str], sizes: Mapping[str, int]) -> int | None:
-    """The dim of a stack, other than the dim of layers, to split over the stages; None if the stages divide none."""
-
-    def others(dim: int) -> tuple[int, int]:
-        # Weights go to their stages by one all-to-all from a dim that has no other axis inside the pipeline.
-        return sum(a not in batch_axes and sizes[a] > 1 for a in dims[dim]), len(dims[dim])
-
-    fits = [d for d in range(1, len(shape)) if shape[d] % (num_stages * math.prod(sizes[a] for a in dims[d])) == 0]
-    return min(fits, key=others, default=None)
 
 
 def _pinned(x: jax.Array, forward: Dims, backward: Dims, mesh: Mesh | AbstractMesh) -> jax.Array:
