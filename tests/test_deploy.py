@@ -10,8 +10,9 @@ import pytest
 
 from jgt import document
 from train.__main__ import parser
-from train.command_line import Cluster, Exit, cluster_problems, find_cluster, flag_problems
+from train.command_line import Exit
 from train.config import Config, load
+from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 
 ROOT = Path(__file__).parent.parent
 SLURM, JOBSET, README = (ROOT / "deploy" / name for name in ("slurm.sbatch", "jobset.yaml", "README.md"))

@@ -28,18 +28,18 @@ from .command_line import (
     EndError,
     Exit,
     RunParser,
-    cluster_problems,
     exit_code,
-    find_cluster,
-    flag_problems,
     join_seconds,
     read_token,
+    say,
+    say_lines,
+    settle_streams,
     whole_number,
 )
 from .config import Run, load
-from .profile.steps import StepRange, read_step_range
+from .processes.cluster import cluster_problems, find_cluster, flag_problems
+from .records.step_range import StepRange, read_step_range
 from .run.identity import Resume, check_places, read_resume
-from .sink import say, say_lines, settle_streams
 
 _SUSPENDED_SECONDS = 600
 """How long all processes of a run may be suspended together."""
@@ -89,7 +89,7 @@ def _main(arguments: argparse.Namespace) -> int:
         from .search.auto import with_best_layout
 
         run = with_best_layout(run, arguments, _num_processes(arguments), say, answer_question)
-    profiled = read_step_range(arguments.profile, run)
+    profiled = read_step_range(arguments.profile, run.steps if run.config.train.epochs is None else None)
     with garbage_collection_paused():
         from .compiled import programs_on_trial
         from .xla import configure_xla

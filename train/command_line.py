@@ -1,4 +1,4 @@
-"""Flag values, the cluster that a process belongs to, and exit codes.
+"""What a process and its terminal say to each other: the values of flags, lines on stderr, and exit codes.
 
 Everything here is needed before JAX may be imported, and by programs that never import it, such as the launcher.
 """
@@ -6,13 +6,15 @@ Everything here is needed before JAX may be imported, and by programs that never
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
-import importlib.util
+import io
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
@@ -146,70 +148,90 @@ def may_have_fewer() -> bool:
     return FEWER in os.environ
 
 
-# The variable with the number of processes, and the variables that JAX's own detection of the same launcher needs. Open MPI first, as in
-# JAX: within a Slurm job its processes inherit the variables of Slurm's task, which counts the nodes and not the processes.
-_OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
-_LAUNCHERS = {_OPEN_MPI: (), "SLURM_NTASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")}
-_ADDRESS_OF_MPIRUN = "OMPI_MCA_orte_hnp_uri"
+PATIENCE_SECONDS = 2.0
+"""How long a stream may take for a record before training continues without it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The way in which this process joins the others: the coordinator's address, or, if that is None, JAX's own cluster detection."""
+class StandardStream:
+    """stdout or stderr, which may delay a run only for a moment.
 
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process: int | None = None
+    A pipe without a reader blocks its writer for ever, so another thread does the writing. A stream that is an object of another program in
+    this process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at
+    once. write: writes a record to the stream, and may wait for ever.
+    """
 
+    def __init__(self, write: Callable[[bytes], None], may_block: Callable[[], bool] = lambda: True):
+        self._write_to_stream, self._may_block = write, may_block
+        self._lock = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
 
-def find_cluster(coordinator: str | None, num_processes: int | None, process: int | None) -> Cluster | None:
-    """The cluster that the flags (checked by `flag_problems`) or the environment describe; None for a single process."""
-    if num_processes is not None:
-        return Cluster(coordinator=coordinator, num_processes=num_processes, process=process)
-    # Slurm sets SLURM_NTASKS in the shell of a batch script too. The other variables exist only in a task that srun started.
-    for variable, others in _LAUNCHERS.items():
-        size = os.environ.get(variable, "1")
-        if size.isdigit() and int(size) > 1 and all(name in os.environ for name in others):
-            return Cluster(num_processes=int(size))
-    # Kubernetes gives an index to the pods of an Indexed job only.
-    if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
-        return Cluster()
-    return None
+    def write(self, record: bytes) -> None:
+        """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
+        if not self._may_block():
+            self._write_to_stream(record)
+            return
+        with self._lock:
+            # While an earlier record still waits for the reader, a record is lost at once.
+            if self._writer is None or not self._writer.is_alive():
+                self._error = None
+                # A daemon, because it may still wait for its reader when the run is over.
+                self._writer = threading.Thread(target=self._write_in_thread, args=(record,), name="stream", daemon=True)
+                self._writer.start()
+                self._writer.join(PATIENCE_SECONDS)
+            # The record counts as lost from now on, although it still appears if the reader comes back.
+            if self._writer.is_alive():
+                raise TimeoutError("its reader has stopped reading")
+            if self._error is not None:
+                raise self._error
 
-
-def cluster_problems(cluster: Cluster | None) -> Iterator[str]:
-    """Problems that JAX's detection of this cluster would fail on."""
-    if cluster == Cluster() and importlib.util.find_spec("kubernetes") is None:
-        yield (
-            "environment: JOB_COMPLETION_INDEX: this is one process of a Kubernetes job, and JAX finds the others only with the package "
-            "kubernetes. Install it (pip install 'jax[k8s]'), or give --coordinator, --processes and --process"
-        )
-    if cluster is not None and cluster.coordinator is None and _OPEN_MPI in os.environ and _ADDRESS_OF_MPIRUN not in os.environ:
-        yield (
-            f"environment: {_OPEN_MPI}: this is one process of mpirun, and JAX finds the others only under Open MPI 4. Under a later "
-            f"version let a shell write the flags: mpirun ... sh -c 'jgt train FILE --coordinator HOST:PORT --processes ${_OPEN_MPI} "
-            "--process $OMPI_COMM_WORLD_RANK'"
-        )
-
-
-def flag_problems(coordinator: str | None, num_processes: int | None, process: int | None) -> Iterator[str]:
-    """Problems with the flags that describe a cluster: some of them missing, or a value out of range."""
-    flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
-    missing = [name for name, value in flags.items() if value is None]
-    if 0 < len(missing) < len(flags):
-        yield f"command line: {', '.join(missing)}: missing. {', '.join(flags)} belong together"
-    if num_processes is not None and num_processes < 1:
-        yield f"command line: --processes: must be at least 1, not {num_processes}"
-    elif num_processes is not None and process is not None and not 0 <= process < num_processes:
-        yield f"command line: --process: must be between 0 and {num_processes - 1} (--processes {num_processes}), not {process}"
-    if coordinator is not None:
-        yield from _address_problems(coordinator)
+    def _write_in_thread(self, record: bytes) -> None:
+        try:
+            self._write_to_stream(record)
+        except (OSError, ValueError) as error:
+            self._error = error
 
 
-def _address_problems(coordinator: str) -> Iterator[str]:
-    # The last colon counts, because an IPv6 address contains colons.
-    host, _, port = coordinator.rpartition(":")
-    if not port.isdecimal():
-        yield f"command line: --coordinator: {coordinator!r} has no port. Write HOST:PORT, for example localhost:8476"
-    elif not host or len(port) > 5 or not 1 <= int(port) <= 65_535:
-        yield f"command line: --coordinator: {coordinator!r} is not HOST:PORT with a port from 1 to 65,535, for example localhost:8476"
+def say(text: str) -> None:
+    """Prints a line for a person on stderr, if it works."""
+    say_lines([f"jgt: {text}"])
+
+
+def say_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stderr as they are, if it works."""
+    with contextlib.suppress(OSError, ValueError):
+        _STDERR.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+
+
+def settle_streams() -> None:
+    """Drops what stdout and stderr still hold if it cannot be written: Python would try again at its exit, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def write_all(descriptor: int, record: bytes) -> None:
+    """Writes all bytes, in as many pieces as the system likes. Raises OSError."""
+    left = memoryview(record)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def is_of_system(stream: TextIO | None) -> bool:
+    """Whether a stream is the process's own, and not an object of another program in it."""
+    return isinstance(stream, io.TextIOWrapper)
+
+
+def _write_stderr(record: bytes) -> None:
+    # By its name at this moment, because others may replace it.
+    if sys.stderr is not None:
+        sys.stderr.write(record.decode())
+        sys.stderr.flush()
+
+
+_STDERR = StandardStream(_write_stderr, lambda: is_of_system(sys.stderr))

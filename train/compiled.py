@@ -36,7 +36,7 @@ from typing import IO
 import jax
 from jax._src import compilation_cache
 
-from .sink import say
+from .command_line import say
 
 ENDING = ".sealed-cache"
 """The end of the names of stored programs. JAX's own cache, which may be in the same folder, uses `-cache` and `-atime`."""

@@ -21,8 +21,7 @@ from typing import TypeVar
 
 from jgt.document import printable
 
-from ..command_line import EndError
-from ..sink import say
+from ..command_line import EndError, say
 
 _PAUSES = (0.5, 1.0, 2.0)
 """Seconds before each new try: a network or a server often comes back within them."""

@@ -18,11 +18,11 @@ from jgt.hardware import Target
 from jgt.planner import Workload, described_device
 
 from ..code.files import read_code
+from ..command_line import say
 from ..config import Run, load
 from ..records.summary import tokens_per_sample
 from ..search.plans import Answer, Question
 from ..setup import AUTO, Remat, Setup, prepare, with_remat
-from ..sink import say
 from ..xla import planned_flags
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes

@@ -33,8 +33,7 @@ from typing import Any
 from jgt import __version__
 from jgt.document import InputError, printable, shown
 
-from ..command_line import EndError, Exit
-from ..sink import say
+from ..command_line import EndError, Exit, say
 
 _GREETING = "jgt-join-2"
 _MAX_LINE, _MAX_NAMED, _BACKLOG = 4_096, 16, 512

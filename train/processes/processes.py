@@ -31,8 +31,8 @@ from jax.experimental import multihost_utils
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
 
-from ..command_line import Cluster, Exit
-from ..sink import say, settle_streams
+from ..command_line import Exit, say, settle_streams
+from .cluster import Cluster
 from .join import Membership, Place, join
 
 MAX_VIRTUAL_CPU = 1_024

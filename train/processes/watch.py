@@ -38,10 +38,9 @@ import jax
 
 from jgt.document import InputError
 
-from ..command_line import Exit
+from ..command_line import Exit, say
 from ..compiled import finish_trial
 from ..sections import WatchdogConfig
-from ..sink import say
 from .peers import Peers, Requests
 from .processes import Store, dump_stacks, number_of_processes, this_process
 

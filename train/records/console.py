@@ -21,9 +21,9 @@ from jgt.schedule.find import find_table
 from jgt.schedule.simulate import simulate
 
 from ..setup import AUTO, Setup
-from ..sink import Stdout
 from .line import step_line
 from .notebook import find_notebook
+from .sink import Stdout
 
 _WIDTH_OF_FILES = 80
 

@@ -1,6 +1,6 @@
 """The loggers of a run: the places that get its metrics. metrics.jsonl and metrics.csv are here.
 
-A logger has a sink (`train.sink`), so that whatever happens to it costs rows and never the run: rows are counted as lost, and each row is a
+A logger has a sink (`sink.py`), so that whatever happens to it costs rows and never the run: rows are counted as lost, and each row is a
 new attempt. A restart trains the steps after its checkpoint again, so loggers drop the rows of these steps.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.rows import forget_rows_after, read_metrics
-from ..sink import AppendedFile, Sink
+from .sink import AppendedFile, Sink
 
 
 class Logger:

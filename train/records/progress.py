@@ -25,12 +25,11 @@ import jax
 
 from jgt.hardware import chip_of
 
-from ..command_line import EndError
+from ..command_line import EndError, say
 from ..compiled import finish_trial
 from ..models.experts.balance import EXPERT_LOAD
 from ..sections import TrainConfig
 from ..setup import Setup
-from ..sink import say
 from ..step.optimizer import learning_rate
 from ..sync.phases import fetch_metrics
 from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead

@@ -1,7 +1,7 @@
 """The files that a run writes about itself: metrics.jsonl, events.jsonl, experts.jsonl, and the metrics of its other loggers.
 
 A run can be killed at any moment, so every record is appended and the file closed at once: a killed process loses at most the record that
-it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`train.sink`): the
+it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`sink.py`): the
 record is then lost as a whole, and the run continues. Readers skip lines that are not valid JSON.
 
 Metrics and events have different histories. A restart trains the steps after its checkpoint again, so their metrics are dropped and written
@@ -21,9 +21,9 @@ from typing import Any
 
 from ..report.rows import LOADS
 from ..sections import missing_loggers
-from ..sink import AppendedFile, Sink
 from .loggers import CsvFile, JsonLines, Logger
 from .services import MlflowClient, Service, WandbClient
+from .sink import AppendedFile, Sink
 from .tensorboard import Board
 
 

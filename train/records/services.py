@@ -22,9 +22,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..command_line import say
 from ..report.rows import flattened, read_object
-from ..sink import Sink, say
 from .loggers import Logger
+from .sink import Sink
 
 CLOSE_SECONDS = 30.0
 """How long the end of a run waits for rows that are not sent yet."""

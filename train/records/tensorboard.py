@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..sink import AppendedFile, Sink
 from .loggers import Logger
+from .sink import AppendedFile, Sink
 
 _masked_crc32c: Any
 _Event: Any

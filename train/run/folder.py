@@ -26,7 +26,7 @@ from jgt.document import InputError
 from ..checkpoint.disk import kind
 from ..code.files import COPY
 from ..command_line import EndError
-from ..profile.steps import PROFILE
+from ..records.step_range import PROFILE
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""

@@ -20,17 +20,17 @@ import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
 from ..checkpoint.steps import FOLDER
+from ..command_line import say
 from ..data.batches import Data
 from ..processes.processes import true_on_all_processes
 from ..processes.watch import Watch
-from ..profile.profiler import Profiler
 from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
+from ..records.profiler import Profiler
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
 from ..records.summary import describe_end, tokens_per_sample
 from ..setup import Setup
-from ..sink import say
 from ..step.state import State
 from .faults import Faults
 from .folder import Lock

@@ -30,11 +30,11 @@ from jgt.document import InputError
 
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
+from ..command_line import say
 from ..config import Run
 from ..records.console import Screen
 from ..report.rows import read_metrics
 from ..setup import Setup
-from ..sink import say
 from ..step.objective import mean_of_parts
 from ..step.state import State
 from .identity import Resume

@@ -30,9 +30,9 @@ from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.restore import restore, restore_params
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
 from ..checkpoint.signature import read_key
+from ..command_line import say
 from ..data.batches import Data
 from ..setup import Setup
-from ..sink import say
 from ..step.state import State
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, saved_replicas, with_replicas

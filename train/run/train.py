@@ -20,7 +20,7 @@ from jgt.document import collect
 from ..checkpoint.checkpoint import Checkpoints, Identity
 from ..checkpoint.disk import DiskError
 from ..checkpoint.steps import FOLDER
-from ..command_line import Exit
+from ..command_line import Exit, say
 from ..config import Run
 from ..data.batches import Data
 from ..data.config import OwnData
@@ -29,13 +29,13 @@ from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
-from ..profile.profiler import Profiler
-from ..profile.steps import StepRange
 from ..records.console import Screen
+from ..records.profiler import Profiler
 from ..records.records import Records, open_loggers
+from ..records.sink import describe_lost
+from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, compiled_to_fit, prepare, with_remat
-from ..sink import describe_lost, say
 from ..xla import open_devices
 from .faults import Faults
 from .folder import InUseError, Lock, lock_folder, move_earlier_run

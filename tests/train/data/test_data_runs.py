@@ -10,7 +10,7 @@ from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load
-from train.profile.steps import StepRange
+from train.records.step_range import StepRange
 from train.run.replay import replay
 from train.run.train import train
 from train.setup import prepare

@@ -12,8 +12,9 @@ from runs import flags, run_both
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
-from train.command_line import Cluster, cluster_problems, exit_code, find_cluster, flag_problems, join_seconds, read_token
+from train.command_line import exit_code, join_seconds, read_token
 from train.config import load
+from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from train.processes.join import Place
 from train.processes.processes import start_jax
 from train.run.start import local_rows
@@ -81,7 +82,7 @@ def test_one_device_reads_the_checkpoint_of_two_processes(two_processes, one_pro
 
 INIT = """
 import sys, jax, numpy as np
-from train.command_line import Cluster
+from train.processes.cluster import Cluster
 from train.config import load
 from train.processes.processes import start_jax
 from train.setup import prepare
@@ -208,7 +209,7 @@ def test_the_environment_names_a_cluster(monkeypatch, environment, expected):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_kubernetes_needs_its_package_unless_flags_are_given(monkeypatch, installed):
-    monkeypatch.setattr("train.command_line.importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("train.processes.cluster.importlib.util.find_spec", lambda name: object() if installed else None)
     problems = list(cluster_problems(Cluster()))
     assert [problem.startswith("environment: JOB_COMPLETION_INDEX: ") for problem in problems] == [True] * (not installed)
     for cluster in (None, Cluster(num_processes=2), Cluster(coordinator="host:1", num_processes=2, process=0)):

@@ -73,7 +73,7 @@ SCRIPT = """
 import sys
 from test_reshape import copy_and_train
 from train.__main__ import parser
-from train.command_line import find_cluster
+from train.processes.cluster import find_cluster
 from train.config import load
 from train.processes.processes import start_jax
 arguments = parser().parse_args(sys.argv[1:])

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from train import sink
-from train.sink import AppendedFile, Sink, StandardStream, Stdout, describe_lost, say, settle_streams
+from train import command_line
+from train.command_line import StandardStream, say, settle_streams
+from train.records.sink import AppendedFile, Sink, Stdout, describe_lost
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_file_that_was_moved_away_begins_again(tmp_path, half):
 
 
 def test_a_reader_that_is_away_costs_one_wait_and_comes_back(monkeypatch):
-    monkeypatch.setattr(sink, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(command_line, "PATIENCE_SECONDS", 0.2)
     reading, writing = os.pipe()
     away = threading.Event()
     stream = Sink("stdout", StandardStream(lambda record: (away.wait(10), os.write(writing, record))).write)

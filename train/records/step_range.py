@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from jgt.document import InputError
 
-from ..config import Run
-
 MAX_STEPS = 100
 """JAX's profiler keeps a trace in memory until it ends."""
 _WHERE = "command line: --profile"
@@ -40,8 +38,11 @@ class StepRange:
             raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
 
 
-def read_step_range(text: str | None, run: Run) -> StepRange | None:
-    """Reads `A:B` from the command line; None without the option. Raises InputError if the run does not have these steps."""
+def read_step_range(text: str | None, total: int | None) -> StepRange | None:
+    """Reads `A:B` from the command line; None without the option. Raises InputError for other text and other steps than a run has.
+
+    total: the steps of the run; None if they follow from epochs, which are not known before the data is open.
+    """
     if text is None:
         return None
     # Ten digits at most, because int() raises ValueError for thousands of them.
@@ -54,9 +55,8 @@ def read_step_range(text: str | None, run: Run) -> StepRange | None:
         raise InputError([f"{where}: there is no step {steps.first}. {hint}"])
     if steps.last < steps.first:
         raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write {steps.last}:{steps.first}"])
-    # The number of steps that epochs make is not known yet.
-    if run.config.train.epochs is None and steps.last > run.steps:
-        raise InputError([f"{where}: the run has {run.steps} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
+    if total is not None and steps.last > total:
+        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
     if steps.num > MAX_STEPS:
         fewer = f"{steps.first}:{steps.first + 9}"
         raise InputError([f"{where}: these are {steps.num} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as {fewer}"])

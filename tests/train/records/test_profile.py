@@ -10,7 +10,7 @@ from jgt.document import InputError
 from train.__main__ import main
 from train.config import load
 from train.processes.watch import Watch
-from train.profile.steps import MAX_STEPS, StepRange
+from train.records.step_range import MAX_STEPS, StepRange
 from train.run.train import train
 
 

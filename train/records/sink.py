@@ -5,12 +5,8 @@ is a lost line, and training is worth more than the line. So everything that a r
 raises: the first failure of a sink is said on stderr, lost records are counted, and each later record is a new attempt. The run's exit code
 at its end shows that records were lost (`train.command_line.Exit`).
 
-A sink has one of two outlets. `AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before
-the next record, so a file stays readable wherever its disk filled up. `StandardStream` writes stdout or stderr, and waits only a moment: a
-pipe without a reader blocks its writer for ever, so another thread does the writing. A stream that is an object of another program in this
-process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at once.
-
-The invariant: `put` and `say` return, within `PATIENCE_SECONDS` and a write to a disk, whatever happens to the outlet.
+`AppendedFile` writes whole records: what a failed write left of a record is cut off again, at once or before the next record, so a file
+stays readable wherever its disk filled up. The invariant: `put` returns, within `PATIENCE_SECONDS` and a write to a disk, whatever happens.
 """
 
 from __future__ import annotations
@@ -20,13 +16,12 @@ import io
 import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-PATIENCE_SECONDS = 2.0
-"""How long a stream may take for a record before training continues without it."""
+from ..command_line import StandardStream, is_of_system, say, write_all
+
 _LONGEST_LINE = 1 << 20
 
 
@@ -97,47 +92,12 @@ class AppendedFile:
                 self._whole = None
 
 
-class StandardStream:
-    """stdout or stderr. write: writes a record to the stream, and may wait for its reader for ever."""
-
-    def __init__(self, write: Callable[[bytes], None], may_block: Callable[[], bool] = lambda: True):
-        self._write_to_stream, self._may_block = write, may_block
-        self._lock = threading.Lock()
-        self._writer: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def write(self, record: bytes) -> None:
-        """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
-        if not self._may_block():
-            self._write_to_stream(record)
-            return
-        with self._lock:
-            # While an earlier record still waits for the reader, a record is lost at once.
-            if self._writer is None or not self._writer.is_alive():
-                self._error = None
-                # A daemon, because it may still wait for its reader when the run is over.
-                self._writer = threading.Thread(target=self._write_in_thread, args=(record,), name="stream", daemon=True)
-                self._writer.start()
-                self._writer.join(PATIENCE_SECONDS)
-            # The record counts as lost from now on, although it still appears if the reader comes back.
-            if self._writer.is_alive():
-                raise TimeoutError("its reader has stopped reading")
-            if self._error is not None:
-                raise self._error
-
-    def _write_in_thread(self, record: bytes) -> None:
-        try:
-            self._write_to_stream(record)
-        except (OSError, ValueError) as error:
-            self._error = error
-
-
 class Stdout(io.TextIOBase):
     """stdout as a text file of which no write fails. sink: counts what was lost."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self.sink = Sink("stdout", StandardStream(self._write_bytes, lambda: _is_of_system(self._stream)).write)
+        self.sink = Sink("stdout", StandardStream(self._write_bytes, lambda: is_of_system(self._stream)).write)
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -163,7 +123,7 @@ class Stdout(io.TextIOBase):
         stream = self._stream
         if stream is None:
             return
-        if _is_of_system(stream):
+        if is_of_system(stream):
             with contextlib.suppress(io.UnsupportedOperation):
                 descriptor = stream.fileno()
                 # First what others have left in Python's buffer. The record itself does not go through it: a record that failed would stay
@@ -174,47 +134,6 @@ class Stdout(io.TextIOBase):
         # A stream inside this process. A notebook's has a descriptor too, which leads to the terminal of its server.
         stream.write(record.decode(self.encoding))
         stream.flush()
-
-
-def say(text: str) -> None:
-    """Prints a line for a person on stderr, if it works."""
-    say_lines([f"jgt: {text}"])
-
-
-def say_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stderr as they are, if it works."""
-    with contextlib.suppress(OSError, ValueError):
-        _STDERR.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
-
-
-def settle_streams() -> None:
-    """Drops what stdout and stderr still hold if it cannot be written: Python would try again at its exit, and exit with 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
-
-
-def write_all(descriptor: int, record: bytes) -> None:
-    """Writes all bytes, in as many pieces as the system likes. Raises OSError."""
-    left = memoryview(record)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def _is_of_system(stream: TextIO | None) -> bool:
-    return isinstance(stream, io.TextIOWrapper)
-
-
-def _write_stderr(record: bytes) -> None:
-    # By its name at this moment, because others may replace it.
-    if sys.stderr is not None:
-        sys.stderr.write(record.decode())
-        sys.stderr.flush()
 
 
 def _end_last_line(descriptor: int) -> None:
@@ -231,6 +150,3 @@ def _end_last_line(descriptor: int) -> None:
         os.ftruncate(descriptor, size - len(last))
     else:
         write_all(descriptor, b"\n")
-
-
-_STDERR = StandardStream(_write_stderr, lambda: _is_of_system(sys.stderr))

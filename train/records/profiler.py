@@ -19,9 +19,9 @@ import jax
 
 from jgt.profile import Profile, read_profile
 
-from ..records.console import Screen
-from ..sink import say
-from .steps import PROFILE, StepRange
+from ..command_line import say
+from .console import Screen
+from .step_range import PROFILE, StepRange
 
 _SIGNALS_FILE = "signals.json"
 _ANNOTATION = "train"
