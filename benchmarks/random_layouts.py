@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 
 import jgt
-from jgt.partitioner import avoided_faults, with_faults
 from jgt.program import jaxpr as jx
+from jgt.sharding.partitioner import avoided_faults, with_faults
 from jgt.signal import tensor
 
 MESHES = [*[{"d": 2, "f": 2, "t": 2}] * 4, {"d": 2, "t": 4}, {"d": 4, "t": 2}, {"d": 2, "f": 2, "t": 2, "s": 2}, {"d": 2, "f": 4, "t": 2}]

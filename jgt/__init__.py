@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from jgt.api.shard import init as init
     from jgt.api.shard import place as place
     from jgt.api.shard import shard as shard
+    from jgt.api.verify import Verification as Verification
+    from jgt.api.verify import verify as verify
+    from jgt.command.trainer import load as load
+    from jgt.command.trainer import run as run
     from jgt.document import InputError as InputError
     from jgt.mesh.mesh import abstract_mesh as abstract_mesh
     from jgt.mesh.mesh import make_mesh as make_mesh
@@ -22,10 +26,6 @@ if TYPE_CHECKING:
     from jgt.rules import load_rules as load_rules
     from jgt.rules import make_rules as make_rules
     from jgt.sharding.placement import Placement as Placement
-    from jgt.trainer import load as load
-    from jgt.trainer import run as run
-    from jgt.verification import Verification as Verification
-    from jgt.verification import verify as verify
 
 __version__ = "0.1.0"
 
@@ -38,18 +38,18 @@ _OWNERS = {
     "Placement": "jgt.sharding.placement",
     "Plan": "jgt.planner.plan",
     "Rules": "jgt.rules",
-    "Verification": "jgt.verification",
+    "Verification": "jgt.api.verify",
     "abstract_mesh": "jgt.mesh.mesh",
     "init": "jgt.api.shard",
-    "load": "jgt.trainer",
+    "load": "jgt.command.trainer",
     "load_rules": "jgt.rules",
     "make_mesh": "jgt.mesh.mesh",
     "make_rules": "jgt.rules",
     "place": "jgt.api.shard",
     "plan": "jgt.planner.plan",
-    "run": "jgt.trainer",
+    "run": "jgt.command.trainer",
     "shard": "jgt.api.shard",
-    "verify": "jgt.verification.verify",
+    "verify": "jgt.api.verify",
 }
 
 __all__ = [

@@ -58,7 +58,7 @@ def offenders(folder, *forbidden, allowed=()):
 
 def test_the_reader_of_imports_sees_them(tmp_path, monkeypatch):
     assert {"jax", "jgt.rules", "jgt.rules.Rules"} <= imports(ROOT / "jgt" / "sharding" / "call.py")
-    assert "train.run.api" in imports(ROOT / "jgt" / "trainer.py")
+    assert "train.run.api" in imports(ROOT / "jgt" / "command" / "trainer.py")
     path = tmp_path / "train" / "a" / "b.py"
     path.parent.mkdir(parents=True)
     path.write_text(
@@ -84,14 +84,12 @@ ENGINE = [
     "jgt.experts",
     "jgt.replacements",
     "jgt.replicas",
-    "jgt.partitioner",
-    "jgt.verification",
     "jgt.program",
     "jgt.batch",
     "jgt.signal",
 ]
 EXPERTS = ("jgt.experts", "jgt.replacements", "jgt.program")
-SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program", "jgt.partitioner")
+SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,7 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program", "jgt.partitioner"
         ("jgt/experts", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in EXPERTS)]),
         ("jgt/replacements", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replacements", "jgt.program"))]),
         ("jgt/sharding", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in SHARDING)]),
-        ("jgt/partitioner", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.partitioner")]),
+        ("jgt/sharding/partitioner", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.sharding")]),
         ("jgt/replicas", ["jgt.rules", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replicas", "jgt.program"))]),
         ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
         ("jgt/pipeline", ["jgt.mesh", "jgt.planner", "jgt.hlo"]),
@@ -134,11 +132,11 @@ def test_only_the_pipeline_asks_whether_a_batch_may_be_cut_and_only_at_the_door(
 
 
 def test_only_commands_open_the_door_to_the_trainer_and_only_when_they_run():
-    assert offenders("jgt", "train", allowed=["jgt/trainer.py"]) == []
-    assert offenders("jgt", "jgt.trainer", allowed=["jgt/command", "jgt/__init__.py"]) == []
+    assert offenders("jgt", "train", allowed=["jgt/command/trainer.py"]) == []
+    assert offenders("jgt", "jgt.command.trainer", allowed=["jgt/command", "jgt/__init__.py"]) == []
     code = """
 import sys
-import jgt, jgt.__main__, jgt.command.commands, jgt.trainer
+import jgt, jgt.__main__, jgt.command.commands, jgt.command.trainer
 jgt.command.commands.find_commands()
 assert not {"train", "jgt._train", "jax"} & set(sys.modules)
 """
@@ -257,8 +255,9 @@ def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
     files = files_by_module()
     loaded = closure(files[owner], files) | {ROOT / "jgt" / "__init__.py"} | closure(ROOT / "jgt" / "mesh" / "nvidia.py", files)
     rooms_loaded = {path.relative_to(ROOT).parts[1] for path in loaded}
-    assert not {"pipeline", "schedule", "batch", "planner", "verification"} & rooms_loaded
-    assert "partitioner" in rooms_loaded
+    assert not {"pipeline", "schedule", "batch", "planner"} & rooms_loaded
+    assert ROOT / "jgt" / "api" / "verify.py" not in loaded
+    assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in loaded
     assert lines_in(loaded) <= 9_500
     # Nothing else is loaded when a function is sharded and called.
     code = """

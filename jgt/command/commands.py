@@ -1,7 +1,7 @@
 """The commands of `jgt`, by name.
 
 A command is a module with a function `main(argv) -> int` and, for completion in a shell, `parser()`. Most belong to the trainer, which
-`jgt.trainer` loads; jgt itself never imports it. Other packages add commands as entry points of the group `jgt.commands`. A module is
+`trainer.py` loads; jgt itself never imports it. Other packages add commands as entry points of the group `jgt.commands`. A module is
 imported only when its command is used, because some import JAX.
 """
 
@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 
 from jgt.command.parser import CommandParser
-from jgt.trainer import trainer
+from jgt.command.trainer import trainer
 
 GROUP = "jgt.commands"
 

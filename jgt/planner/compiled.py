@@ -32,11 +32,11 @@ from jgt.document import InputError
 from jgt.hardware import Target, chip_of
 from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
-from jgt.partitioner import Avoided, avoided_faults
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
+from jgt.sharding.partitioner import Avoided, avoided_faults
 from jgt.sharding.paths import path_text
 
 _WITHOUT_GPU = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}

@@ -50,7 +50,7 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
 def check_surroundings(arrays: Iterable[Any]) -> None:
     """Raises ValueError where a mesh with Explicit axes is around a call, or where one of its arguments is on such a mesh.
 
-    Raises it, too, where GSPMD would choose the layouts: jgt cannot ask GSPMD for them before XLA compiles (see jgt.partitioner).
+    Raises it, too, where GSPMD would choose the layouts: jgt cannot ask GSPMD for them before XLA compiles (see jgt.sharding.partitioner).
     """
     if not jax.config.values["jax_use_shardy_partitioner"]:
         raise ValueError(

@@ -18,7 +18,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.partitioner import avoid_faults
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.sharding.argument_specs import check_aliases
@@ -26,6 +25,7 @@ from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall, plan_call
 from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
 from jgt.sharding.inputs import Signature, StateArguments
+from jgt.sharding.partitioner import avoid_faults
 from jgt.sharding.placement import Placement
 from jgt.sharding.staged import Staging
 from jgt.sharding.storage import Storage

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jgt
+from jgt.command.trainer import trainer
 from jgt.document import InputError
 from jgt.hardware import Target
-from jgt.trainer import trainer
 
 from ..code.files import read_code
 from ..config import load

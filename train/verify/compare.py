@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgt.api.verify import Verification, verify_sharded
 from jgt.document import shipped_folder
 from jgt.sharding.sharded import Sharded
-from jgt.verification import Verification, verify_sharded
 
 from ..compiled import default_folder
 from ..config import Run

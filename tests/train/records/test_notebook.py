@@ -98,7 +98,7 @@ jax.monitoring.register_event_listener(lambda event, **_: compiled.append(event)
 """
 SLOW = """
 import time
-from jgt.trainer import trainer
+from jgt.command.trainer import trainer
 Records = trainer("records.records").Records
 quick = Records.metrics
 def slow(*arguments):

@@ -3,7 +3,7 @@
 
 A lowered program names the layouts of some of its values. Shardy chooses the others when XLA compiles, and no API returns them. So this
 file turns a copy of the program into what XLA makes of it before it calls Shardy, and runs the same passes: jaxlib has them among its MLIR
-passes. tests/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
+passes. tests/sharding/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
 
 A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so an axis is
 taken apart where one of the layouts of an operation does that. Each piece is a *sub-axis*.

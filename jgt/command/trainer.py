@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_FOLDER = Path(__file__).parent.parent / "train"
+_FOLDER = Path(__file__).parent.parent.parent / "train"
 _NAMES = ("train", "jgt._train")
 # The trainer may itself ask for a module of it while it is loaded.
 _LOCK = threading.RLock()

@@ -17,14 +17,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jgt.api.comparison import Comparison, errors_of
 from jgt.api.shard import shard
 from jgt.document import InputError
-from jgt.partitioner import Avoided, avoided_faults
 from jgt.sharding.checks import RulesLike
 from jgt.sharding.inputs import StateArguments
+from jgt.sharding.partitioner import Avoided, avoided_faults
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.staged import Staging
-from jgt.verification.comparison import Comparison, errors_of
 
 TOLERANCE = 1e-4
 """The largest difference, as a share of an array's largest number. Sums in another order differ by less, wrong layouts by half and more."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxlib.mlir import ir
 import jgt
-from jgt.partitioner import avoid
+from jgt.sharding.partitioner import avoid
 
 mesh = jgt.make_mesh({"d": 2, "f": 2, "t": 2})
 put = lambda x, *spec: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))

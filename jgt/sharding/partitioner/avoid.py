@@ -28,8 +28,8 @@ from jax._src import compiler
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from jgt.partitioner.faults import READERS, better_layouts
-from jgt.partitioner.shardy import (
+from jgt.sharding.partitioner.faults import READERS, better_layouts
+from jgt.sharding.partitioner.shardy import (
     AxisGrid,
     Splits,
     SubAxis,

@@ -18,7 +18,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jgt.partitioner.shardy import AxisGrid, Splits, SubAxis, count_parts, type_shape
+from jgt.sharding.partitioner.shardy import AxisGrid, Splits, SubAxis, count_parts, type_shape
 
 _Factor = tuple[int | None, ...]
 

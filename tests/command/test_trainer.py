@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 import train
-from jgt.trainer import trainer
+from jgt.command.trainer import trainer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 USERS = {
     "nothing": {},
     "file": {"train.py": "raise SystemExit('the train.py of the user ran')"},
     "package": {"train/__init__.py": "raise SystemExit('the package of the user ran')", "train/__main__.py": ""},
     "folder": {"train/data.txt": ""},
-    "file that imports jgt": {"train.py": "import jgt, jgt.trainer\njgt.trainer.trainer('config')\nraise SystemExit('ran')"},
+    "file that imports jgt": {
+        "train.py": "import jgt, jgt.command.trainer\njgt.command.trainer.trainer('config')\nraise SystemExit('ran')"
+    },
 }
 
 
@@ -43,7 +45,7 @@ def test_the_package_that_is_loaded_already():
 
 
 def test_a_jgt_without_its_trainer(tmp_path, monkeypatch):
-    monkeypatch.setattr("jgt.trainer._FOLDER", tmp_path / "train")
+    monkeypatch.setattr("jgt.command.trainer._FOLDER", tmp_path / "train")
     with pytest.raises(ImportError, match=r"the trainer is missing: .* Install jgt again"):
         trainer("config")
 
@@ -56,7 +58,7 @@ def test_jgt_train_in_a_folder_of_a_user(folder):
 
 CODE = """
 import sys
-from jgt.trainer import trainer
+from jgt.command.trainer import trainer
 before = sorted(name for name in sys.modules if name.split(".")[0] == "train")
 config = trainer("config")
 assert config.Config is trainer("config").Config
@@ -76,9 +78,11 @@ def test_the_name_of_the_trainer(folder):
 
 
 def test_a_train_of_the_user_that_is_imported_first(tmp_path):
-    (tmp_path / "train.py").write_text("from jgt.trainer import trainer\nname = trainer('config').__name__\n")
+    (tmp_path / "train.py").write_text("from jgt.command.trainer import trainer\nname = trainer('config').__name__\n")
     done = python(
-        tmp_path, "-c", "import train; assert train.name == 'jgt._train.config'; from jgt.trainer import trainer; trainer('sections')"
+        tmp_path,
+        "-c",
+        "import train; assert train.name == 'jgt._train.config'; from jgt.command.trainer import trainer; trainer('sections')",
     )
     assert done.returncode == 0, done.stderr
     done = python(tmp_path, "train.py")
@@ -87,7 +91,7 @@ def test_a_train_of_the_user_that_is_imported_first(tmp_path):
 
 def test_a_user_still_imports_the_own_train(tmp_path):
     (tmp_path / "train.py").write_text("answer = 42\n")
-    done = python(tmp_path, "-c", "from jgt.trainer import trainer; trainer('config'); import train; assert train.answer == 42")
+    done = python(tmp_path, "-c", "from jgt.command.trainer import trainer; trainer('config'); import train; assert train.answer == 42")
     assert done.returncode == 0, done.stderr
 
 

@@ -1,6 +1,6 @@
 """What XLA's partitioner computes wrongly, class by class: it still does, and not in a program that jgt compiles.
 
-Where the first assertion of a class fails with a new XLA, the class is mended there: take it out of jgt/partitioner/faults.py.
+Where the first assertion of a class fails with a new XLA, the class is mended there: take it out of jgt/sharding/partitioner/faults.py.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgt
-from jgt.partitioner import avoid_faults, avoided_faults, with_faults
-from jgt.partitioner.avoid import without_faults
+from jgt.sharding.partitioner import avoid_faults, avoided_faults, with_faults
+from jgt.sharding.partitioner.avoid import without_faults
 
 THREE, TWO, WIDE = {"d": 2, "f": 2, "t": 2}, {"d": 4, "t": 2}, {"d": 2, "t": 4}
 DIMS = ("NHWC", "HWIO", "NHWC")

@@ -9,8 +9,8 @@ from flax import nnx
 from jax import lax
 
 import jgt
-from jgt.partitioner import with_faults
 from jgt.program import constraints
+from jgt.sharding.partitioner import with_faults
 from jgt.signal import context, tensor
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -214,7 +214,7 @@ def test_a_mesh_without_devices_is_an_error(params):
 
 
 def test_a_value_that_is_not_finite_on_one_side_differs(mesh):
-    from jgt.verification.comparison import errors_of
+    from jgt.api.comparison import errors_of
 
     assert errors_of({"x": np.array([1.0, np.inf])}, {"x": np.array([1.0, np.inf])}) == {"x": 0.0}
     assert errors_of({"x": np.array([1.0, 2.0])}, {"x": np.array([1.0, np.nan])}) == {"x": float("inf")}

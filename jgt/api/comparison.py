@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jgt.api.taps import TapSite, sites_of, tapped
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
 from jgt.rules import match_out, match_tensor
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
 from jgt.sharding.paths import named_leaves, path_text
-from jgt.verification.taps import TapSite, sites_of, tapped
 
 _SMALLEST = 1e-3
 """An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 import jgt
-from jgt.partitioner import avoided_faults, with_faults
+from jgt.sharding.partitioner import avoided_faults, with_faults
 from jgt.signal import context, tensor
 
 
