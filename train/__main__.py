@@ -23,7 +23,6 @@ from jgt import document
 from jgt.document import InputError
 
 from .checkpoint.signature import read_key
-from .code.files import read_code
 from .command_line import (
     EndError,
     Exit,
@@ -92,7 +91,7 @@ def _main(arguments: argparse.Namespace) -> int:
     profiled = read_step_range(arguments.profile, run.steps if run.config.train.epochs is None else None)
     with garbage_collection_paused():
         from .compiled import programs_on_trial
-        from .xla import configure_xla
+        from .run.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -182,7 +181,7 @@ def _load(arguments: argparse.Namespace) -> Run:
     return load(
         arguments.config,
         arguments.overrides,
-        code=read_code(arguments.code),
+        code=arguments.code,
         num_processes=1 if cluster is None else cluster.num_processes,
         problems=(*flag_problems(*flags), *cluster_problems(cluster), *read_token(arguments.token_file)[1]),
     )
@@ -192,7 +191,7 @@ def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argpar
     _join(run, arguments)
     if arguments.dry_run:
         with garbage_collection_paused():
-            from .check.report import dry_run
+            from .run.check import dry_run
 
         dry_run(run)
         return Exit.DONE
@@ -214,7 +213,7 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
     """Makes this process one of the run's processes."""
     from .processes.join import Membership, facts_of
     from .processes.processes import start_jax
-    from .xla import open_devices
+    from .run.xla import open_devices
 
     is_watched = not arguments.dry_run and arguments.replay is None
     # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there

@@ -57,8 +57,18 @@ _OWN = {
         purpose="draw metrics of runs, as a PNG or in the terminal", module=".report.__main__", function="plot", make_parser="plot_parser"
     ),
     "compare": Command(purpose="show what two runs differ in", module=".report.__main__", function="compare", make_parser="compare_parser"),
-    "check": Command(purpose="check the rules against the mesh and the shapes, without devices", module=".check.__main__"),
-    "verify": Command(purpose="show that the layout changes no number, on virtual devices", module=".verify.__main__"),
+    "check": Command(
+        purpose="check the rules against the mesh and the shapes, without devices",
+        module=".run.__main__",
+        function="check",
+        make_parser="check_parser",
+    ),
+    "verify": Command(
+        purpose="show that the layout changes no number, on virtual devices",
+        module=".run.__main__",
+        function="verify",
+        make_parser="verify_parser",
+    ),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
     "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module=".calibrate.__main__"),
     "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),

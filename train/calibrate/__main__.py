@@ -56,8 +56,8 @@ def measured_devices(count: int | None) -> Sequence[Any]:
     import jax
 
     from ..config import Config
+    from ..run.xla import configure_xla
     from ..sections import DevicesConfig, XlaConfig
-    from ..xla import configure_xla
 
     # The flags of a run, which matter on GPUs. The programs are compiled here, whatever is stored.
     for warning in configure_xla(Config(devices=DevicesConfig(virtual_cpu=count), xla=XlaConfig(cache=None))):

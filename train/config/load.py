@@ -25,7 +25,7 @@ from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
 from jgt.rules.spec import misfit_problem
 from jgt.schedule.find import find_table
 
-from ..code.files import Code
+from ..code.files import Code, read_code
 from ..code.names import name_problem
 from ..data.config import path_problems
 from ..models.config import ModelConfig
@@ -45,16 +45,17 @@ def load(
     path: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    code: Code | None = None,
+    code: Code | Sequence[str | Path] = (),
     num_processes: int | None = 1,
     problems: Sequence[str] = (),
 ) -> Run:
     """Reads and checks a run's file, or its contents as a mapping, with `key.sub=value` overrides. Raises InputError with every problem.
 
-    code: the user's own code that the file may name. num_processes: the number of processes that share the mesh; None if a cluster decides
-    it later. problems: messages of earlier checks, which are reported together with the messages about the file. Whether the mesh divides
-    the batch is left to `batch_problems`, whose messages appear beside those about parameters.
+    code: the user's own code that the file may name, or the paths of its files. num_processes: the number of processes that share the mesh;
+    None if a cluster decides it later. problems: messages of earlier checks, which are reported together with the messages about the file.
+    Whether the mesh divides the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
+    code = code if isinstance(code, Code) else read_code(code)
     all_problems = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)
     root = Node({}, name)
@@ -68,7 +69,7 @@ def load(
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)
-    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, all_problems, num_processes, code or Code())
+    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, all_problems, num_processes, code)
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:

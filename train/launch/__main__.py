@@ -15,7 +15,6 @@ from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
 from ..__main__ import parser as train_parser
-from ..code.files import read_code
 from ..command_line import natural_number, read_token, seconds, whole_number
 from ..config import Run, load
 from ..run.identity import check_places, read_resume
@@ -51,7 +50,7 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
     if (options.min_processes or 0) > options.processes:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
     # Read for all processes, because a mesh is checked against their devices.
-    run = load(parsed.config, parsed.overrides, code=read_code(parsed.code), num_processes=options.processes, problems=problems)
+    run = load(parsed.config, parsed.overrides, code=parsed.code, num_processes=options.processes, problems=problems)
     check_places(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
     if options.min_processes and options.min_processes < options.processes:
         _check_exchanges(run)

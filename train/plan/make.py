@@ -21,9 +21,9 @@ from ..code.files import read_code
 from ..command_line import say
 from ..config import Run, load
 from ..records.summary import tokens_per_sample
+from ..run.xla import planned_flags
 from ..search.plans import Answer, Question
 from ..setup import AUTO, Remat, Setup, prepare, with_remat
-from ..xla import planned_flags
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
 

@@ -34,11 +34,11 @@ from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
 from ..step.state import Trained
-from ..xla import configure_xla, open_devices
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
 from .start import Position
 from .train import train
+from .xla import configure_xla, open_devices
 
 _FOREVER = 1_000_000.0
 """Seconds. A notebook may be suspended, and its process is not the run's to end."""

@@ -36,13 +36,13 @@ from ..records.sink import describe_lost
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, compiled_to_fit, prepare, with_remat
-from ..xla import open_devices
 from .faults import Faults
 from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints
 from .loop import Loop, lost_records
 from .start import Position
+from .xla import open_devices
 
 _LAST_SAVE_SECONDS = 10
 """How long a failing process waits for a save that needs the other processes, which may be gone."""

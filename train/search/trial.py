@@ -20,8 +20,8 @@ from jgt.document import InputError
 from ..code.files import read_code
 from ..config import Run, load
 from ..processes.processes import start_jax
+from ..run.xla import configure_xla
 from ..setup import prepare
-from ..xla import configure_xla
 
 _ROUNDS, _STEPS = 3, 5
 """A machine with other work is slow for seconds or minutes. So rounds of steps are far apart, and the fastest round counts."""

@@ -20,8 +20,8 @@ import jax
 
 from jgt.document import InputError
 
-from .compiled import DamagedError, default_folder, open_programs, read_sealed, use_programs, write_sealed
-from .config import Config
+from ..compiled import DamagedError, default_folder, open_programs, read_sealed, use_programs, write_sealed
+from ..config import Config
 
 _PIPELINE = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",

@@ -7,11 +7,10 @@ import pytest
 
 from jgt.document import InputError
 from jgt.program import constraints
-from train.check.__main__ import main as check
 from train.config import load
-from train.verify.__main__ import main
-from train.verify.compare import compare_layouts, is_verified
-from train.verify.small import small_mesh, small_overrides
+from train.run.__main__ import check
+from train.run.__main__ import verify as main
+from train.run.verify import compare_layouts, is_verified, small_mesh, small_overrides
 
 RULES = {
     "replicated": "{data: 8}",

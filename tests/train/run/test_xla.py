@@ -8,12 +8,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
-from train import xla
 from train.config.config import Config
 from train.models.config import ModelConfig
+from train.run import xla
+from train.run.xla import PRESETS, configure_xla
 from train.sections import DevicesConfig, XlaConfig
 from train.sync.config import SyncConfig
-from train.xla import PRESETS, configure_xla
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
 

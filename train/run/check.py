@@ -19,9 +19,9 @@ from jgt.document import InputError
 
 from ..config import Run
 from ..records.console import Screen
-from ..run.train import open_run
 from ..setup import Setup, prepare
-from ..verify.compare import is_verified
+from .train import open_run
+from .verify import is_verified
 
 
 def dry_run(run: Run) -> None:

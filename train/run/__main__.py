@@ -1,0 +1,82 @@
+"""The command lines of `jgt check` and `jgt verify`. They import JAX only after the config itself is found to be right."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+from jgt.document import InputError
+
+from ..command_line import RunParser, whole_number
+from ..config import load
+
+_DEVICES = 8
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """Prints the placement of the parameters. Exit code 2, with all problems on stderr (or printed as JSON), if anything is wrong."""
+    arguments = check_parser().parse_args(argv)
+    try:
+        # --devices replaces the number of devices in the file.
+        devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
+        run = load(arguments.config, [*arguments.overrides, *devices], code=arguments.code)
+        from .check import check_placement, print_check, to_json
+
+        setup = check_placement(run)
+    except InputError as error:
+        if arguments.json:
+            print(json.dumps({"ok": False, "problems": error.problems}, indent=1))
+        else:
+            print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(to_json(setup), indent=1))
+    else:
+        print_check(setup)
+    return 0
+
+
+def check_parser() -> RunParser:
+    """The command line of the check."""
+    parser = RunParser("jgt check", "Checks rules against mesh and shapes, without devices.")
+    parser.add_argument("--devices", type=whole_number, metavar="N", help="the number of devices to check for")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def verify(argv: Sequence[str] | None = None) -> int:
+    """Prints what the layout changes. Exit code 1 if it changes a number, 2 with all problems if the input is wrong."""
+    arguments = verify_parser().parse_args(argv)
+    try:
+        run = load(arguments.config, arguments.overrides, code=arguments.code)
+        from jgt.mesh.mesh import use_virtual_cpu
+
+        from .verify import compare_layouts, small_overrides
+
+        small = load(arguments.config, small_overrides(run, arguments.devices, arguments.overrides), code=run.code)
+        # A caller that has started JAX has devices already.
+        with suppress(RuntimeError):
+            use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
+        comparison = compare_layouts(small, run)
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"ok": comparison.is_right, "mesh": small.mesh, **asdict(comparison)}, indent=1))
+    else:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in small.mesh.items() if size > 1) or "one device"
+        print(f"Compared on {sizes} with one device, in {comparison.seconds:.0f} s\n{comparison}")
+    return 0 if comparison.is_right else 1
+
+
+def verify_parser() -> RunParser:
+    """The command line of the comparison."""
+    parser = RunParser("jgt verify", "Compares a run's layout with one device, at small sizes: results, gradients, an optimizer step.")
+    parser.add_argument(
+        "--devices", type=whole_number, default=_DEVICES, metavar="N", help="at most this many virtual CPU devices (default 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
