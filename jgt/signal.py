@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
-from jgt.experts.call import ExpertFn, call_experts
 from jgt.program.jaxpr import exclude_lines
 from jgt.program.scopes import MICROBATCH, PREFIX
+from jgt.replacements.experts.call import ExpertFn, call_experts
 
 # The line of a call of experts is the model's.
 exclude_lines(Path(__file__))

@@ -81,14 +81,10 @@ ENGINE = [
     "jgt.profile",
     "jgt.sharding",
     "jgt.api",
-    "jgt.experts",
     "jgt.replacements",
-    "jgt.replicas",
     "jgt.program",
-    "jgt.batch",
     "jgt.signal",
 ]
-EXPERTS = ("jgt.experts", "jgt.replacements", "jgt.program")
 SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
 
 
@@ -102,12 +98,10 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),
         ("jgt/program", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.program")]),
-        ("jgt/experts", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in EXPERTS)]),
         ("jgt/replacements", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replacements", "jgt.program"))]),
-        ("jgt/sharding", ["jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room not in SHARDING)]),
+        ("jgt/sharding", ["jgt.mesh", "jgt.schedule", "jgt.replacements.experts", *(room for room in ENGINE if room not in SHARDING)]),
         ("jgt/sharding/partitioner", ["jgt.rules", "jgt.mesh", "jgt.schedule", *(room for room in ENGINE if room != "jgt.sharding")]),
-        ("jgt/replicas", ["jgt.rules", "jgt.schedule", *(room for room in ENGINE if room not in ("jgt.replicas", "jgt.program"))]),
-        ("jgt/batch", ["jgt.rules", "jgt.mesh", "jgt.schedule", "jgt.pipeline", "jgt.sharding", "jgt.planner", "jgt.hlo"]),
+        ("jgt/pipeline/batch", ["jgt.schedule", *(f"jgt.pipeline.{path.stem}" for path in (ROOT / "jgt" / "pipeline").glob("*.py"))]),
         ("jgt/pipeline", ["jgt.mesh", "jgt.planner", "jgt.hlo"]),
         ("jgt/hlo", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh", "jgt.rules"]),
         ("jgt/profile", ["jgt.planner", "jgt.pipeline", "jgt.sharding", "jgt.mesh"]),
@@ -124,11 +118,15 @@ def test_what_runs_a_pipeline_knows_no_rules():
     assert offenders("jgt/pipeline", "jgt.rules", "jgt.sharding", allowed=staging) == []
 
 
+def test_other_replacements_know_no_experts():
+    assert offenders("jgt/replacements", "jgt.replacements.experts", allowed=["jgt/replacements/experts"]) == []
+
+
 def test_only_the_pipeline_asks_whether_a_batch_may_be_cut_and_only_at_the_door():
-    assert offenders("jgt", "jgt.batch", allowed=["jgt/batch", "jgt/pipeline"]) == []
-    files = {f"jgt.batch.{path.stem}" for path in modules("jgt/batch") if path.stem != "__init__"}
-    assert offenders("jgt", *files, allowed=["jgt/batch"]) == []
-    assert offenders("train", "jgt.batch") == []
+    assert offenders("jgt", "jgt.pipeline.batch", allowed=["jgt/pipeline"]) == []
+    files = {f"jgt.pipeline.batch.{path.stem}" for path in modules("jgt/pipeline/batch") if path.stem != "__init__"}
+    assert offenders("jgt", *files, allowed=["jgt/pipeline/batch"]) == []
+    assert offenders("train", "jgt.pipeline.batch") == []
 
 
 def test_only_commands_open_the_door_to_the_trainer_and_only_when_they_run():
@@ -255,7 +253,7 @@ def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
     files = files_by_module()
     loaded = closure(files[owner], files) | {ROOT / "jgt" / "__init__.py"} | closure(ROOT / "jgt" / "mesh" / "nvidia.py", files)
     rooms_loaded = {path.relative_to(ROOT).parts[1] for path in loaded}
-    assert not {"pipeline", "schedule", "batch", "planner"} & rooms_loaded
+    assert not {"pipeline", "schedule", "planner"} & rooms_loaded
     assert ROOT / "jgt" / "api" / "verify.py" not in loaded
     assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in loaded
     assert lines_in(loaded) <= 9_500
@@ -283,7 +281,7 @@ def test_the_code_that_shards_can_be_read_in_an_afternoon():
 
 def test_signals_need_only_jax_and_what_a_call_of_experts_is():
     loaded = closure(ROOT / "jgt" / "signal.py", files_by_module())
-    assert {module_of(path).split(".")[1] for path in loaded} == {"signal", "experts", "replacements", "program"}
+    assert {module_of(path).split(".")[1] for path in loaded} == {"signal", "replacements", "program"}
     found = {i for i in imports(ROOT / "jgt" / "signal.py") if i.split(".")[0] != "jgt"}
     assert {i.split(".")[0] for i in found} <= {"__future__", "contextlib", "pathlib", "re", "typing", "jax"}
     scopes = imports(ROOT / "jgt" / "program" / "scopes.py")

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
-from jgt.experts.experts import Experts
+from jgt.replacements.experts.experts import Experts
 from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.overlap import Overlap
 from jgt.replacements.replacement import Replacement

@@ -30,7 +30,7 @@ NONE = "(none)"
 """The signal, in tables, of what is under no signal."""
 
 EXCHANGED = "replicas"
-"""The signal, in tables, of what replicas send to each other (`jgt.replicas`)."""
+"""The signal, in tables, of what replicas send to each other (`jgt.replacements.replicas`)."""
 
 # A scope of jgt's, wherever it begins: after a slash, or in the bracket of `jvp(`, but not inside a longer word.
 _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")

@@ -177,7 +177,7 @@ class Executor:
         """The microbatches of one part of the rows of a data shard."""
 
         # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → [microbatches, rows of one, ...]: a microbatch is
-        # neighbouring rows, which `jgt.batch` relies on.
+        # neighbouring rows, which `jgt.pipeline.batch` relies on.
         def select(kind: InputKind, x: jax.Array) -> jax.Array:
             if kind != "rows":
                 return x

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.batch import joined_results
+from jgt.pipeline.batch import joined_results
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims

@@ -41,7 +41,7 @@ from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dims import Dims, num_parts
 from jgt.program.jaxpr import Var
-from jgt.replicas import manual_of_replicas
+from jgt.program.manual import manual_of_replicas
 
 FREE = PartitionSpec.UNCONSTRAINED
 

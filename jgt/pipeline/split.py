@@ -7,7 +7,7 @@ the user's function, and nothing about the function is assumed except that it ha
 Two traces are used. The `whole` program has the full batch: it shows which of its numbers are sums over the batch, and its
 beginning and end run outside of the pipeline. The `micro` program has the rows of one microbatch on one data shard: its
 embedding, layers and head run inside, tick by tick. Equation by equation the two are the same program, which
-`jgt.batch.align` establishes, so a number found in the one has its variable in the other. For a decoder:
+`jgt.pipeline.batch.align` establishes, so a number found in the one has its variable in the other. For a decoder:
 
     loss = sum(nats · weights) / sum(weights)
     shared      params → weights, common       casts to bf16
@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.batch import AlignmentError, Growth, align_microbatch, growth_of
+from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx

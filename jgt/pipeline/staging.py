@@ -2,7 +2,7 @@
 
 The pipeline runs the loss microbatch by microbatch, so it needs the program of one microbatch. jgt gets it by tracing the
 user's function again with fewer rows, and a third time with another batch size, to prove that the results of the
-whole batch can be added up from its parts (`jgt.batch`). Then the program is split around the layer scan: the part
+whole batch can be added up from its parts (`jgt.pipeline.batch`). Then the program is split around the layer scan: the part
 before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
 """
 
@@ -15,7 +15,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError, collect, nearest
-from jgt.experts.local import with_local_experts
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
@@ -29,6 +28,7 @@ from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Place, Program, Var
+from jgt.replacements.experts.local import with_local_experts
 from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.schedule.find import find_table

@@ -6,7 +6,7 @@ can compute, for example the sum of token losses: each must be a sum or mean ove
 values can be added up. The *statistics* are sums of inputs that rows are combined with again, for example the number of
 tokens in `losses / num_tokens`: they are computed beforehand and handed to every microbatch.
 
-Whether a number is a sum, a mean or neither is the question that `jgt.batch` answers (`Growth`), by comparing the program
+Whether a number is a sum, a mean or neither is the question that `jgt.pipeline.batch` answers (`Growth`), by comparing the program
 with the same program at another batch size. What has no answer is refused here, with the line of the user's code.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jgt.batch import Extent, Growth, needed_variables
+from jgt.pipeline.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
 from jgt.program.jaxpr import Equation, Place, Program, Var

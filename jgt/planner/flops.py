@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jgt.experts.exchange import exchange_of
 from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
 from jgt.program.scopes import expected_trips, taken_share, useful_name, useful_share
+from jgt.replacements.experts.exchange import exchange_of
 
 RAGGED_DOT = "ragged_dot_general"
 """The primitive of `jax.lax.ragged_dot`."""

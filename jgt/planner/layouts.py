@@ -94,7 +94,7 @@ def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequenc
 def batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> tuple[str, ...]:
     """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program.
 
-    Axes along which each device has its own parameters (`jgt.replicas`) do not count, because nothing is added up over them.
+    Axes along which each device has its own parameters (`jgt.replacements.replicas`) do not count, because nothing is added up over them.
     """
     mesh = dict(compiled.mesh.shape)
     # Scalars, such as a step counter, have no first dim.

@@ -138,7 +138,7 @@ def _grouped_flops(shapes: Sequence[Shape]) -> int:
 
 MOSAIC = CustomKernel(
     name="mosaic",
-    # JAX's kernels for grouped matmuls on Hopper, which `jgt.experts.grouped` calls. Other kernels of Mosaic count no FLOPs.
+    # JAX's kernels for grouped matmuls on Hopper, which `jgt.replacements.experts.grouped` calls. Other kernels of Mosaic count no FLOPs.
     primitives=frozenset({"mpmd_map"}),
     keeps_rows=False,
     traced_flops=_mosaic_traced_flops,

@@ -109,7 +109,7 @@ def expected_trips(loop: str, further_rounds: int = 0) -> int | None:
 
 
 def possible_rounds(loop: str) -> int | None:
-    """If a loop runs the further rounds of an exchange (`jgt.experts.exchange`), how many there can be, 0 if that is unknown."""
+    """If a loop runs the further rounds of an exchange (`jgt.replacements.experts`), how many there can be, 0 if that is unknown."""
     scope = _own_scope(_TRIPS, loop)
     return int(scope[2] or 0) if scope and scope[1] is None else None
 

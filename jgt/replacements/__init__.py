@@ -1,7 +1,12 @@
-"""Pieces of a program that a rule replaces by other equations of the same meaning.
+"""What devices run in the place of pieces of a program, where the work of XLA's partitioner is not good enough.
 
-`replacement` is the interface of all of them. Most use `device_plan`: an equation that means one thing and runs as another on each device.
-`overlap` finds the matmuls that `overlap:` is about, `proof` shows that each is a matmul, and `ring` has the programs that hide what tensor
-parallelism sends beside them. `gradients` changes how devices add up the gradients of parameters, and `recompute` puts a policy of
-jax.checkpoint around layers.
+A *replacement* is a rule that puts other equations of the same meaning in the place of some equations; `replacement` is the interface of
+all of them. Most use `device_plan`: an equation that means one thing and runs as another on each device. `overlap` finds the matmuls that
+`overlap:` is about, `proof` shows that each is a matmul, and `ring` has the programs that hide what tensor parallelism sends beside them.
+`experts` is a folder: rows travel to the devices of their experts. `gradients` changes how devices add up the gradients of parameters, and
+`recompute` puts a policy of jax.checkpoint around layers.
+
+*Replicas* are groups of devices along some axes of a mesh that compute for themselves, until they exchange what they have. `replicas` runs
+a function once for each of them, as one program that sends nothing between them, `replica_sums` adds up what they have, in a type of one's
+choice, and `layer_sums` does so beside the layers of a model.
 """

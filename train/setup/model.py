@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jgt.document import InputError
-from jgt.experts.exchange import can_count, served
-from jgt.experts.experts import exchange_at
-from jgt.experts.grouped import mosaic_obstacle
+from jgt.replacements.experts.exchange import can_count, served
+from jgt.replacements.experts.experts import exchange_at
+from jgt.replacements.experts.grouped import mosaic_obstacle
 
 from ..code.files import Code
 from ..code.names import call_with, load_object

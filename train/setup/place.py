@@ -10,7 +10,7 @@ import jax
 
 import jgt
 from jgt.document import InputError, nearest
-from jgt.replicas import Replicas
+from jgt.replacements.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage

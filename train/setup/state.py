@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
-from jgt.replicas import Replicas
+from jgt.replacements.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 

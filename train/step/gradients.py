@@ -2,7 +2,7 @@
 
 A gradient is a sum over all devices that split the batch. Along an axis that splits parameters too, each part needs it at once, because
 no device has room for whole gradients. Along any other axis it can wait until the last part is done: the devices are replicas there
-(`jgt.replicas`), each adds up the gradients of its rows, and the sum crosses the axis once, with the bytes of a batch without parts. The
+(`Replicas`), each adds up the gradients of its rows, and the sum crosses the axis once, with the bytes of a batch without parts. The
 loss has to be a sum over rows for this. Each device then holds a whole sum in f32 for each parameter that it has, also with ZeRO-1, which
 keeps only a part of it afterwards.
 
@@ -22,7 +22,9 @@ import jax.numpy as jnp
 
 from jgt import signal
 from jgt.program import scopes
-from jgt.replicas import LayerSums, Replicas, WireType, exchange, num_turns, with_layer_sums
+from jgt.replacements.layer_sums import LayerSums, num_turns, with_layer_sums
+from jgt.replacements.replica_sums import WireType, exchange
+from jgt.replacements.replicas import Replicas
 
 from .objective import Arrays, Objective, Part
 from .state import Tree

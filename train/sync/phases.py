@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.replicas import Replicas, exchange
+from jgt.replacements.replica_sums import exchange
+from jgt.replacements.replicas import Replicas
 
 from ..step.state import Exchanged, Kept, State, Trained, Tree
 from ..step.step import StepFn

@@ -20,8 +20,8 @@ Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3). A matmul that con
 Sequence parallelism (arXiv 2205.05198, section 4.2). The sum stays split: a reduce-scatter, (n-1)/n B, and an all-gather before the next
     matmul, (n-1)/n B. The operand of a matmul is kept in parts, so that the recompute gathers it once more for the gradient of the
     weights: (n-1)/n B.
-Replicas (`jgt.replicas`). The program says how many numbers a device has of a sum over R replicas. Their all-reduce sends 2 (R-1)/R times
-    their bytes, in the type in which they travel. In int8 the program names the collectives itself.
+Replicas (`jgt.replacements`). The program says how many numbers a device has of a sum over R replicas. Their all-reduce sends 2 (R-1)/R
+    times their bytes, in the type in which they travel. In int8 the program names the collectives itself.
 shard_map. The program names its collectives itself, so their bytes follow from the ring algorithms.
 
 Invariant: bytes that no formula covers (losses, norms, small constants) are never counted, so a program may send a little more than

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.experts.exchange import weights_of
 from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
 from jgt.planner.layouts import Parameter, batch_axes
@@ -29,6 +28,7 @@ from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.scopes import replicas_of, taken_share
 from jgt.replacements.device_plan import plan_of
+from jgt.replacements.experts.exchange import weights_of
 
 _SUMS = ("reduce", "reduce_sum", "psum")
 """Primitives that add up an array over its own dims, which the partitioner may have split over devices."""

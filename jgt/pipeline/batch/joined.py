@@ -1,0 +1,65 @@
+"""Which results of a function of a batch can be joined from the results of its parts.
+
+An accumulated step runs a loss on parts of the batch and adds up or averages what it returns. A mean over rows has the same mean over equal
+parts, a sum the same sum. But a loss that compares the rows of its batch with each other, such as a contrastive one, is another loss on
+a part: it has fewer rows to compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jgt.pipeline.batch.growth import AlignmentError, Growth
+from jgt.pipeline.batch.walk import growth_of
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Atom, Program, Var
+from jgt.program.parts import Flat, flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedResult:
+    """A result that is a mean over rows, or does not depend on them (degree 0), or a sum (1). problem: why it is neither; else empty."""
+
+    degree: int = 0
+    problem: str = ""
+
+
+def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[JoinedResult]:
+    """The way to join each result of a function of parameters and inputs. larger: the same function, traced at `ratio` times the rows."""
+    flat, twin = flatten(program), flatten(larger)
+    try:
+        growth = growth_of(flat, twin, ratio=ratio, num_params=num_params)
+    except AlignmentError as error:
+        return [JoinedResult(problem=f"the program changes with the batch size: {error}")] * len(flat.outvars)
+    return [_joined(flat, growth, atom) for atom in flat.outvars]
+
+
+def _joined(flat: Flat, growth: Growth, atom: Atom) -> JoinedResult:
+    extent = growth.of(atom)
+    needed = needed_variables(flat, [atom])
+    feed = next((feed for feed in growth.feeds if any(var in needed for var in feed.equation.outvars)), None)
+    if feed is not None:
+        return JoinedResult(problem=f"{feed.source}: a number that is computed from all rows is used for each of them again")
+    if extent.problem:
+        return JoinedResult(problem=extent.problem)
+    if extent.rows or extent.degree not in (0, 1) or not extent.exact:
+        made = next((e for e in flat.eqns if any(var is atom for var in e.outvars)), None)
+        where = f"{jx.source_of(made)}: " if made is not None and jx.source_of(made) else ""
+        return JoinedResult(problem=f"{where}it is a quotient, a product or another function of sums over rows")
+    return JoinedResult(degree=extent.degree)
+
+
+def needed_variables(flat: Flat, outputs: Iterable[Atom]) -> set[Var]:
+    """The variables that some outputs are computed from, including the ones inside of loops and branches."""
+    needed = set(filter(jx.is_var, outputs))
+    for equation in reversed(flat.eqns):
+        if any(var in needed for var in equation.outvars):
+            needed.update(filter(jx.is_var, equation.invars), *map(_inside, jx.subprograms(equation)))
+    return needed
+
+
+def _inside(program: Program) -> set[Var]:
+    equations = jx.body(program).eqns
+    inner = (var for equation in equations for part in jx.subprograms(equation) for var in _inside(part))
+    return {*(var for equation in equations for var in equation.outvars), *inner}

@@ -1,0 +1,123 @@
+"""Which primitives keep the rows of a batch apart, and where their results have them.
+
+Three groups need no rule of their own. Elementwise primitives leave the rows where they are. Primitives that work on the last dims
+(Cholesky, FFT) keep rows apart as long as the rows are in front of those dims. Kernels are opaque: a Pallas or cuDNN kernel is
+trusted if everything it reads and returns has the rows in dim 0. Other primitives have a rule in the table `RULES`, and one
+without a rule is refused. Whatever a rule claims is then compared with the shapes at two batch sizes: a result that
+grows with the batch must have its rows in the dim that grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jgt.pipeline.batch.indexing import index_rows
+from jgt.pipeline.batch.row_rules import RULES
+from jgt.pipeline.batch.rows import (
+    MixingError,
+    OperandRows,
+    Rows,
+    common_copies,
+    common_rows,
+    grown_dim,
+    names,
+    refuse_indices,
+    refuse_params,
+)
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Equation
+from jgt.program.kernels import kernel_of
+
+ELEMENTWISE = names(
+    # The primitives that JAX batches as elementwise. Operands have the shape of the result, or rank 0.
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
+    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a "
+    "igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne "
+    "neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary pcast random_clone random_fold_in "
+    "random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta"
+)
+CORE_DIMS = {
+    # The number of last dims that a primitive works on; it treats the dims in front of them independently.
+    **dict.fromkeys(names("bitcast_convert_type random_bits random_seed random_split random_unwrap random_wrap"), 0),
+    **dict.fromkeys(
+        names("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve tridiagonal"), 2
+    ),
+    "lu_pivots_to_permutation": 1,
+    "tridiagonal_solve": 2,
+}
+_MAKERS = names("broadcast_in_dim empty iota random_bits random_gamma random_split rng_bit_generator")
+"""Primitives that may make rows out of operands without rows. The new rows are equal, counted or random."""
+
+_CALLS = names(
+    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_partitioning "
+    "scan while cond shard_map composite xla_metadata_call"
+)
+
+
+def runs_programs(equation: Equation) -> bool:
+    """Whether an equation applies the programs in its params to its own operands, so that they can be followed."""
+    # By name, because other primitives have programs too: the one in a sort or a scatter combines single elements.
+    return equation.primitive.name in _CALLS
+
+
+def result_rows(equation: Equation, twin: Equation, operand_rows: OperandRows, num_rows: tuple[int, int]) -> list[Rows | None]:
+    """Where each result of an equation has rows; `twin` is the equation at another batch size. Raises MixingError if it mixes them."""
+    name = equation.primitive.name
+    grown = [grown_dim(a, b, num_rows) for a, b in zip(equation.outvars, twin.outvars, strict=True)]
+    if not any(operand_rows):
+        return _made_rows(equation, twin, grown)
+    kernel = kernel_of(name)
+    if kernel is not None and kernel.keeps_rows:
+        return _kernel_rows(name, operand_rows, grown)
+    # An index is only followed through the steps that make indices. Anything else falls through, and its rule refuses places.
+    rows = index_rows(equation, twin, operand_rows) if any(rows and rows.is_index for rows in operand_rows) else None
+    if rows is None:
+        refuse_params(equation, twin, has_rows=True)
+        if name not in _RULES:
+            raise MixingError(f"{name} is not known to keep the rows of a batch apart")
+        rows = _RULES[name](equation, twin, operand_rows)
+    results = rows if isinstance(rows, list) else [rows] * len(grown)
+    if any(dim is not None and (rows is None or rows.dim != dim) for rows, dim in zip(results, grown, strict=True)):
+        raise MixingError(f"{name} moves the rows of the batch in a way that jgt cannot follow")
+    return [None if dim is None else rows for rows, dim in zip(results, grown, strict=True)]
+
+
+def _made_rows(equation: Equation, twin: Equation, grown: Sequence[int | None]) -> list[Rows | None]:
+    """The rows of results whose operands have none, as in jnp.ones(batch_size)."""
+    name = equation.primitive.name
+    if all(dim is None for dim in grown):
+        refuse_params(equation, twin, has_rows=False)
+        return [None] * len(grown)
+    if name not in _MAKERS:
+        raise MixingError(f"{name} takes as many rows as the batch has from something that is not the batch")
+    # iota along the rows counts them; along another dim, all rows are equal.
+    counts = name == "iota" and equation.params["dimension"] == grown[0]
+    return [None if dim is None else Rows(dim, 0, "place" if counts else "") for dim in grown]
+
+
+def _kernel_rows(name: str, operand_rows: OperandRows, grown: Sequence[int | None]) -> list[Rows | None]:
+    refuse_indices(name, operand_rows)
+    if any(rows and rows.dim for rows in operand_rows) or any(grown):
+        raise MixingError(
+            f"{name} is a kernel. It is assumed to keep rows apart only if they are the first dim of all that it reads and returns"
+        )
+    copies = common_copies(name, operand_rows)
+    return [None if dim is None else Rows(0, copies) for dim in grown]
+
+
+def _elementwise(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
+    return common_rows(equation, operand_rows)
+
+
+def _leading_rows(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
+    """The rows of a primitive that works on the last dims, such as a matrix decomposition for each row."""
+    name = equation.primitive.name
+    num_last = len(equation.params["fft_lengths"]) if name == "fft" else CORE_DIMS[name]
+    for atom, rows in zip(equation.invars, operand_rows, strict=True):
+        if rows and rows.dim >= len(jx.shape_of(atom)) - num_last:
+            raise MixingError(f"{name} works along the rows of the batch")
+    return common_rows(equation, operand_rows)
+
+
+_RULES = {**RULES, **dict.fromkeys(ELEMENTWISE, _elementwise), **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows)}
