@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgt import batch
+from jgt.pipeline import batch
 from jgt.pipeline.batch.derivatives import cotangent_extent, is_gradient_extent
 from jgt.pipeline.batch.extent import INDEPENDENT, Extent, constant_extent
 from jgt.pipeline.batch.rows import Rows
