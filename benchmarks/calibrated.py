@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.document import InputError
 from jgt.hardware.chip import Target, parse_target
-from train.calibrate.__main__ import measured_devices
+from jgt.mesh.mesh import use_virtual_cpu
 from train.config import Run, load
 from train.plan.make import make_plan
 from train.search.trial import MeasuredStep
@@ -132,7 +132,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--chip", default=str(ROOT / "runs" / "cpu.yaml"), help="the chip file of a calibration (runs/cpu.yaml)")
     arguments = parser.parse_args()
-    measured_devices(DEVICES)
+    use_virtual_cpu(DEVICES)
     try:
         target = parse_target(f"{Path(arguments.chip).stem.lower()}:1x{DEVICES}", arguments.chip)
     except InputError as error:

@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.calibrated import DEVICES, kendall, measured, say
 from benchmarks.harness import make_parser, report, table
-from jgt.hardware.chip import Target
-from train.calibrate.__main__ import measured_devices
-from train.calibrate.figures import unmeasured_cpu
+from jgt.hardware import Target, target_of
+from jgt.mesh.mesh import use_virtual_cpu
 from train.code.files import Code
 from train.config import load
 from train.plan.make import answer
@@ -95,8 +94,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (all)")
     arguments = parser.parse_args()
-    measured_devices(DEVICES)
-    target = Target(chip=unmeasured_cpu(DEVICES), text=f"cpu:1x{DEVICES}", num_hosts=1, per_host=DEVICES)
+    use_virtual_cpu(DEVICES)
+    target = target_of("cpu", DEVICES)
     with tempfile.TemporaryDirectory() as folder:
         rows = [compare(name, target, Path(folder)) for name in arguments.models or MODELS]
     report("chosen", {"most_over": MOST_OVER, "rows": rows}, arguments, table(rows))

@@ -9,4 +9,5 @@ from jgt.hardware.chip import Target as Target
 from jgt.hardware.chip import chip_of as chip_of
 from jgt.hardware.chip import parse_target as parse_target
 from jgt.hardware.chip import read_prices as read_prices
+from jgt.hardware.chip import target_of as target_of
 from jgt.hardware.network import Network as Network

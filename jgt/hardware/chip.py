@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
-from jgt.hardware.rates import Amount, AttentionWork, MatmulWork, Rates, Share, clock_at
+from jgt.hardware.rates import Amount, AttentionRate, AttentionWork, MatmulRate, MatmulWork, MemoryRate, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
 _CPU = "cpu"
@@ -227,6 +228,40 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
     # Plans of one target with different figures are plans of different hardware.
     text = f"{name}:{num_hosts}x{per_host}" + (f" with {', '.join(changes)}" if changes else "")
     return Target(chip=chip, text=text, num_hosts=num_hosts, per_host=per_host, file=file, changes=tuple(changes))
+
+
+def target_of(device_kind: str, count: int) -> Target:
+    """One host with some devices, by JAX's `device_kind`. A CPU gets rough figures. Raises InputError for a device without a chip file."""
+    if device_kind == _CPU:
+        return Target(chip=_unmeasured_cpu(count), text=f"{_CPU}:1x{count}", num_hosts=1, per_host=count)
+    name = name_of(device_kind)
+    if name is None:
+        known = ", ".join(chip_names())
+        raise InputError([f"jgt has no chip file for the device {device_kind}, so there are no times for it. Known chips: {known}"])
+    return parse_target(f"{name}:1x{count}")
+
+
+def _unmeasured_cpu(devices: int) -> Chip:
+    """Rough figures of CPU devices that share this machine's processor and its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    rate = MatmulRate(share=1.0, edge=16.0, depth=16.0, area=1e3)
+    return Chip(
+        name=_CPU,
+        platform="cpu",
+        devices=devices,
+        tflops={"tf32": 0.05, "bf16": 0.02},
+        hbm_gb=round(memory / devices, 3),
+        hbm_gbs=5.0,
+        host_gbs=5.0,
+        fresh_gbs=0.5,
+        rates=Rates(
+            matmul={"tf32": rate, "bf16": rate},
+            attention=AttentionRate(forward=1.0, backward=1.0),
+            memory=MemoryRate(share=1.0, half_mb=0.01),
+            launch_us=3.0,
+        ),
+        links={"memory": Link(gbs=1.0, domain="all", share=1.0, start_us=100.0, hop_us=10.0)},
+    )
 
 
 def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:

@@ -127,7 +127,7 @@ def test_several_processes_are_refused(start):
 def test_devices_without_times_are_refused(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(FILE)
     monkeypatch.setattr(auto, "_devices", lambda run, where: (4, "Mystery"))
-    with pytest.raises(InputError, match="no times for the device Mystery"):
+    with pytest.raises(InputError, match="layouts cannot be compared: jgt has no chip file for the device Mystery, so there are no times"):
         target_at_hand(load(str(tmp_path / "run.yaml")), "train.auto")
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes
-from jgt.hardware.chip import Target, chip_names, name_of, parse_target
+from jgt.hardware import Target, target_of
 
-from ..calibrate.figures import unmeasured_cpu
 from ..code.files import read_code
 from ..config import Run, load
 from ..run.folder import CHOICE, write_whole
@@ -118,14 +117,11 @@ def reasons(target: Target, ranked: Sequence[Try], planned: int) -> list[str]:
 def target_at_hand(run: Run, where: str) -> Target:
     """The devices of this machine as a target. Raises InputError for devices without times."""
     count, kind = _devices(run, where)
-    if kind == "cpu":
-        # Their times are rough, and measured steps decide.
-        return Target(chip=unmeasured_cpu(count), text=f"cpu:1x{count}", num_hosts=1, per_host=count)
-    chip = name_of(kind)
-    if chip is None:
-        known = ", ".join(chip_names())
-        raise InputError([f"{where}: there are no times for the device {kind}, so layouts cannot be compared. Known chips: {known}"])
-    return parse_target(f"{chip}:1x{count}")
+    try:
+        # The times of a CPU are rough, and measured steps decide.
+        return target_of(kind, count)
+    except InputError as error:
+        raise InputError([f"{where}: layouts cannot be compared: {problem}" for problem in error.problems]) from None
 
 
 def _devices(run: Run, where: str) -> tuple[int, str]:

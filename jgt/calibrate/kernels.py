@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 _AXIS = "device"
+_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_while_loop_double_buffering": True}
+"""Without it, a GPU copies in each trip what a loop carries. The trainer's runs on GPUs have it, too."""
 _RUNS, _ROUNDS = 5, 3
 """A machine with other work is slow for seconds or minutes. So rounds of runs are far apart, and the fastest run counts."""
 
@@ -38,8 +40,8 @@ class Sizes:
     num_bytes: float
 
 
-CPU = Sizes(matmuls={"f32": 1024, "bf16": 256}, memory=1 << 22, sent=(1 << 12, 1 << 23), launches=0, flops=4e9, num_bytes=1e8)
-GPU = Sizes(matmuls={"f32": 4096, "bf16": 8192}, memory=1 << 27, sent=(1 << 12, 1 << 27), launches=3000, flops=2e13, num_bytes=2e10)
+CPU_SIZES = Sizes(matmuls={"f32": 1024, "bf16": 256}, memory=1 << 22, sent=(1 << 12, 1 << 23), launches=0, flops=4e9, num_bytes=1e8)
+GPU_SIZES = Sizes(matmuls={"f32": 4096, "bf16": 8192}, memory=1 << 27, sent=(1 << 12, 1 << 27), launches=3000, flops=2e13, num_bytes=2e10)
 
 
 class Kernel(NamedTuple):
@@ -71,19 +73,28 @@ def kernels(devices: Sequence[Any], sizes: Sizes) -> Iterator[Kernel]:
         x = _normal((n, n), dtype)
         yield _kernel(mesh, f"matmul {dtype}", sizes.flops / len(devices) / (2 * n**3), jnp.matmul, x, x * x.dtype.type(n**-0.5))
     # A kernel that reads and writes its array once, and kernels that do nearly nothing.
-    yield _kernel(mesh, "memory", sizes.num_bytes / (8 * sizes.memory), lambda x: jax.nn.silu(x) + 0.5, _normal((sizes.memory,), "f32"))
+    yield _kernel(mesh, "memory", sizes.num_bytes / (8 * sizes.memory), _add, _normal((sizes.memory,), "f32"))
     if sizes.launches:
-        yield _kernel(mesh, "launch", sizes.launches, lambda x: jnp.cumsum(x * 0.5), _normal((8,), "f32"))
+        yield _kernel(mesh, "launch", sizes.launches, _sum, _normal((8,), "f32"))
     for which, num_bytes in zip(("small", "large"), sizes.sent if len(devices) > 1 else (), strict=False):
         x = _normal((max(num_bytes // 4 // mesh.size, 1) * mesh.size,), "f32")
         for kind, send in (("all-gather", _gather), ("collective-permute", _rotate)):
             yield _kernel(mesh, f"{which} {kind}", min(sizes.num_bytes / (2 * num_bytes), 100), send, x)
 
 
+def _add(x: jax.Array) -> jax.Array:
+    return jax.nn.silu(x) + 0.5
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.cumsum(x * 0.5)
+
+
 def _gather(x: jax.Array) -> jax.Array:
     # One part of what comes from all devices: XLA must not know which.
     size = jax.lax.axis_size(_AXIS)
-    return jax.lax.all_gather(x.reshape(-1)[: x.size // size], _AXIS).reshape(x.shape) * 0.5
+    whole = cast(jax.Array, jax.lax.all_gather(x.reshape(-1)[: x.size // size], _AXIS))
+    return whole.reshape(x.shape) * 0.5
 
 
 def _rotate(x: jax.Array) -> jax.Array:
@@ -101,9 +112,12 @@ def _kernel(mesh: Mesh, name: str, trips: float, once: Callable[..., jax.Array],
     split, whole = NamedSharding(mesh, jax.P(_AXIS)), NamedSharding(mesh, jax.P())
 
     def local(x: jax.Array, *others: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, trips, lambda _, x: once(x, *others), x[0])[None]
+        def trip(_: int, x: jax.Array) -> jax.Array:
+            return once(x, *others)
+
+        return cast(jax.Array, jax.lax.fori_loop(0, trips, trip, x[0]))[None]
 
     arrays = jax.device_put(np.stack([x] * mesh.size), split), *[jax.device_put(other, whole) for other in others]
     specs = (jax.P(_AXIS), *[jax.P()] * len(others))
     program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(_AXIS), check_vma=False))
-    return Kernel(name, trips, partial(program.lower(*arrays).compile(), *arrays))
+    return Kernel(name, trips, partial(program.lower(*arrays).compile(_OPTIONS), *arrays))

@@ -1,42 +1,24 @@
 """The figures of a chip that measured kernels decide: rates from large kernels, times of starts from small ones.
 
 Each figure follows from one program or two in closed form. The sizes at which a rate is half of a large kernel's, the shares of fused
-attention and the network between hosts have the figures of the chip file, or for a CPU of `unmeasured_cpu`.
+attention and the network between hosts keep the figures of the chip file, or the rough ones of a CPU.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import replace
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from typing import Any, cast
 
+from jgt.calibrate.kernels import Sizes
+from jgt.document import dump
 from jgt.hardware.chip import Chip, Link
-from jgt.hardware.rates import AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates
+from jgt.hardware.rates import MatmulWork
 
-from .kernels import Sizes
-
-
-def unmeasured_cpu(devices: int, name: str = "cpu") -> Chip:
-    """Rough figures of CPU devices that share this machine's processor and its memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    rate = MatmulRate(share=1.0, edge=16.0, depth=16.0, area=1e3)
-    return Chip(
-        name=name,
-        platform="cpu",
-        devices=devices,
-        tflops={"tf32": 0.05, "bf16": 0.02},
-        hbm_gb=round(memory / devices, 3),
-        hbm_gbs=5.0,
-        host_gbs=5.0,
-        fresh_gbs=0.5,
-        rates=Rates(
-            matmul={"tf32": rate, "bf16": rate},
-            attention=AttentionRate(forward=1.0, backward=1.0),
-            memory=MemoryRate(share=1.0, half_mb=0.01),
-            launch_us=3.0,
-        ),
-        links={"memory": Link(gbs=1.0, domain="all", share=1.0, start_us=100.0, hop_us=10.0)},
-    )
+_DIGITS = 5
+"""Enough for the figures of data sheets, which the file keeps."""
 
 
 def calibrated(start: Chip, sizes: Sizes, seconds: Mapping[str, float], devices: int) -> Chip:
@@ -77,3 +59,24 @@ def _link(link: Link, sizes: Sizes, seconds: Mapping[str, float], devices: int, 
     hop = max(seconds["small all-gather"] - once, 0.0) / max(devices - 2, 1)
     link = replace(link, start_us=max(once - hop, 0.0) * 1e6, hop_us=hop * 1e6)
     return replace(link, share=min(rate / (link.gbs * 1e9), 1.0)) if has_sheet else replace(link, gbs=rate / 1e9 / link.share)
+
+
+def chip_text(chip: Chip, seconds: Mapping[str, float], devices: int) -> str:
+    """The chip file: its figures, with the measurements behind them as comments."""
+    lines = [
+        f"# Measured by jgt calibrate on {datetime.date.today()}: {devices} x {chip.name}, jax {version('jax')}.",
+        "# Microseconds of the work of each program:",
+    ]
+    lines += [f"#   {taken * 1e6:12,.1f}  {name}" for name, taken in seconds.items()]
+    return "\n".join(lines) + "\n" + dump(dict(_plain(asdict(chip))))
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Figures with as many digits as they have, without those that are not there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield key, dict(_plain(cast(dict[str, Any], value)))
+        elif isinstance(value, float):
+            yield key, float(f"{value:.{_DIGITS}g}")
+        elif value not in (None, ""):
+            yield key, value

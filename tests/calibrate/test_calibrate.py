@@ -6,13 +6,13 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jgt.calibrate import __main__ as command
+from jgt.calibrate.figures import calibrated, chip_text
+from jgt.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.document import InputError
-from jgt.hardware.chip import Link, Target, load_chip, parse_target, read_chip
+from jgt.hardware.chip import Link, Target, load_chip, parse_target, read_chip, target_of
 from jgt.hardware.network import Network
 from jgt.hardware.rates import MatmulWork
-from train.calibrate import __main__ as command
-from train.calibrate.figures import calibrated, unmeasured_cpu
-from train.calibrate.kernels import GPU, Sizes, kernels, measure
 from train.plan.__main__ import main as plan
 
 TINY = Sizes(matmuls={"f32": 32, "bf16": 16}, memory=1 << 10, sent=(1 << 10, 1 << 12), launches=3, flops=1e5, num_bytes=1e4)
@@ -33,10 +33,10 @@ def seconds_on(chip, sizes, devices):
 
 @pytest.mark.parametrize("devices", [2, 8])
 def test_figures_are_found_again(devices):
-    start = unmeasured_cpu(devices)
+    start = target_of("cpu", devices).chip
     link = Link(gbs=3.0, domain="all", share=1.0, start_us=70.0, hop_us=2.0)
     known = replace(start, hbm_gbs=2.0, tflops={"tf32": 0.02, "bf16": 0.03}, links={"memory": link})
-    found = calibrated(start, GPU, seconds_on(known, GPU, devices), devices)
+    found = calibrated(start, GPU_SIZES, seconds_on(known, GPU_SIZES, devices), devices)
     assert found.tflops == pytest.approx(known.tflops)
     assert found.hbm_gbs == pytest.approx(2.0, rel=1e-3)
     assert found.links["memory"].gbs == pytest.approx(3.0, rel=1e-2)
@@ -49,7 +49,7 @@ def test_with_a_data_sheet_shares_of_its_peaks_are_found():
     rates = replace(start.rates, memory=replace(start.rates.memory, share=0.5), launch_us=9.0)
     rates = replace(rates, matmul={**rates.matmul, "bf16": replace(rates.matmul["bf16"], share=0.4)})
     known = replace(start, rates=rates)
-    found = calibrated(start, GPU, seconds_on(known, GPU, 8), 8)
+    found = calibrated(start, GPU_SIZES, seconds_on(known, GPU_SIZES, 8), 8)
     assert found.rates.matmul["bf16"].share == pytest.approx(0.4, rel=1e-3)
     assert found.rates.memory.share == pytest.approx(0.5, rel=1e-3)
     assert found.rates.launch_us == pytest.approx(9.0)
@@ -64,8 +64,8 @@ def test_kernels_are_run_in_rounds_and_written(tmp_path):
     assert len(said) == 3 * len(seconds)
     assert all(one > 0 for one in seconds.values())
     path = tmp_path / "cpu.yaml"
-    found = calibrated(unmeasured_cpu(8), TINY, seconds, 8)
-    path.write_text(command.chip_text(found, seconds, 8))
+    found = calibrated(target_of("cpu", 8).chip, TINY, seconds, 8)
+    path.write_text(chip_text(found, seconds, 8))
     assert "matmul f32" in path.read_text()
     again = read_chip(path)
     assert again.devices == 8
@@ -100,6 +100,12 @@ def test_a_cpu_without_figures_is_refused_with_the_command():
 def test_a_name_that_is_not_a_chip_file_is_refused(capsys, tmp_path):
     assert command.main(["--write", str(tmp_path / "cpu.txt")]) == 2
     assert "must end with .yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "9999999999"])
+def test_a_number_of_devices_that_cannot_be_is_refused(count, capsys):
+    assert command.main([f"--devices={count}"]) == 2
+    assert "--devices: must be a whole number from 1 to" in capsys.readouterr().err
 
 
 CHIP = """
