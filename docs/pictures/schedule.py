@@ -29,11 +29,12 @@ MAX_INCHES = 60.0
 _IDLE = "#e4e4e4"
 
 
-def plot(table: Table, simulation: Simulation, path: str | Path) -> None:
+def plot(simulation: Simulation, path: str | Path) -> None:
     """Draws a simulated table and writes it as a PNG. Raises OSError if the file cannot be written.
 
     Items of a stage that is faster than the slowest one end before their slot does; the bubble is grey.
     """
+    table = simulation.table
     # As wide as it takes to write the longest number, in points, into the shortest slot; an inch has 72 points.
     label = 0.75 * FONT * len(str(table.num_microbatches - 1))
     shortest = min(slot.length for slot in simulation.slots if slot.length)
@@ -41,17 +42,17 @@ def plot(table: Table, simulation: Simulation, path: str | Path) -> None:
     figure = Figure(figsize=(inches, 1.7 + 0.4 * table.num_stages), dpi=DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw(axes, table, simulation, shortest_label=label / 72 / inches * simulation.time)
+    _draw(axes, simulation, shortest_label=label / 72 / inches * simulation.time)
     axes.set_title(f"{table.title}, bubble {percent_text(simulation.bubble)}, peak {number_text(simulation.peak)}", fontsize=10)
-    _frame(axes, table, simulation)
+    _frame(axes, simulation)
     figure.legend(handles=_legend(table), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     with Path(path).open("wb") as file:
         canvas.print_png(file)
 
 
-def _draw(axes: Axes, table: Table, simulation: Simulation, shortest_label: float) -> None:
+def _draw(axes: Axes, simulation: Simulation, shortest_label: float) -> None:
     """Draws the items, with numbers on those that last at least about `shortest_label`."""
-    slowest = max(simulation.stage_costs)
+    table, slowest = simulation.table, max(simulation.stage_costs)
     rows = {kind: table.rows(kind) for kind in KINDS}
     local_chunks = [table.local_chunk(chunk) for chunk in range(table.num_chunks)]
     for stage, cost in enumerate(simulation.stage_costs):
@@ -74,7 +75,8 @@ def _draw(axes: Axes, table: Table, simulation: Simulation, shortest_label: floa
         axes.broken_barh(spans, (stage - 0.42, 0.84), facecolors=colours, edgecolor="white", linewidth=0.4)
 
 
-def _frame(axes: Axes, table: Table, simulation: Simulation) -> None:
+def _frame(axes: Axes, simulation: Simulation) -> None:
+    table = simulation.table
     axes.set_xlim(0, simulation.time)
     # Upside down: stage 0 is at the top.
     axes.set_ylim(table.num_stages - 0.5, -0.5)
@@ -107,4 +109,4 @@ if __name__ == "__main__":
     parser.add_argument("file")
     arguments = parser.parse_args()
     table = find_table(arguments.name, arguments.stages, arguments.microbatches, arguments.virtual, "schedule.py")
-    plot(table, simulate(table), arguments.file)
+    plot(simulate(table), arguments.file)

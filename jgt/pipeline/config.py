@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from jgt.document import Bound
+from jgt.schedule.find import find_table
+from jgt.schedule.schedules import CHUNKED, TRIED
+from jgt.schedule.simulate import Costs, Simulation, simulate
+from jgt.schedule.table import Table
 
 _CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "idle": ("compute", "skip", None)}
 
@@ -53,6 +57,29 @@ class PipelineConfig:
         # A tuple of one signal without its comma is a text, whose characters would each be taken for a signal.
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")
+
+    tried: ClassVar[Sequence[tuple[str, int | None]]] = TRIED
+    """The schedules, with their numbers of chunks on a stage, that a search tries."""
+
+    @property
+    def chunked(self) -> str | None:
+        """For a schedule with one chunk of layers on a stage: the name of the one of the same kind with several, if there is one."""
+        return CHUNKED.get(self.schedule)
+
+    def table(self, num_stages: int) -> Table:
+        """The schedule's table. Raises InputError if there is none for this number of stages."""
+        return find_table(self.schedule, num_stages, self.microbatches, self.virtual, self.where("schedule"))
+
+    def simulate(self, num_stages: int, *, with_recompute: bool = False) -> Simulation:
+        """The schedule, simulated with items of equal cost. Raises InputError if it has no table for this number of stages.
+
+        with_recompute: a recompute before the backward pass counts, which is as long as a forward pass.
+        """
+        return simulate(self.table(num_stages), Costs(backward=2 if with_recompute and self.remat != "none" else 1))
+
+    def axes_inside(self, sizes: Mapping[str, int], batch_axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes of a mesh that split a stage's work on its rows: neither the stage axis nor the batch's axes."""
+        return tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (self.axis, *batch_axes))
 
     def reducing(self, gradients: Literal["f32", "bf16"]) -> Self:
         """The same options, with the type in which gradients are added up over the batch's axes.

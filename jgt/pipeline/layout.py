@@ -16,7 +16,7 @@ A weight [layers, embed, ffn] with dims ((stage,), (fsdp,), (tensor,)) on fsdp=2
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,8 @@ class Layout:
     @property
     def axes_inside(self) -> Axes:
         """The axes that split a stage's work on its rows."""
-        return axes_inside(dict(self.mesh.shape), self.axis, (*self.replicas, *self.batch_axes))
+        sizes = dict(self.mesh.shape)
+        return tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (self.axis, *self.replicas, *self.batch_axes))
 
     def spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of a stored value."""
@@ -119,8 +120,3 @@ class Layout:
         """The axes of each dim of one layer, on its stage."""
         dims = self.other_dims(var)
         return None if dims is None else [tuple(a for a in axes or () if a != self.axis) or None for axes in dims[self.stacked :]]
-
-
-def axes_inside(sizes: Mapping[str, int], axis: str, batch_axes: Sequence[str]) -> Axes:
-    """The axes of a mesh that split a stage's work on its rows: neither the stage axis nor the batch's axes."""
-    return tuple(a for a, size in sizes.items() if size > 1 and a not in (axis, *batch_axes))

@@ -18,7 +18,6 @@ from jgt.document import InputError, collect, nearest
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
-from jgt.pipeline.layout import axes_inside
 from jgt.pipeline.microbatches import Microbatches, find_microbatches
 from jgt.pipeline.pipelined import Pipelined
 from jgt.pipeline.split import Split, split_loss
@@ -31,7 +30,6 @@ from jgt.program.jaxpr import Place, Program, Var
 from jgt.replacements.experts.local import with_local_experts
 from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
-from jgt.schedule.find import find_table
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Surroundings
@@ -178,7 +176,7 @@ def _axis_problems(pipeline: PipelineConfig, batch: Microbatches, sizes: dict[st
     split = (*batch.replicas, *batch.axes)
     if pipeline.axis in split:
         yield pipeline.problem("axis", f"the inputs are sharded over {pipeline.axis}. Take it out of inputs: and batch")
-    inside = axes_inside(sizes, pipeline.axis, split)
+    inside = pipeline.axes_inside(sizes, split)
     if pipeline.idle == "skip" and inside:
         yield pipeline.problem(
             "idle",
@@ -199,7 +197,7 @@ def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str])
     if pipeline.axis not in sizes:
         return None
     with collect(problems):
-        return find_table(pipeline.schedule, sizes[pipeline.axis], pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
+        return pipeline.table(sizes[pipeline.axis])
     return None
 
 

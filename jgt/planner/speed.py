@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 
 from jgt.hardware import Target
 from jgt.pipeline.config import PipelineConfig
-from jgt.schedule.find import find_table
-from jgt.schedule.simulate import Costs, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +60,8 @@ class Workload:
         if self.pipeline is None:
             return None
         lines, pipeline = self.pipeline.lines, replace(self.pipeline, **changes)
-        stages = mesh.get(pipeline.axis, 1)
-        table = find_table(pipeline.schedule, stages, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
-        # A recompute before the backward pass is as long as a forward pass.
-        costs = Costs(backward=1 if pipeline.remat == "none" else 2)
+        simulation = pipeline.simulate(mesh.get(pipeline.axis, 1), with_recompute=True)
+        table = simulation.table
         return PipelineSchedule(
             name=pipeline.schedule,
             signal=pipeline.signal,
@@ -73,7 +69,7 @@ class Workload:
             stages=table.num_stages,
             microbatches=table.num_microbatches,
             virtual=table.virtual,
-            bubble=simulate(table, costs).bubble,
+            bubble=simulation.bubble,
             where=lines.get("schedule") or lines.get("", ""),
         )
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         simulated = _simulate(arguments)
         if arguments.csv is not None:
-            Path(arguments.csv).write_text(write_table(simulated[0][0]), encoding="utf-8")
+            Path(arguments.csv).write_text(write_table(simulated[0].table), encoding="utf-8")
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -40,22 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{COMMAND}: {error.filename} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     if arguments.json:
-        objects = [json_object(table, simulation) for table, simulation in simulated]
+        objects = [json_object(simulation) for simulation in simulated]
         print(json.dumps(objects if arguments.compare else objects[0]))
     elif arguments.compare:
         # Rounded: bubbles that are equal on paper differ in their last bits.
-        bubbles = [round(simulation.bubble, 6) for _, simulation in simulated]
+        bubbles = [round(simulation.bubble, 6) for simulation in simulated]
         best = {index for index, bubble in enumerate(bubbles) if bubble == min(bubbles)}
-        print_comparison(COMPARISON_COLUMNS, [comparison_row(table, simulation) for table, simulation in simulated], best)
+        print_comparison(COMPARISON_COLUMNS, [comparison_row(simulation) for simulation in simulated], best)
         print(COMPARISON_NOTE)
     else:
-        print(*summarize(*simulated[0]), "", sep="\n", flush=True)
-        print_timeline(simulated[0][0])
+        print(*summarize(simulated[0]), "", sep="\n", flush=True)
+        print_timeline(simulated[0].table)
     return 0
 
 
-def _simulate(arguments: argparse.Namespace) -> list[tuple[Table, Simulation]]:
-    """The requested schedules with their simulations. Raises InputError with every problem of the arguments."""
+def _simulate(arguments: argparse.Namespace) -> list[Simulation]:
+    """The requested schedules. Raises InputError with every problem of the arguments."""
     problems: list[str] = []
     costs, stage_costs = Costs(), None
     with _option_problems("--costs", problems):
@@ -63,11 +63,11 @@ def _simulate(arguments: argparse.Namespace) -> list[tuple[Table, Simulation]]:
     with _option_problems("--stage-costs", problems):
         stage_costs = None if arguments.stage_costs is None else _read_numbers(arguments.stage_costs)
     problems += _output_problems(arguments)
-    simulated: list[tuple[Table, Simulation]] = []
+    simulated: list[Simulation] = []
     for table in _find_tables(arguments, problems):
         # The tables are verified by now; only the number of stage costs can still be wrong.
         with _option_problems("--stage-costs", problems):
-            simulated.append((table, simulate(table, costs, stage_costs)))
+            simulated.append(simulate(table, costs, stage_costs))
     if problems:
         raise InputError(problems)
     return simulated

@@ -47,11 +47,6 @@ class Schedule(NamedTuple):
     virtual: int | None
     good_for: str
 
-    @property
-    def splits_weights(self) -> bool:
-        """Whether gradients of weights are a pass of their own."""
-        return self.build(2, 2, self.chunks_per_stage(None)).weight is not None
-
     def chunks_per_stage(self, virtual: int | None) -> int:
         """The number of chunks on a stage if the user asks for `virtual`, which a schedule with a fixed number ignores."""
         return self.virtual or virtual or DEFAULT_VIRTUAL

@@ -49,13 +49,13 @@ class TickSlot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The costs of a table. time and slots are in the unit of the costs.
+    """The costs of a table; time and slots are in the unit of `Costs`.
 
     bubble: the share of the time in which the average stage does nothing useful. peaks: for each stage the largest number of
     activations that it keeps at once, where 1 is one microbatch on a whole stage. stage_costs: the relative cost of each stage.
     """
 
-    ticks: int
+    table: Table
     time: float
     bubble: float
     peaks: tuple[float, ...]
@@ -86,7 +86,7 @@ def simulate(table: Table, costs: Costs | None = None, stage_costs: Sequence[flo
     useful = table.num_microbatches * whole * math.fsum(relative) / len(relative)
     # Not below 0: with one stage, useful and time are the same sum in another order.
     bubble = max(0.0, 1 - useful / time)
-    return Simulation(ticks=table.num_ticks, time=time, bubble=bubble, peaks=_peaks(table), slots=slots, stage_costs=relative)
+    return Simulation(table=table, time=time, bubble=bubble, peaks=_peaks(table), slots=slots, stage_costs=relative)
 
 
 def _slots(table: Table, costs: Costs, slowest: float) -> tuple[TickSlot, ...]:
@@ -122,8 +122,9 @@ COMPARISON_NOTE = (
 )
 
 
-def summarize(table: Table, simulation: Simulation) -> list[str]:
+def summarize(simulation: Simulation) -> list[str]:
     """Three lines about a schedule: its size, its costs, what it is good for."""
+    table = simulation.table
     by_stage = f" (by stage: {', '.join(map(number_text, simulation.peaks))})" if len(set(simulation.peaks)) > 1 else ""
     peak = count_noun(round(simulation.peak, 2), "activation")
     costs = f"time {number_text(simulation.time)}, bubble {percent_text(simulation.bubble)}"
@@ -135,22 +136,22 @@ def summarize(table: Table, simulation: Simulation) -> list[str]:
     ]
 
 
-def comparison_row(table: Table, simulation: Simulation) -> list[str]:
+def comparison_row(simulation: Simulation) -> list[str]:
     """A schedule's row in a comparison, under COMPARISON_COLUMNS."""
-    costs = [number_text(simulation.time), percent_text(simulation.bubble), number_text(simulation.peak)]
+    table, costs = simulation.table, [number_text(simulation.time), percent_text(simulation.bubble), number_text(simulation.peak)]
     # Each chunk boundary is crossed once in each direction, and 1f1b has one boundary a stage.
-    return [table.name, str(table.virtual), str(simulation.ticks), *costs, f"{table.virtual}x"]
+    return [table.name, str(table.virtual), str(table.num_ticks), *costs, f"{table.virtual}x"]
 
 
-def json_object(table: Table, simulation: Simulation) -> dict[str, str | int | float]:
+def json_object(simulation: Simulation) -> dict[str, str | int | float]:
     """The numbers of a schedule, for JSON. peak_activations: 1 is one microbatch on a whole stage."""
-    peak = round(simulation.peak, 6)
+    table, peak = simulation.table, round(simulation.peak, 6)
     return {
         "name": table.name,
         "stages": table.num_stages,
         "microbatches": table.num_microbatches,
         "virtual": table.virtual,
-        "ticks": simulation.ticks,
+        "ticks": table.num_ticks,
         "bubble": round(simulation.bubble, 6),
         "peak_activations": int(peak) if peak == int(peak) else peak,
     }

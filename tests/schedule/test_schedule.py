@@ -70,7 +70,7 @@ def test_ticks_and_time(tables, name, v):
         found = simulate(tables[name, v, S, M], Costs(forward=tf, backward=tb, weight=tw))
         ticks, forward, backward, weight = FORMS[name](S, M, v)
         time = forward * tf + backward * tb + (backward if weight is None else weight) * tw
-        assert found.ticks == ticks, (S, M)
+        assert found.table.num_ticks == ticks, (S, M)
         assert found.time == pytest.approx(time), (S, M)
         assert found.bubble == pytest.approx(1 - M * (tf + tb + tw) / time, abs=1e-12), (S, M)
 

@@ -28,7 +28,7 @@ def test_slots_one_after_another():
         TickSlot(tick=1, kind="B", start=2, length=5),
         TickSlot(tick=3, kind="B", start=7, length=5),
     )
-    assert (found.ticks, found.time, found.bubble) == (4, 12, 0.5)
+    assert (found.table.num_ticks, found.time, found.bubble) == (4, 12, 0.5)
 
 
 def test_weight_gradients_have_slots_of_their_own():

@@ -23,7 +23,6 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
 from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
 from jgt.rules.spec import misfit_problem
-from jgt.schedule.find import find_table
 
 from ..code.files import Code, read_code
 from ..code.names import name_problem
@@ -245,9 +244,7 @@ def _pipeline_problems(pipeline: PipelineConfig, root: Node, mesh: dict[str, int
     num_stages = mesh.get(pipeline.axis, -1)
     problems: list[str] = []
     with collect(problems):
-        find_table(
-            pipeline.schedule, num_stages if num_stages > 0 else 1, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule")
-        )
+        pipeline.table(num_stages if num_stages > 0 else 1)
     # While the number of stages is -1, a schedule is tried with one stage, to check its name. A CSV file has its own number and would fail.
     yield from problems if num_stages > 0 or not pipeline.schedule.endswith(".csv") else ()
 

@@ -17,7 +17,6 @@ from jgt import Plan
 from jgt.console import size_text, time_text
 from jgt.document import InputError
 from jgt.planner import Advice, Workload
-from jgt.schedule.schedules import CHUNKED
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
@@ -96,7 +95,7 @@ class Adviser:
         if self.rows % 2 == 0:
             more = 2 * schedule.microbatches
             candidates.append(("pipeline.microbatches", f"{more} instead of {schedule.microbatches}", {"microbatches": more}))
-        layers, chunked = self._value("model.layers"), CHUNKED.get(schedule.name)
+        layers, chunked = self._value("model.layers"), None if self.work.pipeline is None else self.work.pipeline.chunked
         if chunked is not None and isinstance(layers, int) and layers % (2 * schedule.stages) == 0:
             text = f"{chunked} with pipeline.virtual: 2 instead of {schedule.name}"
             candidates.append(("pipeline.schedule", text, {"schedule": chunked, "virtual": 2}))

@@ -17,8 +17,6 @@ from jax.sharding import Mesh
 
 from jgt.console import make_console, make_table, size_text
 from jgt.pipeline.config import PipelineConfig
-from jgt.schedule.find import find_table
-from jgt.schedule.simulate import simulate
 
 from ..setup import AUTO, Setup
 from .line import step_line
@@ -108,8 +106,8 @@ def describe_pipeline(pipeline: PipelineConfig, num_stages: int) -> str:
 
     The bubble assumes that forward pass, backward pass for the activations, and backward pass for the weights cost the same.
     """
-    table = find_table(pipeline.schedule, num_stages, pipeline.microbatches, pipeline.virtual, pipeline.where("schedule"))
-    simulation = simulate(table)
+    simulation = pipeline.simulate(num_stages)
+    table = simulation.table
     return (
         f"Pipeline: {table.name} over {pipeline.axis} {num_stages}, {table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble:.1%}, at most {simulation.peak:g} activations of a stage in memory at once"

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jgt.schedule.find import find_table
-from jgt.schedule.schedules import SCHEDULES
-from jgt.schedule.simulate import Simulation, simulate
+from jgt.pipeline.config import PipelineConfig
 
 from .layout import Candidate, Roles
 
@@ -54,9 +52,9 @@ class Columns:
         chunks = self.stages * self.virtual
         self.uneven = np.ones(len(space)) if layers is None else np.ceil(layers / chunks) * chunks / layers
         # The other stages wait for the deepest one.
-        self.bubble = 1 - (1 - column(_bubble)) / self.uneven
-        self.in_flight = column(lambda one: _simulated(*_table_of(one)).peak if one.stages else 1)
-        own_pass = column(lambda one: one.stages is not None and SCHEDULES[one.stages.schedule].splits_weights) > 0
+        self.bubble = 1 - (1 - column(lambda one: _schedule_of(one)[0])) / self.uneven
+        self.in_flight = column(lambda one: _schedule_of(one)[1])
+        own_pass = column(lambda one: _schedule_of(one)[2]) > 0
         kept = column(lambda one: KEPT[_remat_of(one)])
         self.kept = np.where(own_pass, np.maximum(kept + _WEIGHTS_PASS, KEPT["none"]), kept)
         self.again = column(lambda one: _AGAIN.get(_remat_of(one), 1 / 3))
@@ -68,23 +66,20 @@ def _remat_of(candidate: Candidate) -> str:
     return (candidate.remat or "block") if stages is None or stages.remat == "none" else stages.remat
 
 
-def _table_of(candidate: Candidate) -> tuple[str, int, int, int | None]:
-    assert candidate.stages is not None
-    s, num_stages = candidate.stages, candidate.num_stages
+def _schedule_of(candidate: Candidate) -> tuple[float, float, bool]:
+    """The bubble, the peak of activations, and whether the gradients of weights are a pass of their own."""
+    stages, num_stages = candidate.stages, candidate.num_stages
+    if stages is None:
+        return 0.0, 1.0, False
     # A table of thousands of microbatches takes long to simulate, and its idle time is the same.
-    return s.schedule, num_stages, min(s.microbatches, 4 * num_stages), s.virtual
-
-
-def _bubble(candidate: Candidate) -> float:
-    """The share of a pipeline's time in which a stage does nothing useful."""
-    if candidate.stages is None:
-        return 0.0
-    table = _table_of(candidate)
-    bubble = _simulated(*table).bubble
-    idle = bubble / (1 - bubble) * table[2]
-    return idle / (idle + candidate.stages.microbatches)
+    microbatches = min(stages.microbatches, 4 * num_stages)
+    bubble, peak, own_pass = _simulated(stages.schedule, num_stages, microbatches, stages.virtual)
+    idle = bubble / (1 - bubble) * microbatches
+    return idle / (idle + stages.microbatches), peak, own_pass
 
 
 @functools.cache
-def _simulated(schedule: str, num_stages: int, microbatches: int, virtual: int | None) -> Simulation:
-    return simulate(find_table(schedule, num_stages, microbatches, virtual, "search"))
+def _simulated(schedule: str, num_stages: int, microbatches: int, virtual: int | None) -> tuple[float, float, bool]:
+    options = PipelineConfig(signal="layers", schedule=schedule, microbatches=microbatches, virtual=virtual)
+    simulation = options.simulate(num_stages)
+    return simulation.bubble, simulation.peak, simulation.table.weight is not None

@@ -20,7 +20,6 @@ from jgt.document import InputError, Node, collect, locate, override, read
 from jgt.mesh.sizes import read_sizes
 from jgt.pipeline.config import PipelineConfig
 from jgt.rules import SHIPPED_RULES, Rules, rules_from_node
-from jgt.schedule.schedules import TRIED
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
@@ -216,7 +215,7 @@ def _pipelines(plain: Candidate, stage: str, microbatches: int, layers: int | No
     if microbatches < num_stages:
         return
     gathers = ("step", "layer") if plain.size(plain.roles.weights) > 1 else ("step",)
-    for (schedule, virtual), remat, gather in itertools.product(TRIED, ("none", "layer"), gathers):
+    for (schedule, virtual), remat, gather in itertools.product(PipelineConfig.tried, ("none", "layer"), gathers):
         chunks = num_stages * (virtual or 1)
         if layers is not None and (layers < chunks or (virtual is not None and layers % chunks)):
             continue

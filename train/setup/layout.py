@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh
 import jgt
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
-from jgt.pipeline.layout import axes_inside
 from jgt.rules import Rules
 
 from ..config import Run
@@ -68,7 +67,7 @@ class MeshLayout:
     def devices_of_stage(self) -> int:
         """The number of devices that compute a stage of the pipeline together on the same rows; 1 without a pipeline."""
         sizes = dict(self.mesh.shape)
-        inside = () if self.pipeline is None else axes_inside(sizes, self.pipeline.axis, self.batch)
+        inside = () if self.pipeline is None else self.pipeline.axes_inside(sizes, self.batch)
         return math.prod(sizes[axis] for axis in inside)
 
 
