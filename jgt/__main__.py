@@ -11,8 +11,7 @@ from platform import python_version
 
 from jgt import __version__
 from jgt.command.commands import find_command, find_commands
-from jgt.document import nearest
-from jgt.document.node import printable
+from jgt.document import nearest, shown
 
 USAGE = "usage: jgt COMMAND [options]      jgt COMMAND --help shows the options of a command"
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = find_command(name)
     if command is None:
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        print(f"jgt: {printable(wrong)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{USAGE}", file=sys.stderr)
+        print(f"jgt: {shown(wrong, quotes=False)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{USAGE}", file=sys.stderr)
         return 2
     return command.run(arguments[1:])
 

@@ -420,7 +420,7 @@ def test_the_limits_of_files_stand_there():
         document.reader.MAX_VALUES,
         document.reader.MAX_KEY,
     ]
-    numbers += [document.node.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, find.MAX_CELLS, custom.MAX_TABLE_BYTES]
+    numbers += [document.problems.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, find.MAX_CELLS, custom.MAX_TABLE_BYTES]
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_NAMES]
     numbers += [data_documents.MAX_LINE_BYTES, packed.MAX_RATIO, packed.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []

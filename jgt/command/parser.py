@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jgt.document import InputError, nearest, shown
-from jgt.document.node import printable
+
+_MAX_LINE = 2_000
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -27,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         """The values of all arguments."""
         arguments = list(sys.argv[1:] if args is None else args)
         if problems := self._flag_problems(arguments):
-            self.exit(2, "".join(f"command line: {printable(problem)}\n" for problem in problems))
+            self.exit(2, "".join(f"command line: {shown(problem, _MAX_LINE, quotes=False)}\n" for problem in problems))
         # Without this form of it, argparse refuses arguments behind a flag.
         parsed, rest = self.parse_known_intermixed_args(arguments, namespace)
         if rest:
@@ -53,8 +54,8 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and ends the process."""
         # argparse names a flag as "argument --flag", and types as Python does.
-        text = printable(re.sub(r"^argument (?=-)", "", message).replace("invalid int value:", "must be a whole number, not"))
-        self.exit(2, f"command line: {text}. `{self.prog} --help` lists all flags\n")
+        text = re.sub(r"^argument (?=-)", "", message).replace("invalid int value:", "must be a whole number, not")
+        self.exit(2, f"command line: {shown(text, _MAX_LINE, quotes=False)}. `{self.prog} --help` lists all flags\n")
 
     def arguments(self) -> list[argparse.Action]:
         """All flags and other arguments."""

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError
-from jgt.document.files import shipped_folder
+from jgt.document import InputError, shipped_folder
 
 _FILES = ("run.yaml", "rules.yaml", "model.py", "README.md")
 _SCHEMAS = ("schema/run.json", "schema/rules.json")

@@ -3,7 +3,7 @@
 Every error message of jgt that concerns a user's file begins with `file:line: key:`. It can, because nothing downstream works
 on plain dicts: a `Node` carries its place through `extends:`, overrides and checks up to the moment it becomes a field of a
 dataclass. Read `node.py` first, then follow a file: `files.py` (bytes), `reader.py` (YAML to nodes), `compose.py` (one document
-over another), `bind.py` (nodes to dataclasses). Nothing here imports JAX.
+over another), `bind.py` (nodes to dataclasses), and to `problems.py`, if it is wrong. Nothing here imports JAX.
 
 `__all__` is what a program needs that reads its own files with this room, as the trainer does. The other names serve rooms of jgt, and are
 better imported from the file that defines them.
@@ -14,25 +14,16 @@ from jgt.document.bind import bind as bind
 from jgt.document.compose import merge as merge
 from jgt.document.compose import override as override
 from jgt.document.compose import read as read
-from jgt.document.files import is_file as is_file
-from jgt.document.files import is_folder as is_folder
-from jgt.document.files import kind_problem as kind_problem
-from jgt.document.files import locate as locate
+from jgt.document.files import path_problem as path_problem
 from jgt.document.files import read_bytes as read_bytes
 from jgt.document.files import read_text as read_text
 from jgt.document.files import shipped_folder as shipped_folder
-from jgt.document.files import similar_file as similar_file
-from jgt.document.node import InputError as InputError
 from jgt.document.node import Node as Node
-from jgt.document.node import collect as collect
-from jgt.document.node import describe as describe
-from jgt.document.node import from_python as from_python
-from jgt.document.node import most_similar as most_similar
-from jgt.document.node import nearest as nearest
-from jgt.document.node import printable as printable
-from jgt.document.node import shown as shown
-from jgt.document.node import suggestion as suggestion
+from jgt.document.problems import InputError as InputError
+from jgt.document.problems import describe as describe
+from jgt.document.problems import nearest as nearest
+from jgt.document.problems import shown as shown
 from jgt.document.reader import dump as dump
 from jgt.document.reader import parse as parse
 
-__all__ = ["Bound", "InputError", "Node", "bind", "collect", "dump", "nearest", "override", "read", "shown"]
+__all__ = ["Bound", "InputError", "Node", "bind", "dump", "nearest", "override", "path_problem", "read", "read_bytes", "shown"]

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from jgt.document.node import Node, describe, dotted_key, nearest, shown, suggestion
+from jgt.document.node import Node, dotted_key
+from jgt.document.problems import describe, nearest, shown
 
 _T = TypeVar("_T")
 _MAX_WHOLE = 2**53
@@ -93,7 +94,7 @@ def _values(node: Node, children: Mapping[str, Node], cls: type, fields: list[st
 
 def _inside(node: Node, name: str, fields: Iterable[str], hints: Mapping[str, object]) -> str:
     """`Did you mean 'train.steps'?` for `steps`, if a section of this mapping has a key of that name and the mapping has no similar one."""
-    if suggestion(name, fields):
+    if nearest(name, fields, lists=False):
         return ""
     sections = [field for field in fields if name in getattr(hints[field], "__dataclass_fields__", ())]
     return f"Did you mean {' or '.join(repr(dotted_key(dotted_key(node.key, section), name)) for section in sections)}?" if sections else ""
@@ -163,8 +164,8 @@ def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) ->
     value = node.value
     # In Python 1 == True; a choice of numbers must not take true.
     if value not in arguments or isinstance(value, bool) != isinstance(arguments[0], bool):
-        near = suggestion(value, map(str, arguments)) if isinstance(value, str) else ""
-        problems.append(node.problem(f"{shown(node.plain())} is not one of {', '.join(map(str, arguments))}.{near}"))
+        near = nearest(value, map(str, arguments), lists=False) if isinstance(value, str) else ""
+        problems.append(node.problem(f"{shown(node.plain())} is not one of {', '.join(map(str, arguments))}. {near}".rstrip()))
     return value
 
 

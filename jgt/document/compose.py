@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jgt.document.files import is_file, locate, read_text, similar_file
-from jgt.document.node import InputError, Node, collect, describe, dotted_key, from_python, shown
+from jgt.document.files import locate, read_text
+from jgt.document.node import Node, dotted_key
+from jgt.document.problems import InputError, describe, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
 
 MAX_BYTES = 1_000_000
@@ -26,12 +27,15 @@ MAX_FILES = 32
 _MAX_SHOWN = 200
 
 
-def read(path: str | Path) -> Node:
-    """Reads a YAML file, or a shipped one (`jgt:NAME`), and the files that it extends. Raises InputError with every problem of them."""
+def read(path: str | Path, folder: str = "") -> Node:
+    """Reads a YAML file and the files that it extends. Raises InputError with every problem of them.
+
+    `jgt:NAME` is a shipped file; folder: the folder of shipped files in which it is looked up.
+    """
     problems: list[str] = []
     node = Node({}, str(path))
-    with collect(problems):
-        node = _read(locate(path), problems, seen=())
+    with InputError.collect(problems):
+        node = _read(locate(path, folder), problems, seen=())
     if problems:
         raise InputError(problems)
     return node
@@ -66,7 +70,7 @@ def override(root: Node, assignment: str) -> Node:
         raise InputError([f"{where}: the key has {len(parts)} levels and {len(key):,} characters; {limits}"])
     # Parsed alone, the value has places such as "command line: ...:1" and keys that begin at itself. Rebuilt from plain values,
     # it has the place and the key that it gets inside the document.
-    return _replace(root, parts, from_python(parse(text, where).plain(), where, key))
+    return _replace(root, parts, Node.of(parse(text, where).plain(), where, key))
 
 
 def _replace(root: Node, parts: Sequence[str], node: Node) -> Node:
@@ -108,14 +112,4 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
         raise InputError([f"{node.where}: the file must be a mapping of keys to values, not {describe(node.value)}"])
     # The node was built just now and is shared with no one, so that removing the key is safe.
     extends = node.value.pop("extends", None)
-    return node if extends is None else merge(node, _read(_parent(path, extends), problems, (*seen, resolved)))
-
-
-def _parent(path: Path, extends: Node) -> Path:
-    if not isinstance(extends.value, str):
-        raise InputError([extends.problem(f"must be the path of a file, not {describe(extends.value)}")])
-    # A shipped file has an absolute path, which replaces the folder.
-    parent = path.parent / locate(extends.value)
-    if not is_file(parent):
-        raise InputError([extends.problem(f"no such file: {parent}.{similar_file(parent)}")])
-    return parent
+    return node if extends is None else merge(node, _read(extends.existing_file(path.parent), problems, (*seen, resolved)))

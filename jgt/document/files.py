@@ -14,15 +14,16 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
-from jgt.document.node import InputError, most_similar
+from jgt.document.problems import InputError, most_similar
 
 _MAX_BESIDE = 10_000
 _PREFIX = "jgt:"
 _PACKAGE = Path(__file__).parents[1]
 _YAML = (".yaml", ".yml")
 _KINDS = {
+    stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -31,28 +32,16 @@ _KINDS = {
 }
 
 
-def is_file(path: str | Path) -> bool:
-    """Whether a path leads to a regular file."""
-    return kind_problem(path) is None
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether a path leads to a folder."""
+def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
+    """Why a path leads to no regular file, or no folder: `No such file or directory`, `it is a named pipe, not a file`. None: it does."""
     try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def kind_problem(path: str | Path) -> str | None:
-    """Why a path cannot be read as a file: `No such file or directory`, `it is a named pipe, not a file`. None: it can."""
-    try:
-        kind = stat.S_IFMT(Path(path).stat().st_mode)
+        mode = stat.S_IFMT(Path(path).stat().st_mode)
     except OSError as error:
         return error.strerror or str(error)
     except ValueError as error:
         return str(error)
-    return None if kind == stat.S_IFREG else f"it is {_KINDS.get(kind, 'something else')}, not a file"
+    found = _KINDS.get(mode, "something else")
+    return None if found == f"a {kind}" else f"it is {found}, not a {kind}"
 
 
 def similar_file(path: str | Path) -> str:
@@ -60,7 +49,7 @@ def similar_file(path: str | Path) -> str:
     path = Path(path)
     suffixes = _YAML if path.suffix in _YAML else (path.suffix,)
     try:
-        beside = {file.stem: file.name for file in path.parent.iterdir() if file.suffix in suffixes and is_file(file)}
+        beside = {file.stem: file.name for file in path.parent.iterdir() if file.suffix in suffixes and not path_problem(file)}
     except (OSError, ValueError):
         return ""
     # Without the suffix, which all of them share.
@@ -70,7 +59,7 @@ def similar_file(path: str | Path) -> str:
 
 def read_bytes(path: str | Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises InputError if it is not one, or larger."""
-    data, problem = None, kind_problem(path)
+    data, problem = None, path_problem(path)
     if problem is None:
         problem = "it has nothing to read yet, like a pipe or a device"
         try:

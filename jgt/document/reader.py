@@ -17,7 +17,8 @@ from typing import cast
 
 import yaml
 
-from jgt.document.node import InputError, Node, Value, dotted_key, shown
+from jgt.document.node import Node, Value, dotted_key
+from jgt.document.problems import InputError, shown
 
 MAX_DEPTH = 32
 """Levels of mappings and lists inside each other."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt.document import Bound, InputError, Node, bind, collect, describe, nearest, override, read, suggestion
+from jgt.document import Bound, InputError, Node, bind, describe, nearest, override, read
 from jgt.hardware.rates import Amount, AttentionRate, AttentionWork, MatmulRate, MatmulWork, MemoryRate, Rates, Share, clock_at
 
 _FOLDER = Path(__file__).parent / "chips"
@@ -158,9 +158,10 @@ def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
         if not equals or not key:
             problems.append(f"--set {change}: a figure of the chip is written KEY=VALUE, for example nic_gbs=25")
         elif key not in figures:
-            problems.append(f"--set {change}: the chip has no figure {key!r}.{suggestion(key, figures)} Its figures: {', '.join(figures)}")
+            known = f"{nearest(key, figures, lists=False)} Its figures: {', '.join(figures)}".lstrip()
+            problems.append(f"--set {change}: the chip has no figure {key!r}. {known}")
         else:
-            with collect(problems):
+            with InputError.collect(problems):
                 root = override(root, f"{short.get(key, key)}={value}")
     return _chip(root, problems)
 
@@ -213,8 +214,8 @@ def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()
         remedy = "Measure it with jgt calibrate, and add --chip cpu.yaml"
         raise InputError([f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"])
     if name not in names:
-        known = f"{suggestion(name, names)} The chips are {', '.join(names)}"
-        raise InputError([f"target {text}: {name!r} is not a chip that jgt knows.{known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
+        known = f"{nearest(name, names, lists=False)} The chips are {', '.join(names)}".lstrip()
+        raise InputError([f"target {text}: {name!r} is not a chip that jgt knows. {known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
     if own is not None and name != own:
         raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
     if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:

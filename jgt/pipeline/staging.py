@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jgt.document import InputError, collect, nearest
+from jgt.document import InputError, nearest
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.executor import Executor
@@ -196,7 +196,7 @@ def _axis_problems(pipeline: PipelineConfig, batch: Microbatches, sizes: dict[st
 def _table(pipeline: PipelineConfig, sizes: dict[str, int], problems: list[str]) -> Table | None:
     if pipeline.axis not in sizes:
         return None
-    with collect(problems):
+    with InputError.collect(problems):
         return pipeline.table(sizes[pipeline.axis])
     return None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from jgt.document import nearest, suggestion
+from jgt.document import nearest
 from jgt.rules.matching import Match, Slot
 from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule, min_rank
@@ -136,4 +136,4 @@ def _advice(pattern: str, params: Sequence[str]) -> str:
     num_levels = pattern.count("/") + 1
     ends = dict.fromkeys("/".join(path.split("/")[-num_levels:]) for path in params)
     paths = f"{', '.join(params[:_MOST_PATHS])}{', ..' if len(params) > _MOST_PATHS else ''}"
-    return f"{suggestion(pattern, ends).lstrip()} Its parameters: {paths}.".lstrip()
+    return f"{nearest(pattern, ends, lists=False)} Its parameters: {paths}.".lstrip()

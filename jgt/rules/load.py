@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jgt import document
-from jgt.document import InputError, Node, describe, nearest, suggestion
+from jgt.document import InputError, Node, describe, nearest
 from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule, axes_in
 
@@ -37,12 +37,12 @@ MAX_AXES = 32
 
 def load_rules(path: str | Path) -> Rules:
     """Reads a rules file, or a shipped one (`jgt:fsdp`), following `extends:`. Raises InputError with every problem and its file:line."""
-    return rules_from_node(document.read(document.locate(path, SHIPPED_RULES)))
+    return rules_from_node(document.read(path, SHIPPED_RULES))
 
 
 def make_rules(tree: Mapping[str, Any]) -> Rules:
     """The same rules built in code, from the mapping that the YAML file would contain. Raises InputError with every problem."""
-    return rules_from_node(document.from_python(_plain(tree), "rules"))
+    return rules_from_node(document.Node.of(_plain(tree), "rules"))
 
 
 def _plain(value: Any) -> Any:
@@ -146,8 +146,8 @@ class _Reader:
         if node is None:
             return known[0]
         if node.value not in known:
-            near = suggestion(node.value, known) if isinstance(node.value, str) else ""
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(known)}.{near}")
+            near = nearest(node.value, known, lists=False) if isinstance(node.value, str) else ""
+            self._problem(node, f"{describe(node.value)} is not one of {', '.join(known)}. {near}".rstrip())
             return known[0]
         return node.value
 

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError, collect
+from jgt.document import InputError
 from jgt.schedule.custom import SUFFIX, write_table
 from jgt.schedule.find import find_table
 from jgt.schedule.schedules import DEFAULT_VIRTUAL, FREE_NAMES, SCHEDULES
@@ -81,12 +81,12 @@ def _find_tables(arguments: argparse.Namespace, problems: list[str]) -> list[Tab
         problems.append(f"{COMMAND}: a schedule is missing. {advice}")
     tables: list[Table] = []
     if name is not None and not (arguments.compare and name in SCHEDULES):
-        with collect(problems):
+        with InputError.collect(problems):
             virtual = None if arguments.compare else arguments.virtual
             tables = [find_table(name, stages, microbatches, virtual, COMMAND)]
             stages, microbatches = tables[0].num_stages, tables[0].num_microbatches
     for other, schedule in SCHEDULES.items() if arguments.compare else ():
-        with collect(problems):
+        with InputError.collect(problems):
             # A schedule with a fixed number of chunks would refuse --virtual.
             virtual = arguments.virtual if schedule.virtual is None else None
             tables.append(find_table(other, stages, microbatches, virtual, COMMAND))

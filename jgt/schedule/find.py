@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jgt.document import InputError, collect, is_file, nearest, shown
+from jgt.document import InputError, nearest, path_problem, shown
 from jgt.schedule.custom import SUFFIX, read_table
 from jgt.schedule.schedules import FREE_NAMES, SCHEDULES, schedule_table
 from jgt.schedule.table import Table, count_noun
@@ -33,10 +33,10 @@ def find_table(name: str, stages: int | None, microbatches: int | None, virtual:
     if not name.endswith(SUFFIX):
         # The size is computed only from a known name and from numbers that are right.
         problems += _name_problems(name, numbers) or ([] if problems else _size_problems(name, stages or 1, microbatches or 1, virtual))
-    elif not is_file(name):
+    elif path_problem(name):
         problems.append(f"there is no file {shown(name)}. Name a {SUFFIX} file or one of {', '.join(SCHEDULES)}")
     else:
-        with collect(file_problems):
+        with InputError.collect(file_problems):
             table = read_table(name)
             problems += _conflicts(table, numbers)
     if problems or file_problems:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import file_problems, plain, problems_of
 
 from jgt import document
-from jgt.document import InputError, compose, dump, files, from_python, parse, read, reader
+from jgt.document import InputError, Node, compose, dump, files, parse, read, reader
 
 # -- scalars
 
@@ -293,12 +293,12 @@ def test_only_a_file_is_read(tmp_path, make, said):
     path = tmp_path / "a.yaml"
     make(path)
     assert problems_of(read, path) == [f"{path}: cannot be read: {said}"]
-    assert not files.is_file(path) and files.is_folder(path) == path.is_dir()
+    assert files.path_problem(path) and (files.path_problem(path, "folder") is None) == path.is_dir()
 
 
 @pytest.mark.parametrize("name", ["\0", "a" * 300, "a/" * 5_000])
 def test_what_can_be_no_name_is_no_file(name):
-    assert not files.is_file(name) and not files.is_folder(name)
+    assert files.path_problem(name) and files.path_problem(name, "folder")
     assert "cannot be read: " in problems_of(read, name)[0]
 
 
@@ -337,7 +337,7 @@ def test_what_is_dumped_is_read_back(value):
 
 @given(values)
 def test_python_values_become_the_same_nodes_as_their_text(value):
-    assert from_python(value, "f.yaml").plain() == value
+    assert Node.of(value, "f.yaml").plain() == value
 
 
 def test_a_value_that_stands_twice_is_written_twice():

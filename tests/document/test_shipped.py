@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import jgt
-from jgt import document
 from jgt.document import InputError, files
 from train.config import load
 
@@ -15,14 +14,14 @@ RULES = sorted(path.stem for path in (CONFIGS / "rules").glob("*.yaml"))
 
 
 def test_a_path_is_left_alone():
-    assert document.locate("runs/a.yaml") == Path("runs/a.yaml")
+    assert files.locate("runs/a.yaml") == Path("runs/a.yaml")
 
 
 def test_a_package_with_configs_inside_reads_those(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_PACKAGE", tmp_path / "jgt")
-    assert document.locate("jgt:a") == tmp_path / "configs" / "a.yaml"
+    assert files.locate("jgt:a") == tmp_path / "configs" / "a.yaml"
     (tmp_path / "jgt" / "configs").mkdir(parents=True)
-    assert document.locate("jgt:a", "rules") == tmp_path / "jgt" / "configs" / "rules" / "a.yaml"
+    assert files.locate("jgt:a", "rules") == tmp_path / "jgt" / "configs" / "rules" / "a.yaml"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -45,5 +44,5 @@ def test_rules_by_name(name, tmp_path, monkeypatch):
 def test_a_name_that_is_not_shipped(tmp_path):
     with pytest.raises(InputError, match=r"quickstrat.yaml: cannot be read: .* Did you mean 'quickstart.yaml'\?"):
         load("jgt:quickstrat")
-    with pytest.raises(InputError, match=r"rules: no such rules file: .*/fspd.yaml. Did you mean 'fsdp.yaml'\?"):
+    with pytest.raises(InputError, match=r"rules: no such file: .*/fspd.yaml. Did you mean 'fsdp.yaml'\?"):
         load("jgt:quickstart", ["rules=jgt:fspd"])

@@ -164,7 +164,7 @@ def test_all_problems_of_a_budget_are_told_with_their_lines(tmp_path):
 
 def test_a_budget_is_a_mapping():
     problems = []
-    assert Budget.read(document.from_python([1, 2], "run.yaml:3", "budget"), problems) == Budget()
+    assert Budget.read(document.Node.of([1, 2], "run.yaml:3", "budget"), problems) == Budget()
     assert problems[0].startswith("run.yaml:3: budget: must be a mapping such as {peak_gb: 70") and problems[0].endswith("not a list")
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from benchmarks.estimates import read_sample
 from benchmarks.search import RUNS
-from jgt.document import locate, read
+from jgt.document import read
 from jgt.hardware.chip import parse_target
 from jgt.pipeline.config import PipelineConfig
 from jgt.rules import SHIPPED_RULES, make_rules, rules_from_node
@@ -22,7 +22,7 @@ OWN_NAMES = {"data": "rows", "fsdp": "dp", "tensor": "tp", "stage": "pp", "repli
 
 def layout(rules, *mesh, remat="matmuls", accumulate=1, rows=1, **options):
     stages = PipelineConfig(signal="layers", microbatches=8, gather="layer") if "stage" in dict(mesh) else None
-    roles = Roles.of(rules_from_node(read(locate(f"jgt:{rules}", SHIPPED_RULES))), "stage")
+    roles = Roles.of(rules_from_node(read(f"jgt:{rules}", SHIPPED_RULES)), "stage")
     one = Candidate(mesh=mesh, rules=f"jgt:{rules}", roles=roles, accumulate=accumulate, rows=rows, remat=remat, stages=stages)
     return replace(one, **options)
 
@@ -55,7 +55,7 @@ def renamed(value):
 
 @pytest.mark.parametrize("one", LAYOUTS, ids=lambda one: one.text)
 def test_names_of_axes_and_files_change_no_byte(one):
-    document = read(locate(one.rules, SHIPPED_RULES)).plain()
+    document = read(one.rules, SHIPPED_RULES).plain()
     own = replace(
         one,
         mesh=tuple((OWN_NAMES[axis], size) for axis, size in one.mesh),

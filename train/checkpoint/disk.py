@@ -19,13 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jgt.document import printable
+from jgt.document import shown
 
 from ..command_line import EndError, say
 
 _PAUSES = (0.5, 1.0, 2.0)
 """Seconds before each new try: a network or a server often comes back within them."""
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+_MAX_LINE = 5_000
 _Result = TypeVar("_Result")
 
 
@@ -41,7 +42,7 @@ def is_damage(error: OSError) -> bool:
 def describe(error: OSError, path: Path) -> str:
     """`PATH: Input/output error` in one line. path: used if the error names none."""
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
-    return printable(f"{name}: {error.strerror or error}")
+    return shown(f"{name}: {error.strerror or error}", _MAX_LINE, quotes=False)
 
 
 def patiently(call: Callable[[], _Result], path: Path) -> _Result:

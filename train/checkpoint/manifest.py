@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jgt.document import printable, shown
+from jgt.document import shown
 
 from ..sections import MAX_BATCH
 from .disk import kind, patiently, sync
@@ -136,7 +136,7 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
     except RecursionError:
         raise BrokenError(f"{NAME} is damaged: it is nested too deeply") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BrokenError(f"{NAME} is damaged: {printable(f'{type(error).__name__}: {error}')}") from None
+        raise BrokenError(f"{NAME} is damaged: {shown(f'{type(error).__name__}: {error}', _MAX_PATH, quotes=False)}") from None
 
 
 def file_problems(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
@@ -146,9 +146,9 @@ def file_problems(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 
     """
     listed = {entry.path: entry for entry in manifest.files}
     present = {str(path.relative_to(folder)) for path in _files(folder)}
-    yield from (f"{printable(path)} is missing" for path in sorted(listed.keys() - present))
+    yield from (f"{_text(path)} is missing" for path in sorted(listed.keys() - present))
     # An additional file is a problem too: Orbax chooses how to read a folder by the files in it.
-    yield from (f"{printable(path)} does not belong to it" for path in sorted(present - listed.keys()))
+    yield from (f"{_text(path)} does not belong to it" for path in sorted(present - listed.keys()))
     index, count = part
     with _readers() as readers:
         mine = sorted(listed.keys() & present)[index::count]
@@ -165,10 +165,14 @@ def _file_problem(folder: Path, entry: FileEntry) -> str | None:
     # The size first: a file that was cut short need not be read.
     size = patiently(path.lstat, path).st_size
     if size != entry.size:
-        return f"{printable(entry.path)} has {size} bytes instead of {entry.size}"
+        return f"{_text(entry.path)} has {size} bytes instead of {entry.size}"
     if _read_entry(folder, path, sha256=entry.sha256 is not None) != entry:
-        return f"{printable(entry.path)} has other content than was written (checksum)"
+        return f"{_text(entry.path)} has other content than was written (checksum)"
     return None
+
+
+def _text(path: str) -> str:
+    return shown(path, _MAX_PATH, quotes=False)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -177,7 +181,7 @@ def _files(folder: Path) -> list[Path]:
     while folders:
         inner = folders.pop()
         for path in patiently(lambda inner=inner: list(inner.iterdir()), folder):
-            name, what = printable(str(path.relative_to(folder))), kind(path)
+            name, what = _text(str(path.relative_to(folder))), kind(path)
             if what == stat.S_IFDIR:
                 folders.append(path)
             elif what == stat.S_IFREG:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jgt.document import printable
+from jgt.document import shown
 
 from ..processes.processes import true_on_all_processes
 from ..step.state import State
@@ -108,7 +108,7 @@ def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str
         if isinstance(error, OSError) and not is_damage(error):
             # Anew, without the traceback that keeps what is left of the attempt alive.
             return None, OSError(error.errno, error.strerror, error.filename), None
-        return None, None, printable(first_line(error))[:_MAX_REASON]
+        return None, None, shown(first_line(error), _MAX_REASON, quotes=False)
 
 
 @contextlib.contextmanager

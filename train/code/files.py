@@ -21,8 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError
-from jgt.document.files import is_file, is_folder
+from jgt.document import InputError, path_problem
 
 COPY = "code"
 """The folder of the run directory that keeps the copy."""
@@ -96,11 +95,11 @@ def read_code(paths: Sequence[str | Path]) -> Code:
 
 def _files_at(path: Path) -> tuple[dict[str, Path], str | None]:
     """The Python files at a path, by their paths inside the code, and what is wrong with it."""
-    if not is_folder(path):
-        if is_file(path) and path.suffix == ".py":
+    if path_problem(path, "folder"):
+        if not path_problem(path) and path.suffix == ".py":
             return {path.name: path}, None
         return {}, "is not a Python file or a folder" if os.path.lexists(path) else "no such file or folder"
-    prefix = path.resolve().name if is_file(path / "__init__.py") else ""
+    prefix = path.resolve().name if (path / "__init__.py").is_file() else ""
     files = {str(Path(prefix) / file.relative_to(path)): file for file in itertools.islice(_python_files(path), _MAX_FILES + 1)}
     if len(files) > _MAX_FILES:
         return {}, f"has more than {_MAX_FILES:,} Python files. Name a smaller folder, or single files"
@@ -112,7 +111,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
         here = Path(current)
         folders[:] = sorted(name for name in folders if not _is_skipped(here / name))
         # A pipe in a folder from elsewhere would block whoever reads it.
-        yield from (here / name for name in sorted(names) if name.endswith(".py") and is_file(here / name))
+        yield from (here / name for name in sorted(names) if name.endswith(".py") and (here / name).is_file())
 
 
 def _is_skipped(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import InputError, Node, bind, collect
+from jgt.document import InputError, Node, bind
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
@@ -58,17 +58,17 @@ def load(
     all_problems = list(problems)
     name = "config" if isinstance(path, Mapping) else str(path)
     root = Node({}, name)
-    path = path if isinstance(path, Mapping) else document.locate(path)
-    with collect(all_problems):
-        root = document.from_python(path, name) if isinstance(path, Mapping) else document.read(path)
+    with InputError.collect(all_problems):
+        root = Node.of(path, name) if isinstance(path, Mapping) else document.read(path)
+    folder = Path() if isinstance(path, Mapping) else root.file.parent
     is_readable = len(all_problems) == len(problems)
     for assignment in overrides:
-        with collect(all_problems):
+        with InputError.collect(all_problems):
             root = document.override(root, assignment)
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)
-    return _check(root, Path() if isinstance(path, Mapping) else Path(path).parent, all_problems, num_processes, code)
+    return _check(root, folder, all_problems, num_processes, code)
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -132,12 +132,12 @@ def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Pat
         # A pipeline without rules has another message, and `auto` chooses rules for the axes.
         problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
-        return None, rules_from_node(document.from_python(tree, "no rules, so data-parallel"))
+        return None, rules_from_node(Node.of(tree, "no rules, so data-parallel"))
     if config.mesh is None:
         problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
     rules_root, rules = rules_document(config.rules, folder, problems), Rules()
     if rules_root is not None:
-        with collect(problems):
+        with InputError.collect(problems):
             rules = rules_from_node(rules_root)
             problems += rules.axis_problems(mesh) if mesh and config.mesh is not None else ()
     return rules_root, rules
@@ -206,33 +206,18 @@ def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None
     if isinstance(node.value, dict):
         return node
     if not isinstance(node.value, str):
-        problems.append(node.problem(f"rules must be the path of a file or a mapping, not {document.describe(node.value)}"))
+        problems.append(node.problem(f"rules must be the path of a file or a mapping, not {document.shown(node.plain())}"))
         return None
-    # Beside the file, not in the working directory: a config and its rules move together.
-    path = _beside(node, folder, SHIPPED_RULES)
-    if not document.is_file(path):
-        why = document.kind_problem(path) if document.is_folder(path) else None
-        problems.append(node.problem(f"no such rules file: {path}{f': {why}' if why else ''}.{document.similar_file(path)}"))
-        return None
-    with collect(problems):
-        return document.read(path)
-
-
-def _beside(node: Node, folder: Path, shipped: str = "") -> Path:
-    """A path relative to the folder of the file that contains its key. That file may be one that the run's file extends.
-
-    shipped: the folder of shipped files in which `jgt:NAME` is looked up.
-    """
-    file = Path(node.where.rpartition(":")[0])
-    # A shipped file has an absolute path, which replaces the folder.
-    return (file.parent if document.is_file(file) else folder) / document.locate(str(node.value), shipped)
+    with InputError.collect(problems):
+        # Beside the file, not in the working directory: a config and its rules move together.
+        return document.read(node.existing_file(folder, SHIPPED_RULES))
 
 
 def _with_locations(pipeline: PipelineConfig, node: Node, folder: Path) -> PipelineConfig:
     """The pipeline with the line of each of its keys, for messages, and with the full path of its CSV schedule."""
     # The name of a schedule, or the path of a CSV file.
     if pipeline.schedule.endswith(".csv"):
-        pipeline = replace(pipeline, schedule=str(_beside(node.find("schedule"), folder)))
+        pipeline = replace(pipeline, schedule=str(node.find("schedule").path(folder)))
     return pipeline.located({"": node.where} | {key: child.where for key, child in node.children.items()})
 
 
@@ -243,7 +228,7 @@ def _pipeline_problems(pipeline: PipelineConfig, root: Node, mesh: dict[str, int
         yield pipeline.problem("axis", f"the mesh has no axis {pipeline.axis!r}. {document.nearest(pipeline.axis, mesh)}")
     num_stages = mesh.get(pipeline.axis, -1)
     problems: list[str] = []
-    with collect(problems):
+    with InputError.collect(problems):
         pipeline.table(num_stages if num_stages > 0 else 1)
     # While the number of stages is -1, a schedule is tried with one stage, to check its name. A CSV file has its own number and would fail.
     yield from problems if num_stages > 0 or not pipeline.schedule.endswith(".csv") else ()

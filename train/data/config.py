@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, InputError, Node, is_file, is_folder, kind_problem, shown
+from jgt.document import Bound, InputError, Node, path_problem, shown
 
 from ..code.names import is_name
 from ..sections import is_installed
@@ -217,7 +217,7 @@ def _missing(part: MixturePart) -> Iterator[Problem]:
     if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
         yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     if part.tokenizer != BYTES:
-        if not is_file(part.tokenizer):
+        if path_problem(part.tokenizer):
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):
             yield "tokenizer", f"no permission to read {part.tokenizer}"
@@ -250,18 +250,18 @@ def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Pro
 def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterator[str]:
     if not matches:
         here = f"(working directory: {Path.cwd()})"
-        if is_folder(path):
+        if not path_problem(path, "folder"):
             yield f"the folder {path} has no files"
         else:
             yield f"no file matches {path} {here}" if files.is_glob(path) else f"no such file or folder: {path} {here}"
     for file in matches:
-        if problem := kind_problem(file):
+        if problem := path_problem(file):
             yield f"{file} cannot be read: {problem}"
         elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
         elif file.suffix not in (ends := _SUFFIXES.get(source, (file.suffix,))):
             kind = "a token file" if source == "tokens" else f"a file of the source {source}"
-            folder = Path(path) if is_folder(path) else Path(path).parent
+            folder = Path(path).parent if path_problem(path, "folder") else Path(path)
             yield (
                 f"{file} is not {kind}: its name must end in {' or '.join(end for end in ends if end != '.idx')}. "
                 f"To choose among a folder's files, use a glob such as {folder / f'*{ends[0]}'}"

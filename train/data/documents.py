@@ -12,17 +12,19 @@ unpack to.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgt.document import describe, most_similar, shown
+from jgt.document import Node, shown
 
 from .packed import BadTextError, read_blocks
 
 MAX_LINE_BYTES = 1 << 24
 _MOST_FIELDS = 12
+_MAX_NAME = 100
 _LIMIT = f"is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it"
 
 
@@ -116,14 +118,14 @@ def _text(where: str, line: bytes, field: str) -> str | Unreadable:
     except ValueError as error:
         return Unreadable(f"{where}: not valid JSON: {error}")
     if not isinstance(document, dict):
-        return Unreadable(f"{where}: must be a JSON object, not {describe(document)}")
+        return Unreadable(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
     if field not in document:
         # The longest text first: it is the likeliest to be meant.
         known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)
         return Unreadable(f"{where}: has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
     text = document[field]
     if not isinstance(text, str):
-        return Unreadable(f"{where}: the field {field!r} must be text, not {describe(text)}")
+        return Unreadable(f"{where}: the field {field!r} must be text, not {Node(text, where).in_words()}")
     try:
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         text.encode("utf-8")
@@ -142,4 +144,6 @@ def missing_field(documents: Sequence[Unreadable], field: str, *, stopped: bool)
     others = len(documents) - 1
     more = f" (and {others}{' or more' if stopped else ''} other{'s' if others > 1 else ''})" if others else ""
     has = f"It has: {', '.join(map(shown, list(fields)[:_MOST_FIELDS])) or 'none'}{'' if texts else '. None of them is text'}"
-    return f"{documents[0].message}{more}. {has}", most_similar(field, texts) or next(iter(texts), None)
+    return f"{documents[0].message}{more}. {has}", next(
+        iter([*difflib.get_close_matches(field[:_MAX_NAME], texts, n=1, cutoff=0.5), *texts]), None
+    )

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jgt.document import InputError, is_file
+from jgt.document import InputError
 
 from .documents import Unreadable
 from .files import FileSet
@@ -65,7 +65,7 @@ def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separa
     states = [path.stat() for path in files.paths]
     listed = [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in zip(files.paths, states, strict=True)]
     key = hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]
-    cached = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if is_file(path))
+    cached = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if path.is_file())
     path = next((path for path in cached if path.name == f"{key}.{_checksum(path)}.{dtype}.bin"), None)
     if path is None:
         pieces = _token_bytes(files, reader, tokenizer, separator, dtype)

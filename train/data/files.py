@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jgt.document import InputError, is_folder
+from jgt.document import InputError, path_problem
 
 MAX_NAMES = 300_000
 """Names of files and folders that a search looks at, for all paths of a config together."""
@@ -85,7 +85,7 @@ class Finder:
 
     def _find(self, path: str) -> FileSet:
         # A path that exists is never read as a glob: its name may contain brackets.
-        if is_folder(path):
+        if not path_problem(path, "folder"):
             paths = (Path(folder, name) for folder, names in self.walk(path) for name in names if not name.startswith("."))
             return FileSet(root=Path(path), paths=tuple(sorted(paths)))
         if os.path.lexists(path):
@@ -131,7 +131,7 @@ class Finder:
                 # Levels without magic are joined without listing a folder: `/data/*/train.bin` looks at the names in /data only.
                 matches = {_below(folder, part) for folder in matches}
         # A broken link counts, so that it is reported instead of ignored.
-        return (Path(path) for path in matches if os.path.lexists(path) and not is_folder(path))
+        return (Path(path) for path in matches if os.path.lexists(path) and path_problem(path, "folder"))
 
 
 class _TooManyError(Exception):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jgt.document import InputError, is_file
+from jgt.document import InputError
 
 _PROBE_BYTES = 16
 _LLM_C_HEADER = 256 * 4
@@ -53,7 +53,7 @@ def layout_of(path: Path, dtype: str) -> tuple[str, int]:
     if problem := format_problem(path):
         raise InputError([problem])
     index = path.with_suffix(".idx")
-    if is_file(index) and _INDEX.match(_first_bytes(index)):
+    if index.is_file() and _INDEX.match(_first_bytes(index)):
         return _megatron_type(path, index), 0
     start = _first_bytes(path)
     magic, version, count = struct.unpack("<3i", start[:12]) if len(start) >= 12 else (0, 0, 0)

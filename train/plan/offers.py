@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jgt.console import make_console, make_table
-from jgt.document import InputError, collect
+from jgt.document import InputError
 from jgt.hardware import Target, parse_target, read_prices
 
 from ..search.search import Try
@@ -171,18 +171,18 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
     """The targets and what is to be trained on them. Raises InputError with every problem."""
     problems: list[str] = []
     targets: tuple[Target, ...] = ()
-    with collect(problems):
+    with InputError.collect(problems):
         targets = _read_targets(arguments)
     tokens, days, prices = None, arguments.deadline, None
     if arguments.tokens is not None:
-        with collect(problems):
+        with InputError.collect(problems):
             tokens = parse_tokens(arguments.tokens)
     if days is not None and not 0 < days < math.inf:
         problems.append(f"command line: --deadline: must be a number of days above 0, not {days:g}")
     if days is not None and arguments.tokens is None:
         problems.append("command line: --deadline needs --tokens, the tokens that have to be done by then")
     if arguments.price is not None:
-        with collect(problems):
+        with InputError.collect(problems):
             prices = read_prices(arguments.price, [_chip_of(target) for target in targets])
     if problems:
         raise InputError(problems)
@@ -210,7 +210,7 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     problems: list[str] = []
     found: list[Target] = []
     for part in text.split(","):
-        with collect(problems):
+        with InputError.collect(problems):
             found.append(parse_target(part.strip()))
     names = [target.text for target in found]
     problems += [f"command line: --targets: {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgt.document import InputError, collect, is_file, locate, read
+from jgt.document import InputError, path_problem, read
 from jgt.hardware import Target, parse_target, read_prices
-from jgt.rules import SHIPPED_RULES
 
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
@@ -111,13 +110,13 @@ def read_request(arguments: argparse.Namespace) -> Request:
     # Options of a search that would be without effect.
     alone = [f"--{name}" for name in _OF_A_SEARCH if getattr(arguments, name, None) is not None]
     problems += [f"command line: {name} needs --search" for name in alone]
-    with collect(problems):
+    with InputError.collect(problems):
         target = None if arguments.target is None else parse_target(arguments.target, arguments.chip, arguments.set)
     if arguments.target is None:
         given = {"--chip": arguments.chip, "--set": arguments.set, "--price": arguments.price}
         problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
     elif arguments.price is not None and target is not None:
-        with collect(problems):
+        with InputError.collect(problems):
             chip = target.text.partition(":")[0]
             price = read_prices(arguments.price, [chip])[chip]
     if arguments.config is None and arguments.diff is None:
@@ -128,14 +127,14 @@ def read_request(arguments: argparse.Namespace) -> Request:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
         problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
         sides = []
-        with collect(problems):
+        with InputError.collect(problems):
             sides = _sides(arguments.config, arguments.diff)
     # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
     count = arguments.devices if target is None else target.num_devices
     devices = [] if count is None else [f"devices.virtual_cpu={count}"]
     runs: list[Run] = []
     for config, more in sides:
-        with collect(problems):
+        with InputError.collect(problems):
             runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
     if arguments.sync and arguments.diff is not None:
         problems.append("--sync is for a single run and cannot be combined with --diff")
@@ -159,13 +158,13 @@ def _sides(config: str | None, diff: Sequence[str]) -> list[tuple[str, list[str]
         elif text in runs:
             sides.append((text, []))
         else:
-            sides.append((base, [f"rules={locate(text, SHIPPED_RULES).resolve()}"]))
+            sides.append((base, [f"rules={text if text.startswith('jgt:') else Path(text).resolve()}"]))
     return sides
 
 
 def _is_override(text: str) -> bool:
     """Whether a side of --diff is overrides and not a file."""
-    return "=" in text and not is_file(Path(text))
+    return "=" in text and path_problem(text) is not None
 
 
 def _is_run(path: str) -> bool:
@@ -179,6 +178,6 @@ def _is_rules(path: str) -> bool:
 
 def _keys(path: str) -> set[str]:
     try:
-        return set(read(locate(path)).children)
+        return set(read(path).children)
     except InputError:
         return set()

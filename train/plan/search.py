@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from jgt.document import InputError, collect
+from jgt.document import InputError
 from jgt.hardware import Target, parse_target
 
 from ..code.files import read_code
@@ -135,7 +135,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
     if arguments.config is not None:
-        with collect(problems):
+        with InputError.collect(problems):
             _opened(arguments)
     if problems:
         raise InputError(problems)
@@ -144,13 +144,13 @@ def _check(arguments: argparse.Namespace) -> None:
 def _target(arguments: argparse.Namespace) -> Target:
     """The target of a search on one. Raises InputError with all problems of the command line."""
     problems: list[str] = []
-    with collect(problems):
+    with InputError.collect(problems):
         _check(arguments)
     target = None
     if arguments.target is None:
         problems.append("command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare")
     else:
-        with collect(problems):
+        with InputError.collect(problems):
             target = parse_target(arguments.target, arguments.chip, arguments.set)
     if problems or target is None:
         raise InputError(problems)

@@ -31,7 +31,7 @@ from importlib import metadata
 from typing import Any
 
 from jgt import __version__
-from jgt.document import InputError, printable, shown
+from jgt.document import InputError, shown
 
 from ..command_line import EndError, Exit, say
 
@@ -270,4 +270,4 @@ def _read(lines: Any) -> tuple[str, str]:
     if not line:
         raise OSError("the connection was closed")
     word, _, text = line.rstrip("\n").partition(" ")
-    return word, printable(text)
+    return word, shown(text, len(text), quotes=False)

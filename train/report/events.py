@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt.document.node import printable
+from jgt.document import shown
 
 from .rows import read_lines
 
@@ -51,7 +51,7 @@ class Event(NamedTuple):
         """A detail that is text, cut after 300 characters, with escapes for those that are not printable; None if it is anything else."""
         value = self.details.get(key)
         # An escape sequence would move the cursor of the terminal that shows the report, or rename its window.
-        return printable(value[:_LONGEST_TEXT]) if isinstance(value, str) else None
+        return shown(value, _LONGEST_TEXT, quotes=False) if isinstance(value, str) else None
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:

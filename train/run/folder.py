@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from jgt import document
-from jgt.document import InputError
+from jgt.document import InputError, path_problem
 
 from ..checkpoint.disk import kind
 from ..code.files import COPY
@@ -159,7 +158,7 @@ def place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
     """
     # The directory itself, or the nearest one above it that exists. lexists, because a broken link is in the way too.
     above = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path())
-    if not document.is_folder(above):
+    if path_problem(above, "folder"):
         yield f"{above} is not a folder. Name another directory"
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"no permission to write in {above}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import shown
+from jgt.document import Node, shown
 
 from ..code.files import COPY
 from ..config import Run
@@ -65,6 +65,8 @@ def replace_config(run: Run, data: Mapping[str, Any], step: int) -> ConfigChange
     before = {name: path.read_text() for name in texts if (path := folder / name).is_file()}
     if before == texts:
         return None
+    new = Node.of(run.resolved(), CONFIG).plain()
+    old = document.read(folder / CONFIG).plain() if CONFIG in before else new
     name = f"step-{step}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     (folder / CONFIGS).mkdir(exist_ok=True)
     for file, text in before.items():
@@ -73,7 +75,6 @@ def replace_config(run: Run, data: Mapping[str, Any], step: int) -> ConfigChange
             _keep(folder / CONFIGS / f"{name}{Path(file).suffix}", text)
     for file, text in texts.items():
         write_whole(folder / file, text)
-    old, new = (document.parse(text, CONFIG).plain() for text in (before.get(CONFIG, texts[CONFIG]), texts[CONFIG]))
     changes = [*_changes((), old, new), *_data_changes(before.get(DATA), data)]
     return ConfigChange(step=step, changes=tuple(changes), kept=f"{CONFIGS}/{name}.yaml") if changes else None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import InputError, collect, shown, suggestion
+from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..checkpoint.disk import DiskError, describe
 from ..checkpoint.steps import FOLDER, Steps, find_steps
@@ -49,12 +49,12 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
     for key in allow:
         if not any(_is_below(key, section) for section in FIXED):
             keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
-            near = suggestion(key, FIXED)
-            why = f"unknown key.{near}" if near else "is not a key that needs to be allowed."
+            near = nearest(key, FIXED, lists=False)
+            why = f"unknown key. {near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
     path = None if resume in ("auto", "never") else Path(resume)
     # A run with checkpoints resumes from them, and its origin may be gone.
-    if path is not None and not document.is_folder(path) and not Steps(folder / FOLDER).listed():
+    if path is not None and path_problem(path, "folder") and not Steps(folder / FOLDER).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
@@ -64,9 +64,9 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
 def check_places(run: Run, resume: Resume) -> None:
     """Raises InputError with everything that is wrong with the run directory and the weights."""
     problems: list[str] = []
-    with collect(problems):
+    with InputError.collect(problems):
         check_folder(run, resume)
-    with collect(problems):
+    with InputError.collect(problems):
         check_weights(run)
     if problems:
         raise InputError(problems)
@@ -93,7 +93,7 @@ def check_folder(run: Run, resume: Resume) -> None:
 
 def code_of(folder: Path) -> str | None:
     """The checksum of a run directory's copy of the user's own code; None if it has none that can be read."""
-    if document.is_folder(folder / COPY):
+    if (folder / COPY).is_dir():
         with contextlib.suppress(InputError):
             return read_code([folder / COPY]).checksum
     return None
@@ -150,8 +150,8 @@ def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fixed(run: Run) -> dict[str, Any]:
-    # Written and read once more, so that values compare equal to the ones in a file: a tuple is a list there.
-    resolved = document.parse(document.dump(run.resolved()), "config").plain()
+    # As in a file, so that values compare equal to the ones there: a tuple is a list.
+    resolved = Node.of(run.resolved(), "config").plain()
     return {**{key: _get(resolved, key) for key in FIXED}, "code": run.code.checksum or None}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from jgt.document import collect
+from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints, Identity
 from ..checkpoint.disk import DiskError
@@ -168,15 +168,15 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     setup = data = None
     if isinstance(config.data, OwnData):
         # First, because its samples say which arrays the program gets.
-        with collect(problems):
+        with InputError.collect(problems):
             source = open_own(config.data, run.code, run.where, seq=config.model.seq, vocab=config.model.vocab)
             data = open_own_data(source, config.data, seed=config.run.seed)
     # The data is opened even if the program is wrong, so that all problems are reported at once.
     if data is not None or not problems:
-        with collect(problems):
+        with InputError.collect(problems):
             setup = prepare(run, element=None if data is None else data.element)
     if not isinstance(config.data, OwnData):
-        with collect(problems):
+        with InputError.collect(problems):
             data = open_data(
                 config.data,
                 seq=config.model.seq,
@@ -187,7 +187,7 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
             )
     # One process suffices for this check: if it fails, the others stop in agree_on_input too.
     if data is not None and jax.process_index() == 0:
-        with collect(problems):
+        with InputError.collect(problems):
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None

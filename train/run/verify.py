@@ -71,7 +71,7 @@ def is_verified(run: Run) -> bool:
     """Whether the layout of a run was compared on this machine, or has rules that ship, which the tests compare."""
     if run.rules_root is None or _note_of(run).exists():
         return True
-    return Path(run.rules_root.where.rpartition(":")[0]).resolve().is_relative_to(shipped_folder().resolve() / "rules")
+    return run.rules_root.is_shipped("rules")
 
 
 def _note_of(run: Run) -> Path:

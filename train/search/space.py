@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jgt.document import InputError, Node, collect, locate, override, read
+from jgt.document import InputError, Node, override, read
 from jgt.mesh.sizes import read_sizes
 from jgt.pipeline.config import PipelineConfig
 from jgt.rules import SHIPPED_RULES, Rules, rules_from_node
@@ -55,10 +55,10 @@ class Open:
     @classmethod
     def read(cls, config: str, overrides: Sequence[str], code: Code, free: Collection[str] = ()) -> Open:
         """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
-        root, problems = read(locate(config)), list[str]()
+        root, problems = read(config), list[str]()
         stage = root.find("pipeline.axis").value
         for assignment in overrides:
-            with collect(problems):
+            with InputError.collect(problems):
                 root = override(root, assignment)
         run = load(config, [*overrides, "mesh=null", "rules=null", "pipeline=null", "budget=null"], code=code, problems=problems)
 
@@ -107,7 +107,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
     has_experts = getattr(fixed.run.config.model, "experts", None) is not None
     for name in SHIPPED:
         if (name == "experts") is has_experts:
-            rules = rules_from_node(read(locate(f"jgt:{name}", SHIPPED_RULES)))
+            rules = rules_from_node(read(f"jgt:{name}", SHIPPED_RULES))
             yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 

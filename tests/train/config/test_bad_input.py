@@ -155,7 +155,7 @@ def test_rules_against_the_mesh(write, refused):
     [
         ("rules: {default: replicate}", ":1: rules: rules need a mesh: section with the axes that they name"),
         ("mesh: {data: 2}\nrules: ruled.yaml", "ruled.yaml. Did you mean 'rules.yaml'?"),
-        ("mesh: {data: 2}\nrules: 3", ":2: rules: rules must be the path of a file or a mapping, not the whole number 3"),
+        ("mesh: {data: 2}\nrules: 3", ":2: rules: rules must be the path of a file or a mapping, not 3"),
         ("mesh: {data: -1, fsdp: -1}", ":1: mesh: only one size may be -1; data and fsdp are"),
         ("mesh: {data: 0}", ":1: mesh.data: an axis size is a whole number of at least 1, or -1 for the remaining devices"),
         (
