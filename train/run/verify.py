@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.api.verify import Verification, verify_sharded
-from jgt.document import InputError, shipped_folder
+from jgt.document import InputError
 from jgt.sharding.sharded import Sharded
 
 from ..compiled import default_folder
