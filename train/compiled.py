@@ -3,19 +3,16 @@
 
 A program with one wrong bit may run and compute wrong numbers, and JAX's own cache does not always notice: a compressed frame without a
 checksum unpacks to other bytes. So each stored file begins with a SHA-256 over its name and its content. The name is part of it because
-two whole files may be exchanged. The checksum shows accidents, not forgeries: whoever may write to the folder can also make a checksum.
-Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
+two whole files may be exchanged. Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
 
 A whole program can still end the process that loads it: it may use instructions that this machine lacks, or a driver may have changed. A
-restart would load it again and die again. So a process that loads a stored program puts a `.trial` file beside it, locks that file, and
-removes it as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a
-process died with the program, and the next start removes both. Without locks or room for such a file, a program is loaded without a trial.
+restart would load it again and die again. So a process writes the programs that it loads into a `.trial` file, which it locks, and removes
+as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a process died with
+these programs, and the next start removes them. Without locks or room for such a file, programs are loaded without a trial.
 
-Many processes share a folder. A file gets its name only when it is complete, and names may appear and disappear at any moment.
-
-JAX reads and writes its cache through one object with the methods `get` and `put`. The object is private, and JAX has no public way to give
-it another. This file puts its own object there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better
-than running a program that was not checked.
+JAX reads and writes its cache through one object with the methods `get` and `put`, and has no public way to give it another. This file puts
+its own object there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better than running a program that
+was not checked.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import secrets
@@ -43,7 +41,7 @@ ENDING = ".sealed-cache"
 TRIAL = ".trial"
 _LARGEST = 10 * 2**30
 """The bytes of a folder above which the oldest programs are removed at a start."""
-_MOST_NAMES = 5
+_LONGEST_TRIAL = 1 << 20
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -58,8 +56,7 @@ class Programs:
         # JAX shows `_path` in its log.
         self.folder = self._path = folder
         self._reported: set[str] = set()
-        self._trials: dict[Path, int] = {}
-        """The `.trial` files of this process, and the descriptors that hold their locks."""
+        self._trial: IO[bytes] | None = None
 
     def get(self, key: str) -> bytes | None:
         """The program of a key, which is then on trial; None if there is none that can be used."""
@@ -75,14 +72,12 @@ class Programs:
             # A disk that fails for a moment is no damage, so the file stays.
             self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
             return None
-        trial = path.with_name(f"{path.name}{TRIAL}")
-        with contextlib.suppress(OSError):
-            if trial not in self._trials:
-                # Neither followed nor waited for: the name may belong to a link or a pipe.
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                self._trials[trial] = os.open(trial, flags, 0o666)
-                # Shared with the other processes that load the program.
-                fcntl.flock(self._trials[trial], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # ValueError: another thread ends the trial meanwhile.
+        with contextlib.suppress(OSError, ValueError):
+            if self._trial is None:
+                self._trial = (self.folder / f"{secrets.token_hex(8)}{TRIAL}").open("xb", buffering=0)
+                fcntl.flock(self._trial, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._trial.write(f"{key}\n".encode())
         return program
 
     def put(self, key: str, value: bytes) -> None:
@@ -95,33 +90,29 @@ class Programs:
 
     def end_trial(self) -> None:
         """The programs loaded so far have run, or this process ends for a reason that is not theirs."""
-        # KeyError: there is none left. Asked in this way because another thread may end the trial at the same time.
-        with contextlib.suppress(KeyError):
-            while True:
-                trial, descriptor = self._trials.popitem()
-                # Removed before the lock is released: no other process takes it for a dead one's.
-                with contextlib.suppress(OSError):
-                    trial.unlink(missing_ok=True)
-                os.close(descriptor)
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            # Removed before the lock is released: no other process takes it for a dead one's.
+            with contextlib.suppress(OSError):
+                Path(trial.name).unlink(missing_ok=True)
+            trial.close()
 
     def remove_suspects(self) -> None:
         """Removes the programs that dead processes have left on trial."""
         names: set[str] = set()
-        for trial in self.folder.glob(f"*{ENDING}{TRIAL}"):
-            # BlockingIOError: a process lives that has the program on trial.
-            with contextlib.suppress(OSError, DamagedError), _open_file(trial) as file:
+        for trial in self.folder.glob(f"*{TRIAL}"):
+            # BlockingIOError: the process lives. Everything else: this is not a file that a start has written.
+            with contextlib.suppress(OSError, ValueError, DamagedError), _open_file(trial) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                program = trial.with_name(trial.name.removesuffix(TRIAL))
-                if program.exists():
-                    _remove(program)
-                    names.add(program.name.removesuffix(ENDING).rpartition("-")[0])
+                for key in file.read(_LONGEST_TRIAL).decode().split():
+                    program = self.folder / f"{key}{ENDING}"
+                    if program.parent == self.folder and program.exists():
+                        _remove(program)
+                        names.add(key.rpartition("-")[0])
                 trial.unlink()
         if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            self._report(
-                f"a start died before it finished a step with compiled programs from {self.folder}. They are compiled again: "
-                f"{', '.join(sorted(names)[:_MOST_NAMES])}{more}"
-            )
+            why = f"a start died before it finished a step with compiled programs from {self.folder}"
+            self._report(f"{why}. They are compiled again: {', '.join(sorted(names))}")
 
     def _report(self, text: str) -> None:
         if text not in self._reported:
@@ -183,11 +174,9 @@ def default_folder() -> Path:
 
     Raises RuntimeError for a user without a home.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
+    base, features = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), platform.processor()
+    with contextlib.suppress(OSError, StopIteration):
         features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
     return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
@@ -237,16 +226,10 @@ def _remove(path: Path) -> str:
 
 def _remove_oldest(folder: Path) -> None:
     """Removes the oldest programs of a folder that has grown too large. Other files stay: they may be the user's."""
-    files: list[tuple[float, int, Path]] = []
-    for path in folder.iterdir():
-        # Another start may have removed it.
-        with contextlib.suppress(OSError):
-            status = path.lstat()
-            if path.name.endswith(("-cache", "-atime")) and stat.S_ISREG(status.st_mode):
-                files.append((status.st_mtime, status.st_size, path))
-    total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total > _LARGEST:
-            total -= size
-            with contextlib.suppress(OSError):
-                path.unlink()
+    # Another start may remove them at the same time.
+    with contextlib.suppress(OSError):
+        stored = [(path.lstat(), path) for path in folder.iterdir() if path.name.endswith(("-cache", "-atime"))]
+        newest = sorted((s.st_mtime, s.st_size, path) for s, path in stored if stat.S_ISREG(s.st_mode))[::-1]
+        for size, (*_, path) in zip(itertools.accumulate(size for _, size, _ in newest), newest, strict=True):
+            if size > _LARGEST:
+                path.unlink(missing_ok=True)
