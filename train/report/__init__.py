@@ -2,5 +2,5 @@
 
 `rows.py` reads the metrics, also for other rooms, and `events.py` what each start of the run wrote. `accounts.py` divides wall time among
 its causes, and `table.py` prints it, with the straggler (`stragglers.py`) and the load of experts (`loads.py`). `runs.py` reads runs as
-curves, which `plot.py` and `terminal.py` draw and `compare.py` compares.
+curves, which `plot.py` draws and `compare.py` compares.
 """

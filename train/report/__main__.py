@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
@@ -17,14 +17,11 @@ from jgt.document import InputError, nearest
 from .accounts import read_accounts
 from .compare import compare_runs, print_comparison
 from .loads import MARGIN, Loads, describe_loads, read_loads
-from .runs import AXES, METRICS, RunCurves, read_runs, short_names
+from .runs import AXES, METRICS, RunCurves, draw_text, read_runs, short_names
 from .table import print_accounts
-from .terminal import draw_text
 
 PICTURE = "curves.png"
 """The file that `jgt plot` writes if none is named."""
-_COLUMNS = 200
-"""The columns of a heat map, at most."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +100,7 @@ def _plot(arguments: argparse.Namespace) -> None:
     if loads is None:
         draw_png(runs, metrics, arguments.over, path)
     else:
-        draw_loads(loads.heat(_COLUMNS), (loads.steps[0], loads.steps[-1]), path)
+        draw_loads(loads, path)
     print(f"Drawn to {path}")
 
 
@@ -133,7 +130,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     runs = read_runs([Path(arguments.first), Path(arguments.second)])
     comparison = compare_runs(*runs)
     if arguments.json:
-        print(json.dumps(comparison.to_json(), indent=1))
+        print(json.dumps(asdict(comparison), indent=1))
     else:
         print_comparison(comparison, short_names(runs))
 

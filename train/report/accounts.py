@@ -43,15 +43,11 @@ CAUSES: Mapping[str, str] = {
     "other": "anything else inside a start",
 }
 """What wall time is spent on, and its name in the table. Each second belongs to one of them."""
-
 NO_RECORD = "no record"
 """How a start ended, if its events do not say."""
-
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
-
 _INCIDENTS = ("nonfinite", "spike", "save_failed")
-
 _CAUSE_OF = {"start": "startup", "verify": "restore"} | {n: n for n in ("open", "compile", "init", "restore", "save", "eval", "sample")}
 """The cause of a phase. All other phases are part of `other`."""
 
@@ -134,7 +130,7 @@ def read_accounts(run: Path) -> Accounts:
         lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
         raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
     others: dict[int, Sequence[Event]] = {}
-    # Process 0's file has no number. A file of any other name, such as a copy that someone made, is not the run's.
+    # A file of any other name, such as a copy that someone made, is not the run's.
     for path in run.glob("events-*.jsonl"):
         if (process := path.stem.removeprefix("events-")).isdecimal():
             others[int(process)], unreadable_here = read_events(path)
@@ -151,8 +147,7 @@ def account(
     unreadable_lines: int = 0,
 ) -> Accounts:
     """The accounts from the events of process 0, at least one, and from the events of each other process."""
-    others = others or {}
-    starts = find_starts(events)
+    others, starts = others or {}, find_starts(events)
     limits = _last_preserved_steps(starts)
     causes = _seconds_by_cause(starts, limits)
     # Wall time is defined as the sum of its parts, so that a reader who adds them up arrives at the same number to the last digit.
@@ -194,12 +189,10 @@ def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict
 
 
 def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:
-    """The last step of each start that is not lost: a step is lost if a later start resumes before it."""
+    """The last step of each start that is not lost: a step is lost by the earliest checkpoint that any later start resumes from."""
     # A start that ended before it resumed took nothing away.
     resumed = [math.inf if start.resumed is None else start.resumed for start in starts]
-    # Backwards, because a step is lost by the earliest checkpoint that any later start resumed from.
-    limits = [*itertools.accumulate(reversed(resumed), min, initial=math.inf)]
-    return limits[-2::-1]
+    return [*itertools.accumulate(reversed(resumed), min, initial=math.inf)][-2::-1]
 
 
 def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -> dict[str, float]:
@@ -225,7 +218,7 @@ def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -
 
 
 def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, useful: float, wall: float) -> Throughput:
-    """The speed from the number of steps that count, the tokens of a step, the useful seconds and the seconds of wall time."""
+    """steps: those that count. tokens: of a step. useful, wall: seconds."""
     speeds = [(stretch.seconds / stretch.steps, stretch) for start in starts for stretch in start.stretches]
     slowest_s, slowest = max(speeds, key=lambda speed: speed[0], default=(None, None))
     over_steps, over_wall = (steps / seconds if steps and seconds else None for seconds in (useful, wall))

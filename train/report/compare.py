@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jgt.console import count_text, make_console, make_table
@@ -22,6 +22,7 @@ from .runs import RunCurves
 
 _OWN = ("run.name", "run.dir", "log")
 """Keys that differ between any two runs, or say nothing about training."""
+_MEDIANS = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
 _RECENT = 10
 _STEPS = 8
 """The rows of the table of losses."""
@@ -42,10 +43,7 @@ class Difference:
 class Comparison:
     """The differences of two runs.
 
-    config: the keys that differ.
-    results: figures of both runs.
-    losses: the losses at some of the common steps.
-    common: the number of common steps.
+    config: the keys that differ. results: figures of both runs. losses: the losses at some of the common steps, whose number is `common`.
     equal_up_to: the last common step up to which all losses are equal bit for bit; None if not even the first loss is.
     """
 
@@ -54,10 +52,6 @@ class Comparison:
     losses: tuple[Difference, ...]
     common: int
     equal_up_to: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as plain values."""
-        return asdict(self)
 
     @property
     def verdict(self) -> str:
@@ -101,7 +95,7 @@ def _figures(run: RunCurves) -> dict[str, float | None]:
         "best eval_loss": min(evaluations, default=None),
         "last eval_loss": evaluations[-1] if evaluations else None,
         "hours": hours[-1].x if hours else None,
-        **{f"median {name}": _median(values(name)) for name in ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")},
+        **{f"median {name}": statistics.median(y) for name in _MEDIANS if (y := values(name))},
         "memory_peak_bytes": max(values("memory_peak_bytes"), default=None),
         "goodput": _goodput(run),
     }
@@ -112,10 +106,6 @@ def _goodput(run: RunCurves) -> float | None:
     with contextlib.suppress(InputError, OSError):
         return read_accounts(run.folder).goodput
     return None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _difference(name: str, first: float | None, second: float | None) -> Difference:

@@ -21,9 +21,9 @@ from .rows import read_lines
 
 KILLED = "killed"
 """How a start ended that wrote no `stop`, although another start followed."""
-MAX_COUNT = 2**53
+_MAX_COUNT = 2**53
 """Whole numbers below it are exact in JSON. Larger ones are not an event's."""
-MAX_SECONDS = 253_402_300_800
+_MAX_SECONDS = 253_402_300_800
 """The year 10000, in seconds since 1970. Larger numbers are not an event's."""
 _LONGEST_TEXT = 300
 
@@ -36,16 +36,11 @@ class Event(NamedTuple):
     seconds: float
     details: Mapping[str, Any]
 
-    @property
-    def end(self) -> float:
-        """When the event ended, in seconds since 1970."""
-        return self.time + self.seconds
-
     def natural(self, key: str) -> int | None:
         """A detail that is a whole number of at least 0; None if it is absent or anything else."""
         value = self.details.get(key)
         # Not isinstance: True is an int.
-        return value if type(value) is int and 0 <= value < MAX_COUNT else None
+        return value if type(value) is int and 0 <= value < _MAX_COUNT else None
 
     def text(self, key: str) -> str | None:
         """A detail that is text, cut after 300 characters, with escapes for those that are not printable; None if it is anything else."""
@@ -60,16 +55,15 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     return [event for event in events if event is not None], events.count(None)
 
 
-def seconds_of(value: Any) -> float | None:
-    """A number of seconds of at least 0; None if the value is anything else."""
+def _seconds(value: Any) -> float | None:
     # Not isinstance: True is an int. NaN fails the comparison below, and so does infinity.
-    return float(value) if type(value) in (float, int) and 0 <= value < MAX_SECONDS else None
+    return float(value) if type(value) in (float, int) and 0 <= value < _MAX_SECONDS else None
 
 
 def _event(row: dict[str, Any] | None) -> Event | None:
     if row is None:
         return None
-    phase, time, seconds = row.pop("phase", None), seconds_of(row.pop("time", None)), seconds_of(row.pop("seconds", None))
+    phase, time, seconds = row.pop("phase", None), _seconds(row.pop("time", None)), _seconds(row.pop("seconds", None))
     if not isinstance(phase, str) or time is None or seconds is None:
         return None
     return Event(phase=phase, time=time, seconds=seconds, details=row)
@@ -145,7 +139,7 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     return StartSummary(
         begin=events[0].time,
         # The latest end, which need not be the last line's: the clock may have been set back.
-        end=round(max(event.end for event in events), 6),
+        end=round(max(event.time + event.seconds for event in events), 6),
         resumed=resumed,
         reached=max((step for step in [*known, *(s.last for s in stretches), resumed] if step is not None), default=None),
         ended=stop.text("why") if stop is not None else None if is_last or opening is None else KILLED,
@@ -162,4 +156,4 @@ def _stretches(events: Sequence[Event]) -> Iterator[Stretch]:
         first, last = event.natural("first"), event.natural("last")
         # Anything else is not a stretch, and would divide by zero later.
         if first and last is not None and last >= first:
-            yield Stretch(first=first, last=last, seconds=event.seconds, busy=seconds_of(event.details.get("busy")))
+            yield Stretch(first=first, last=last, seconds=event.seconds, busy=_seconds(event.details.get("busy")))

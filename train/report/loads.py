@@ -1,7 +1,5 @@
 """The load of experts over time, from a run's experts.jsonl: which experts are used most and least, and a heat map as text.
 
-`jgt report` and `jgt plot --experts` print it; the picture is in `plot.py`.
-
 A model may have thousands of experts and a terminal has some dozens of rows. So the heat map shows one layer, the one with the least equal
 loads at the end of the run, and its most and least used experts. Time runs to the right; a column is the mean over some records.
 
@@ -18,7 +16,7 @@ from typing import Any
 
 from .rows import LOADS, read_metrics
 
-MAX_ROWS = 16
+_MAX_ROWS = 16
 """The rows of a heat map."""
 MARGIN = 12
 """The columns beside a heat map."""
@@ -51,10 +49,6 @@ class Loads:
         ends = [round(i * len(self.steps) / num) for i in range(num + 1)]
         parts = [[record[layer] for record in self.loads[begin:end]] for begin, end in itertools.pairwise(ends)]
         return [[sum(row[expert] for row in part) / len(part) for part in parts] for expert in range(len(self.loads[-1][layer]))]
-
-    def heat(self, columns: int) -> list[list[list[float]]]:
-        """By layer: the loads by expert and column."""
-        return [self.of_layer(layer, columns) for layer in range(len(self.loads[-1]))]
 
     def fullest(self, record: int) -> float:
         """The load of the fullest expert, mean over layers."""
@@ -91,14 +85,12 @@ def read_loads(run: Path) -> Loads | None:
 
 def describe_loads(loads: Loads, columns: int, *, is_ascii: bool = False) -> Iterator[str]:
     """The lines that a terminal shows. columns: the width of the heat map."""
-    layer = loads.worst_layer
-    last = loads.loads[-1][layer]
-    order = loads.by_use(layer)
-    first, end = loads.fullest(0), loads.fullest(-1)
+    layer, first, end = loads.worst_layer, loads.fullest(0), loads.fullest(-1)
+    last, order = loads.loads[-1][layer], loads.by_use(layer)
     yield f"Experts: the fullest of a layer had {first:.2f} mean loads at step {loads.steps[0]} and has {end:.2f} at step {loads.steps[-1]}"
     most, least = (", ".join(f"{e} ({last[e]:.2f})" for e in part) for part in (order[:_NAMED], order[::-1][:_NAMED]))
     yield f"Layer {layer} is the least equal: most used {most}; least used {least}"
-    shown = order if len(order) <= MAX_ROWS else [*order[: MAX_ROWS // 2], *order[-MAX_ROWS // 2 :]]
+    shown = order if len(order) <= _MAX_ROWS else [*order[: _MAX_ROWS // 2], *order[-_MAX_ROWS // 2 :]]
     cells, shades = loads.of_layer(layer, columns), _ASCII if is_ascii else _SHADES
     for expert in shown:
         yield f"{expert:>{MARGIN - 2}} |{''.join(shades[sum(load >= limit for limit in _STEPS)] for load in cells[expert])}"
@@ -107,7 +99,7 @@ def describe_loads(loads: Loads, columns: int, *, is_ascii: bool = False) -> Ite
 
 
 def _loads(value: Any) -> tuple[tuple[float, ...], ...]:
-    """The loads of a record, nothing if they are anything else."""
+    """The loads of a record, by layer; nothing if they are anything else."""
     if not isinstance(value, list) or not all(isinstance(layer, list) and layer for layer in value):
         return ()
     # NaN fails the comparison, too, and an integer of JSON may be too large for a float.

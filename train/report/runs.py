@@ -1,4 +1,4 @@
-"""Runs as curves: each metric of metrics.jsonl over steps, tokens or hours.
+"""Runs as curves: each metric of metrics.jsonl over steps, tokens or hours; and as text, for machines without matplotlib and for ssh.
 
 Runs are drawn to be compared, and which axis is fair depends on the question: steps for the same batch, tokens for different ones, hours
 for the speed. So a curve takes its x from a name. An evaluation has a row without tokens, and gets the number of the training step before
@@ -11,11 +11,12 @@ level everywhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jgt.console import count_text
 from jgt.document import InputError, nearest
 
 from .rows import read_config, read_metrics
@@ -24,6 +25,11 @@ AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "tim
 """What a curve may be drawn over, and the metric that says where."""
 METRICS = ("loss", "eval_loss", "tokens_per_s")
 """What is drawn if nothing else is asked for."""
+_HEIGHT = 10
+"""The lines of a diagram."""
+_MARKS = "abcdefghijklmnopqrstuvwxyz"
+_SHARED = "*"
+"""Where several runs have the same place."""
 
 
 class Point(NamedTuple):
@@ -96,3 +102,44 @@ def _problem(path: Path) -> str | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def draw_text(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, width: int) -> Iterator[str]:
+    """The lines of the diagrams. width: the columns of the screen."""
+    names = short_names(runs)
+    for mark, name in zip(_MARKS * len(names), names, strict=False):
+        yield f"{mark} {name}"
+    for metric in metrics:
+        curves = [run.curve(metric, over) for run in runs]
+        yield ""
+        if any(curves):
+            yield from _diagram(metric, curves, over, width)
+        else:
+            yield f"{metric}: no values"
+
+
+def _diagram(metric: str, curves: Sequence[Sequence[Point]], over: str, width: int) -> Iterator[str]:
+    # Means over columns: one bad step would flatten the rest of the curve.
+    columns = max(10, width - 12)
+    curves = [thinned(curve, columns) for curve in curves]
+    xs, ys = [p.x for curve in curves for p in curve], [p.y for curve in curves for p in curve]
+    cells: list[list[str]] = [[" "] * columns for _ in range(_HEIGHT)]
+    for mark, curve in zip(_MARKS * len(curves), curves, strict=False):
+        for point in curve:
+            column = _place(point.x, min(xs), max(xs), columns)
+            row = _HEIGHT - 1 - _place(point.y, min(ys), max(ys), _HEIGHT)
+            cells[row][column] = mark if cells[row][column] in (" ", mark) else _SHARED
+    yield metric
+    for row, line in enumerate(cells):
+        label = _value_text(max(ys)) if row == 0 else _value_text(min(ys)) if row == _HEIGHT - 1 else ""
+        yield f"{label:>10} |{''.join(line)}".rstrip()
+    left, right = _value_text(min(xs)), f"{_value_text(max(xs))} {over}"
+    yield f"{'':11}{left}{right:>{max(columns + 1 - len(left), len(right) + 1)}}"
+
+
+def _place(value: float, low: float, high: float, count: int) -> int:
+    return 0 if high == low else min(count - 1, int((value - low) / (high - low) * count))
+
+
+def _value_text(value: float) -> str:
+    return count_text(value) if abs(value) >= 100 else f"{value:.4g}"

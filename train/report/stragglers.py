@@ -52,19 +52,14 @@ def find_stragglers(starts: Sequence[StartSummary], others: Mapping[int, Sequenc
         overlapping = [start for start in their_starts if start.begin <= last.end and start.end >= last.begin]
         if overlapping and (last.processes is None or process < last.processes):
             start_of[process] = overlapping[-1]
-    busy = [busy for process, start in start_of.items() if (busy := _busy(process, start)) is not None]
+    # Ties go to the lowest process, so that the report is the same each time.
+    busy = sorted(filter(None, map(_busy, start_of, start_of.values())), key=lambda busy: (-busy.step_s, busy.process))
     if len(busy) < 2:
         return None
-    # Ties go to the lowest process, so that the report is the same each time.
-    busy.sort(key=lambda busy: (-busy.step_s, busy.process))
     slowest, median = busy[0], statistics.median(b.step_s for b in busy)
+    spread = slowest.step_s / median if median else None
     return Stragglers(
-        processes=tuple(busy),
-        slowest=slowest.process,
-        host=slowest.host,
-        slowest_s=slowest.step_s,
-        median_s=median,
-        spread=slowest.step_s / median if median else None,
+        processes=tuple(busy), slowest=slowest.process, host=slowest.host, slowest_s=slowest.step_s, median_s=median, spread=spread
     )
 
 

@@ -10,7 +10,6 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 from train.compiled import ENDING, TRIAL, Programs, finish_trial, open_programs, programs_on_trial, use_programs
 
-
 # A trial is open as long as its process lives, unless a step is finished.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
