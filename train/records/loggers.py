@@ -28,7 +28,7 @@ class Logger:
         raise NotImplementedError
 
     def forget_after(self, step: int) -> None:
-        """This start resumes from `step`, and trains later steps again."""
+        """Drops the rows of later steps than the one that this start resumes from: it trains them again."""
 
     def close(self) -> None:
         """No more metrics will come."""

@@ -1,9 +1,8 @@
 """Traces some steps of a run with JAX's profiler, and reports the device time of each signal.
 
-Steps are dispatched ahead of the devices, so the trace has to begin and end when no step is running: the training loop waits for the
-devices before it calls `start` and `finish`. In between, each dispatch is annotated with its step's number, which is how the report can
-say when the host was late. `jgt.profile` reads the trace; here it becomes a table for a person, `signals.json` for a program, and the
-trace itself for XProf or Perfetto. A trace that cannot be written costs the report, never the run.
+Steps are dispatched ahead of the devices, so the training loop waits for the devices before it calls `start` and `finish`. In between,
+each dispatch is annotated with its step's number, which is how the report can say when the host was late. `jgt.profile` reads the trace;
+here it becomes a table for a person and `signals.json` for a program. A trace that cannot be written costs the report, never the run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class Profiler:
         # JAX names a trace by host and second: processes on one machine would write to the same file.
         self._folder = run / PROFILE if process == 0 else run / PROFILE / f"process-{process}"
         self._before: set[Path] = set()
-        self._tracing = False
+        self.tracing = False
+        """Whether a trace is running."""
 
     def check(self, done: int, total: int) -> None:
         """Raises InputError if a run of `total` steps that resumes after `done` of them does not train the steps to profile."""
@@ -50,12 +50,7 @@ class Profiler:
 
     def ends(self, step: int) -> bool:
         """Whether the trace is running and has to end with this step."""
-        return self._tracing and self._steps is not None and step >= self._steps.last
-
-    @property
-    def tracing(self) -> bool:
-        """Whether a trace is running."""
-        return self._tracing
+        return self.tracing and self._steps is not None and step >= self._steps.last
 
     def start(self) -> None:
         """Begins the trace. No step may be running."""
@@ -66,11 +61,11 @@ class Profiler:
         # Otherwise every call of a Python function would be an event, and slow the host down.
         options.python_tracer_level = 0
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        self._tracing = True
+        self.tracing = True
 
     def around(self, step: int) -> AbstractContextManager[object]:
         """A context for the dispatch of a step, which marks it in the trace with the step's number."""
-        return jax.profiler.StepTraceAnnotation(_ANNOTATION, step_num=step) if self._tracing else contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation(_ANNOTATION, step_num=step) if self.tracing else contextlib.nullcontext()
 
     def finish(self, done: int, text: str, known_signals: Iterable[str]) -> None:
         """Ends the trace after step `done` and reports it. No step may be running.
@@ -96,9 +91,9 @@ class Profiler:
 
     def close(self) -> None:
         """Ends the trace if one is running. Failing to write it does not stop the run."""
-        if self._tracing:
-            # First of all: whatever fails below, the trace is not ended a second time.
-            self._tracing = False
+        if self.tracing:
+            # First: whatever fails below, the trace is not ended a second time.
+            self.tracing = False
             try:
                 jax.profiler.stop_trace()
             except (OSError, RuntimeError) as error:

@@ -1,15 +1,13 @@
 """The progress of a run: each step from its dispatch until its metrics are checked, logged and printed.
 
-The host dispatches a step while the steps before it still run. To read a step's metrics is to wait for that step, so reading
-them right away would leave the devices idle until the host has prepared the next one. `Progress` therefore keeps the metrics
-on the devices, and fetches them when the step is known to be finished and later steps are already enqueued
-(`clock.InFlight`). Steps are handled in order, one or two behind the loop, and before anything that is not a step (an
-evaluation, a checkpoint, the end) all of them are handled.
+The host dispatches a step while the steps before it still run. To read a step's metrics is to wait for that step, so `Progress` keeps them
+on the devices, and fetches them when the step is known to be finished and later steps are already enqueued (`clock.InFlight`). Steps are
+handled in order, one or two behind the loop, and before anything that is not a step (an evaluation, a checkpoint, the end) all of them are.
 
-The same place looks for updates that were not applied: the compiled step itself refuses an update whose loss or gradient is
-not finite, or whose loss is a spike, and says so in its metrics. `UpdateGuard` records them and decides whether the run may
-continue. All processes have the same metrics, so each makes the same decision without communication. With phases each process has only the
-metrics of its replicas, and decides for itself: communication would make all processes wait for the slowest process.
+The compiled step itself refuses an update whose loss or gradient is not finite, or whose loss is a spike, and says so in its metrics.
+`UpdateGuard` records such updates and decides whether the run may continue. All processes have the same metrics, so each makes the same
+decision without communication. With phases each process has only the metrics of its replicas, and decides for itself: communication would
+make all processes wait for the slowest process.
 """
 
 from __future__ import annotations
@@ -110,7 +108,10 @@ class Progress:
         self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
-        self._flops, self._peak = _flops_per_sample(setup), _peak_of_mesh(setup)
+        model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
+        self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters)
+        """The FLOPs of a sample."""
+        self._peak = None if peak is None else peak * setup.mesh.size
         self._countdown = Countdown(done)
         every = self._config.train.log_every
         self._loads_every = every * max(1, self._total // (_MOST_LOADS * every))
@@ -172,8 +173,7 @@ class Progress:
         # Whatever else the loss returns is logged under its own name, unless it is one of these.
         own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _NO_METRICS}
         return own | {
-            "loss": float(done.metrics["loss"]),
-            "grad_norm": float(done.metrics["grad_norm"]),
+            **{name: float(done.metrics[name]) for name in ("loss", "grad_norm")},
             # Computed here from the step's number, so that it needs no transfer from the devices.
             "lr": learning_rate(self._config.optimizer, self._total, done.step),
             "time": round(time.time(), 3),
@@ -186,12 +186,12 @@ class Progress:
         }
 
     def _speed(self, seconds: float | None) -> dict[str, float | None]:
-        speed = None if seconds is None else self._config.train.batch / seconds
-        flops = None if speed is None or self._flops is None else speed * self._flops
-        of_peak = None if flops is None or self._peak is None else flops / self._peak
-        if self._tokens is None:
-            return {"samples_per_s": speed, "mfu": of_peak}
-        return {"tokens_per_s": None if speed is None else speed * self._tokens, "mfu": of_peak}
+        name = "samples_per_s" if self._tokens is None else "tokens_per_s"
+        if seconds is None:
+            return {name: None, "mfu": None}
+        speed = self._config.train.batch / seconds
+        mfu = None if self._flops is None or self._peak is None else speed * self._flops / self._peak
+        return {name: speed * (self._tokens or 1), "mfu": mfu}
 
 
 class Countdown:
@@ -226,16 +226,6 @@ def memory_use() -> dict[str, int]:
     # The fullest device is the one that runs out.
     fullest = max(all_stats, key=lambda stats: stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)), default={})
     return {name: int(fullest[key]) for name, key in _MEMORY.items() if key in fullest}
-
-
-def _flops_per_sample(setup: Setup) -> float | None:
-    tokens = tokens_per_sample(setup)
-    return None if tokens is None else tokens * setup.run.config.model.flops_per_token(setup.num_parameters)
-
-
-def _peak_of_mesh(setup: Setup) -> float | None:
-    peak = peak_flops(jax.devices()[0].device_kind)
-    return None if peak is None else peak * setup.mesh.size
 
 
 def _scalar(value: Any) -> float | None:

@@ -1,8 +1,8 @@
 """The files that a run writes about itself: metrics.jsonl, events.jsonl, experts.jsonl, and the metrics of its other loggers.
 
 A run can be killed at any moment, so every record is appended and the file closed at once: a killed process loses at most the record that
-it was writing. A record may also be impossible to write, because the disk is full or fails. So each file is a sink (`sink.py`): the
-record is then lost as a whole, and the run continues. Readers skip lines that are not valid JSON.
+it was writing. Each file is a sink (`sink.py`): a record that cannot be written is lost as a whole, and the run continues. Readers skip
+lines that are not valid JSON.
 
 Metrics and events have different histories. A restart trains the steps after its checkpoint again, so their metrics are dropped and written
 once more: metrics.jsonl has each step once. Events are what really happened, including the lost steps, and are never dropped. Process 0
@@ -50,19 +50,19 @@ class Records:
     """
 
     def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
-        self._folder = folder
         # The metrics are the same on all processes.
-        self._loggers = [JsonLines(folder / "metrics.jsonl"), *loggers] if process == 0 else []
-        self._loads = [JsonLines(folder / LOADS)] if process == 0 else []
+        self._loggers = [] if process else [JsonLines(folder / "metrics.jsonl"), *loggers]
+        self._loads = [] if process else [JsonLines(folder / LOADS)]
         events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
         self._events = Sink(events.name, AppendedFile(events).write)
-        self._sample = Sink("sample.txt", AppendedFile(folder / "sample.txt").write)
+        self._sample = Sink("sample.txt", lambda text: _write_text(folder / "sample.txt", text))
 
     @property
     def lost(self) -> dict[str, int]:
         """The number of lost records of each sink that lost any."""
-        metrics, *others = [logger.sink for logger in (*self._loggers, *self._loads)] or [self._events]
-        return {sink.name: sink.lost for sink in (metrics, self._events, self._sample, *others) if sink.lost}
+        metrics, others = self._loggers[:1], (*self._loggers[1:], *self._loads)
+        sinks = *(logger.sink for logger in metrics), self._events, self._sample, *(logger.sink for logger in others)
+        return {sink.name: sink.lost for sink in sinks if sink.lost}
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Adds the metrics of a step to metrics.jsonl and to all loggers."""
@@ -88,10 +88,10 @@ class Records:
         row = {"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details}
         self._events.put(json.dumps(row).encode() + b"\n")
 
-    def text(self, name: str, text: str) -> None:
-        """Writes a text file into the run directory; process 0 only."""
+    def sample(self, text: str) -> None:
+        """Writes sample.txt; process 0 only."""
         if self._loggers:
-            self._sample.attempt(lambda: _write_text(self._folder / name, text))
+            self._sample.put(text)
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of later steps than the one that a restart resumes from: they will be written again."""

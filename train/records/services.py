@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..command_line import say
 from ..report.rows import flattened, read_object
@@ -36,24 +36,16 @@ _MAX_PARAMETER = 500
 _IDS_LOCK = threading.Lock()
 
 
-class Client(Protocol):
-    """A connection to a service. Its methods may take long and may raise anything."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends the metrics of a step."""
-        ...
-
-    def finish(self) -> None:
-        """Waits until everything is sent, and closes the connection."""
-        ...
-
-
 class Service(Logger):
-    """A logger that sends rows in another thread. connect: opens the connection; it is called again after it has failed."""
+    """A logger that sends rows in another thread. connect: opens the connection; it is called again after it has failed.
 
-    def __init__(self, name: str, connect: Callable[[], Client]):
+    The methods of a connection may take long and may raise anything.
+    """
+
+    def __init__(self, name: str, connect: Callable[[], WandbClient | MlflowClient]):
         super().__init__(Sink(name, self._send))
-        self._connect, self._client = connect, None
+        self._connect = connect
+        self._client: WandbClient | MlflowClient | None = None
         self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING_ROWS)
         # A daemon: a service that does not answer must not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -61,8 +53,7 @@ class Service(Logger):
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the metrics of a step to what is to be sent."""
-        row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
-        self.sink.attempt(lambda: self._enqueue((step, row)))
+        self.sink.attempt(lambda: self._enqueue(step, values))
 
     def close(self) -> None:
         """Waits a while until everything is sent. Rows that are not are lost."""
@@ -74,9 +65,10 @@ class Service(Logger):
             say(f"{self.sink.name} does not answer; the run ends without it")
             self.sink.lost += self._rows.qsize()
 
-    def _enqueue(self, row: tuple[int, dict[str, float]]) -> None:
+    def _enqueue(self, step: int, values: Mapping[str, Any]) -> None:
+        row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
         try:
-            self._rows.put_nowait(row)
+            self._rows.put_nowait((step, row))
         except queue.Full:
             raise OSError(f"it has not taken the last {_WAITING_ROWS:,} rows") from None
 
@@ -119,7 +111,7 @@ class WandbClient:
         self._last = int(self._run.summary.get("_step", 0) or 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends a step. wandb itself puts metrics of one step together."""
+        """Sends the metrics of a step. wandb itself puts those of one step together."""
         if step >= self._last:
             self._run.log(dict(values), step=step)
 

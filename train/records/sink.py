@@ -58,7 +58,7 @@ class AppendedFile:
     """A file that grows by whole records, and has no other writer. is_text: its records are lines."""
 
     def __init__(self, path: Path, *, is_text: bool = True):
-        self._path, self._is_text = path, is_text
+        self._path = path
         self._whole: int | None = None
         """The size that the file had before a failed write; None if the last write succeeded."""
         self._is_checked = not is_text

@@ -9,10 +9,9 @@ from jgt.document import InputError
 
 MAX_STEPS = 100
 """JAX's profiler keeps a trace in memory until it ends."""
-_WHERE = "command line: --profile"
-
 PROFILE = "profile"
 """The folder, in that of the run, for what `--profile` records."""
+_WHERE = "command line: --profile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +21,15 @@ class StepRange:
     first: int
     last: int
 
-    @property
-    def num(self) -> int:
-        """The number of steps."""
-        return self.last - self.first + 1
-
     def check(self, done: int, total: int) -> None:
         """Raises InputError if a run of `total` steps that resumes after `done` of them does not train all of these."""
+        where = f"{_WHERE}: {self.first}:{self.last}"
         if self.last > total:
             # Reached with train.epochs alone; a number of steps is checked before the data is open.
-            message = f"the run has {total} steps. Name earlier ones, or raise train.epochs"
-            raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
+            raise InputError([f"{where}: the run has {total} steps. Name earlier ones, or raise train.epochs"])
         if self.first <= done:
-            message = f"the run resumes after step {done}. Name later steps, or start the run from the beginning with --resume never"
-            raise InputError([f"{_WHERE}: {self.first}:{self.last}: {message}"])
+            hint = "Name later steps, or start the run from the beginning with --resume never"
+            raise InputError([f"{where}: the run resumes after step {done}. {hint}"])
 
 
 def read_step_range(text: str | None, total: int | None) -> StepRange | None:
@@ -49,15 +43,15 @@ def read_step_range(text: str | None, total: int | None) -> StepRange | None:
     found, where = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text), f"{_WHERE}: {text}"
     if not found:
         raise InputError([f"{where}: is not a range of steps. Write A:B, the first and the last step, such as 5:14"])
-    steps = StepRange(first=int(found[1]), last=int(found[2]))
-    if steps.first < 1:
+    first, last = int(found[1]), int(found[2])
+    if first < 1:
         hint = "Steps are counted from 1. The first two after a start are slower (warm-up), so 3 is a good first step"
-        raise InputError([f"{where}: there is no step {steps.first}. {hint}"])
-    if steps.last < steps.first:
-        raise InputError([f"{where}: step {steps.last} comes before step {steps.first}. Write {steps.last}:{steps.first}"])
-    if total is not None and steps.last > total:
-        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={steps.last}"])
-    if steps.num > MAX_STEPS:
-        fewer = f"{steps.first}:{steps.first + 9}"
-        raise InputError([f"{where}: these are {steps.num} steps, but a trace has at most {MAX_STEPS}. Name fewer, such as {fewer}"])
-    return steps
+        raise InputError([f"{where}: there is no step {first}. {hint}"])
+    if last < first:
+        raise InputError([f"{where}: step {last} comes before step {first}. Write {last}:{first}"])
+    if total is not None and last > total:
+        raise InputError([f"{where}: the run has {total} steps (train.steps). Name earlier ones, or set train.steps={last}"])
+    if (num := last - first + 1) > MAX_STEPS:
+        fewer = f"Name fewer, such as {first}:{first + 9}"
+        raise InputError([f"{where}: these are {num} steps, but a trace has at most {MAX_STEPS}. {fewer}"])
+    return StepRange(first=first, last=last)

@@ -1,12 +1,11 @@
 # pyright: reportAttributeAccessIssue=false
-"""TensorBoard's files: one for each start, with every step once.
+"""TensorBoard's files: one for each start.
 
 The files are written here, record by record, and not by tensorboardX's SummaryWriter. Its thread ends at the first failed write, and the
 training thread then waits for ever for room in its queue.
 
 A restart trains the steps after its checkpoint again. TensorBoard reads the files of a folder as one sequence, and would draw these steps
-twice. So their records are cut off the earlier files, and a new file begins with the note that the run has started again, for a TensorBoard
-that has read the earlier ones already. The steps of a start ascend, so the records to cut are the end of a file.
+twice. So a new file begins with the note that the run has started again, and TensorBoard forgets the steps from there on.
 
 A file is a sequence of records, each an `Event` of TensorFlow's with its length and two checksums:
 https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
@@ -14,13 +13,12 @@ https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .loggers import Logger
 from .sink import AppendedFile, Sink
@@ -40,9 +38,6 @@ except ImportError:
     pass
 
 _PREFIX = "events.out.tfevents."
-_AROUND = struct.Struct("<QI")
-_CHECKSUM_BYTES = 4
-_MAX_RECORD = 1 << 24
 
 
 class Board(Logger):
@@ -62,9 +57,8 @@ class Board(Logger):
         self.sink.put(_record(step=step, summary=_Summary(value=scalars)))
 
     def forget_after(self, step: int) -> None:
-        """Cuts the records of later steps off the files of earlier starts."""
+        """Makes TensorBoard forget later steps of earlier starts, as soon as it reads this start's file."""
         self._done = step
-        self.sink.attempt(lambda: _cut_files(self._folder, step))
 
     def _write(self, record: bytes) -> None:
         """Appends a record. The first one of a file follows a header. Raises OSError."""
@@ -74,39 +68,6 @@ class Board(Logger):
             start = _record(step=self._done + 1, session_log=_SessionLog(status=_SessionLog.START))
             record = _record(file_version="brain.Event:2") + start + record
         self._file.write(record)
-
-
-def _cut_files(folder: Path, step: int) -> None:
-    for path in folder.glob(f"{_PREFIX}*"):
-        if not path.is_symlink() and path.is_file():
-            with path.open("r+b") as file:
-                for begin, record in _records(file):
-                    if _step_of(record) > step:
-                        file.truncate(begin)
-                        break
-
-
-def _records(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The records of a file, each with the number of bytes before it. What is cut short or damaged ends them."""
-    size, begin = os.fstat(file.fileno()).st_size, 0
-    while len(head := file.read(_AROUND.size)) == _AROUND.size:
-        length, _ = _AROUND.unpack(head)
-        end = begin + _AROUND.size + length + _CHECKSUM_BYTES
-        if length > _MAX_RECORD or end > size:
-            return
-        yield begin, file.read(length)
-        file.seek(end)
-        begin = end
-
-
-def _step_of(record: bytes) -> int:
-    try:
-        event = _Event.FromString(record)
-    # protobuf's DecodeError, which is a class of the installed implementation.
-    except Exception:
-        return 0
-    # The note of a start names the step after it.
-    return 0 if event.HasField("session_log") else event.step
 
 
 def _record(**fields: Any) -> bytes:

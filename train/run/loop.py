@@ -240,7 +240,7 @@ class Loop:
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
             text = sample_text(self._setup, state, self._data)
-        self._records.text("sample.txt", text)
+        self._records.sample(text)
         self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
 
     def _evaluate(self, state: State, step: int) -> None:

@@ -42,7 +42,7 @@ def test_nothing_to_forget(tmp_path):
 def test_other_processes_write_their_events_alone(tmp_path, read_rows):
     records = Records(tmp_path, process=3)
     records.metrics(1, {"loss": 2.5})
-    records.text("sample.txt", "a")
+    records.sample("a")
     with records.phase("init"):
         pass
     records.forget_after(0)
