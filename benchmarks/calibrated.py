@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.document import InputError
-from jgt.hardware.chip import Target, parse_target
 from jgt.mesh.mesh import use_virtual_cpu
+from jgt.planner.hardware.chip import Target, parse_target
 from train.config import Run, load
 from train.plan.make import make_plan
 from train.search.trial import MeasuredStep

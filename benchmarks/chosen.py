@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.calibrated import DEVICES, kendall, measured, say
 from benchmarks.harness import make_parser, report, table
-from jgt.hardware import Target, target_of
 from jgt.mesh.mesh import use_virtual_cpu
+from jgt.planner.hardware import Target, target_of
 from train.code.files import Code
 from train.config import load
 from train.plan.make import answer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.least_squares import Figures, Prior
-from jgt.hardware.chip import Chip
+from jgt.planner.hardware.chip import Chip
 
 RUN = 0.12
 """The relative error that a run is expected to have with the right constants."""

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
-from jgt.hardware.chip import Target, parse_target
+from jgt.planner.hardware.chip import Target, parse_target
 from train.code.files import Code
 from train.plan.make import answer
 from train.search.estimate import Estimate, Estimator, Step, usable_bytes

@@ -18,11 +18,11 @@ import jax
 
 from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
-from jgt.hardware.chip import parse_target
-from jgt.hlo.instruction import COLLECTIVES
-from jgt.hlo.text import Module
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
+from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hlo.instruction import COLLECTIVES
+from jgt.planner.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
 from train.models.linear import compute_type

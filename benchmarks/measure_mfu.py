@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import ROOT, interleave, spread
-from jgt.hardware.chip import Target, parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
+from jgt.planner.hardware.chip import Target, parse_target
 from train.config import Run, load
 from train.data.opening import open_data
 from train.records.progress import peak_flops

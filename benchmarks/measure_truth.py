@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT
 from benchmarks.published import RUNS
-from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
+from jgt.planner.hardware.chip import parse_target
 from jgt.planner.plan import read_plan
 from train.config import load
 from train.run.xla import planned_flags

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
-from jgt.hardware.chip import load_chip
+from jgt.planner.hardware.chip import load_chip
 from train.config import load
 
 GLOBAL_BATCH = 512

@@ -29,9 +29,9 @@ from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.harness import ROOT, FailedError, bar, make_parser, report, run_process, table
 from benchmarks.least_squares import Figures, Fit
 from benchmarks.published import RUNS
-from jgt.hardware.chip import Target, parse_target
-from jgt.hardware.network import Network
-from jgt.hlo.text import Module
+from jgt.planner.hardware.chip import Target, parse_target
+from jgt.planner.hardware.network import Network
+from jgt.planner.hlo.text import Module
 from jgt.planner.timeline import Timeline
 
 BARS = {"step, without pipelines": 0.15, "step, all": 0.20}

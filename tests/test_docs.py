@@ -14,12 +14,12 @@ import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
 from jgt.command.commands import find_commands
-from jgt.hardware.chip import chip_names
-from jgt.hlo.collectives import Collective
 from jgt.mesh import sizes
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import Budget
 from jgt.planner.findings import FindingKind
+from jgt.planner.hardware.chip import chip_names
+from jgt.planner.hlo.collectives import Collective
 from jgt.rules import load
 from jgt.schedule import custom, find, schedules
 from jgt.schedule.__main__ import parser as schedule_parser

@@ -8,7 +8,7 @@ from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.least_squares import Fit
 from benchmarks.published import RUNS
 from benchmarks.truth import order_of
-from jgt.hardware.chip import load_chip, parse_target
+from jgt.planner.hardware.chip import load_chip, parse_target
 
 ONES = dict.fromkeys(PRIORS, 1.0)
 

@@ -53,7 +53,7 @@ def test_the_wheel_has_every_shipped_file(built):
     assert {f"jgt/{name}" for name in SHIPPED} <= set(names)
     sources = {str(path.relative_to(ROOT)) for package in ("jgt", "train") for path in (ROOT / package).rglob("*.py")}
     assert sources <= set(names)
-    assert "jgt/py.typed" in names and "jgt/hardware/chips/h100.yaml" in names and "jgt/planner/view/page.html" in names
+    assert "jgt/py.typed" in names and "jgt/planner/hardware/chips/h100.yaml" in names and "jgt/planner/view/page.html" in names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"jgt", "train"}
 
 

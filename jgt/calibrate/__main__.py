@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
-from jgt.hardware import target_of
 from jgt.mesh.sizes import MAX_DEVICES
+from jgt.planner.hardware import target_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from jgt.calibrate.kernels import Sizes
 from jgt.document import dump
-from jgt.hardware.chip import Chip, Link
-from jgt.hardware.rates import MatmulWork
+from jgt.planner.hardware.chip import Chip, Link
+from jgt.planner.hardware.rates import MatmulWork
 
 _DIGITS = 5
 """Enough for the figures of data sheets, which the file keeps."""

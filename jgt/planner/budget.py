@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from jgt.console import axes_text, size_text
 from jgt.document import Node, describe, nearest
-from jgt.hlo.instruction import COLLECTIVES
+from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.rules.rules import matches, prefixes
 
 # A plan needs JAX, and a budget is read before JAX is imported.

@@ -29,10 +29,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.hardware import Target, chip_of
-from jgt.hlo.text import Module
 from jgt.mesh.mesh import make_mesh
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
+from jgt.planner.hardware import Target, chip_of
+from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh

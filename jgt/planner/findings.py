@@ -22,16 +22,16 @@ from typing import Literal
 from jax.sharding import NamedSharding
 
 from jgt.console import size_text
-from jgt.hardware import USABLE
-from jgt.hlo.collectives import Collective
-from jgt.hlo.graph import runs_per_step
-from jgt.hlo.instruction import Instruction
-from jgt.hlo.kernels import is_kernel, kernel_cost
-from jgt.hlo.origin import NONE, signal_of
-from jgt.hlo.text import Computation, Module
-from jgt.hlo.trips import unknown_loops
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
+from jgt.planner.hardware import USABLE
+from jgt.planner.hlo.collectives import Collective
+from jgt.planner.hlo.graph import runs_per_step
+from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.kernels import is_kernel, kernel_cost
+from jgt.planner.hlo.origin import NONE, signal_of
+from jgt.planner.hlo.text import Computation, Module
+from jgt.planner.hlo.trips import unknown_loops
 from jgt.planner.layouts import Parameter, Rematerialization
 from jgt.planner.memory import Memory
 from jgt.planner.needs.formulas import Expected

@@ -9,7 +9,7 @@ FLOPs are counted in three places, because there are three questions:
 - Here, from the traced program: what does the step compute? Recompute is a separate phase. `executed` includes what a pipeline's stages
   compute in their bubbles and drop, and the empty rows of experts; `useful` has neither. Attention's scores count in full, also
   behind a causal mask, since XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
-- `jgt.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
+- `jgt.planner.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
   is how the finding `computed-alike` is made. XLA has dropped matmuls whose results are not used and merged equal ones. cuDNN's
   backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
 - The caller's `Workload`, from the model's sizes: what does the model need? It is the numerator of MFU, to compare with other trainers.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jgt.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
+from jgt.planner.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of

@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jgt.hlo.origin import NONE, signal_of
-from jgt.hlo.text import Module
 from jgt.planner.compiled import Argument, Compiled
+from jgt.planner.hlo.origin import NONE, signal_of
+from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims, show_dims
 from jgt.program.jaxpr import Program, Var

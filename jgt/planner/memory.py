@@ -14,11 +14,11 @@ import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt.hardware import USABLE
-from jgt.hlo.instruction import Instruction
-from jgt.hlo.origin import NONE, find_origin, origin_of
-from jgt.hlo.text import Computation, Module, Spot
 from jgt.planner.compiled import Argument, Compiled
+from jgt.planner.hardware import USABLE
+from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.origin import NONE, find_origin, origin_of
+from jgt.planner.hlo.text import Computation, Module, Spot
 from jgt.planner.layouts import OPTIMIZER, Parameter
 
 _FORWARDS = frozenset(["bitcast", "copy", "tuple", "get-tuple-element", "opt-barrier", "transpose", "reshape", "convert"])

@@ -21,13 +21,13 @@ from typing import cast
 import jax
 
 from jgt.console import axes_text, size_text
-from jgt.hardware import Network, Target, parse_target
-from jgt.hlo.collectives import Collective, collectives
-from jgt.hlo.origin import EXCHANGED, full_signal
-from jgt.hlo.text import Module
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops
+from jgt.planner.hardware import Network, Target, parse_target
+from jgt.planner.hlo.collectives import Collective, collectives
+from jgt.planner.hlo.origin import EXCHANGED, full_signal
+from jgt.planner.hlo.text import Module
 from jgt.planner.layouts import Parameter, Rematerialization, parameters_of, rematerializations
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.needs.formulas import Expected, expected

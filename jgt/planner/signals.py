@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jgt.console import axes_text
-from jgt.hlo.collectives import Collective
-from jgt.hlo.origin import NONE, full_signal
 from jgt.planner.flops import Flops
+from jgt.planner.hlo.collectives import Collective
+from jgt.planner.hlo.origin import NONE, full_signal
 from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.walk import Cost, Walk

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jgt.hardware import Target
 from jgt.pipeline.config import PipelineConfig
+from jgt.planner.hardware import Target
 
 
 @dataclass(frozen=True, kw_only=True)

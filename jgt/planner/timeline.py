@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jgt.console import axes_text
-from jgt.hardware import Network
-from jgt.hlo.collectives import is_collective, pieces, wire_bytes
-from jgt.hlo.graph import branch_shares
-from jgt.hlo.groups import Groups, participants_of
-from jgt.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
-from jgt.hlo.kernels import KernelCost, is_kernel, kernel_cost
-from jgt.hlo.origin import NONE, Origin, origin_at, origin_of
-from jgt.hlo.text import Computation, Module, Spot
-from jgt.hlo.trips import trip_count
+from jgt.planner.hardware import Network
+from jgt.planner.hlo.collectives import is_collective, pieces, wire_bytes
+from jgt.planner.hlo.graph import branch_shares
+from jgt.planner.hlo.groups import Groups, participants_of
+from jgt.planner.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
+from jgt.planner.hlo.kernels import KernelCost, is_kernel, kernel_cost
+from jgt.planner.hlo.origin import NONE, Origin, origin_at, origin_of
+from jgt.planner.hlo.text import Computation, Module, Spot
+from jgt.planner.hlo.trips import trip_count
 from jgt.planner.panels import Lane, Span, Track
 from jgt.planner.walk import Cost, Walk
 from jgt.program.scopes import useful_share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
-from jgt.hlo.origin import NONE, Origin
+from jgt.planner.hlo.origin import NONE, Origin
 
 PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
 """The parts of a step's seconds. matmul, attention, memory: kernels, by what limits them. launch: the start of kernels. recompute: kernels

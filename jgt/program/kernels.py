@@ -15,10 +15,18 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from jgt.hardware.rates import AttentionWork
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
+
+
+class AttentionWork(NamedTuple):
+    """A kernel of fused attention. flops: the FLOPs that it executes; keys: the length that its queries see; head: the size of a head."""
+
+    flops: int
+    keys: int
+    head: int
+    is_backward: bool
 
 
 @dataclass(frozen=True, kw_only=True)

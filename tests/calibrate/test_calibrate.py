@@ -10,9 +10,9 @@ from jgt.calibrate import __main__ as command
 from jgt.calibrate.figures import calibrated, chip_text
 from jgt.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.document import InputError
-from jgt.hardware.chip import Link, Target, load_chip, parse_target, read_chip, target_of
-from jgt.hardware.network import Network
-from jgt.hardware.rates import MatmulWork
+from jgt.planner.hardware.chip import Link, Target, load_chip, parse_target, read_chip, target_of
+from jgt.planner.hardware.network import Network
+from jgt.planner.hardware.rates import MatmulWork
 from train.plan.__main__ import main as plan
 
 TINY = Sizes(matmuls={"f32": 32, "bf16": 16}, memory=1 << 10, sent=(1 << 10, 1 << 12), launches=3, flops=1e5, num_bytes=1e4)

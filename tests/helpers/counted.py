@@ -1,7 +1,7 @@
 """Small programs on 8 devices whose communication can be counted by hand. `python tests/helpers/counted.py` writes their goldens.
 
 It compiles each for CPU and for described H100s, with the installed jaxlib, and writes tests/goldens/hlo/. The rows that the test reads
-from these files are written by `UPDATE_GOLDENS=1 pytest tests/hlo/test_golden_texts.py`.
+from these files are written by `UPDATE_GOLDENS=1 pytest tests/planner/hlo/test_golden_texts.py`.
 """
 
 from pathlib import Path
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import P
 
 import jgt
-from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
 from jgt.signal import context
 
 ROOT = Path(__file__).parents[2]

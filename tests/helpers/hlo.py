@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
-from jgt.hlo.groups import axes_between, groups_of
-from jgt.hlo.instruction import COLLECTIVES, Instruction
-from jgt.hlo.text import Module, Spot
+from jgt.planner.hlo.groups import axes_between, groups_of
+from jgt.planner.hlo.instruction import COLLECTIVES, Instruction
+from jgt.planner.hlo.text import Module, Spot
 
 Element = tuple[Spot, tuple[int, ...]]
 """An instruction, and the path to an element of its tuple."""

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from hlo import axes_of, collectives
 
-from jgt.hlo.text import Module
+from jgt.planner.hlo.text import Module
 from train.data.opening import open_data
 from train.run.start import Feed
 

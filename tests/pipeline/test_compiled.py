@@ -11,8 +11,8 @@ from hlo import axes_of, collectives, conditionals, reached, sizes_of, sources
 from models import RULES, decoder_loss, mesh_of, pipeline_of
 
 import jgt
-from jgt.hlo.instruction import COLLECTIVES
-from jgt.hlo.text import Module
+from jgt.planner.hlo.instruction import COLLECTIVES
+from jgt.planner.hlo.text import Module
 from jgt.schedule.schedules import SCHEDULES
 
 # Activations are so large that tables of indices and the tokens hardly count. A dim of the vocabulary is known by its factor 101.

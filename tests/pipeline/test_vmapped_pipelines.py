@@ -8,7 +8,7 @@ from hlo import axes_of, collectives
 from models import RULES, assert_close, decoder_loss, make_batch, make_params, mesh_of, pipeline_of
 
 import jgt
-from jgt.hlo.text import Module
+from jgt.planner.hlo.text import Module
 
 SIZES = {"data": 2, "fsdp": 2, "stage": 2}
 

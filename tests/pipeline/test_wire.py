@@ -21,9 +21,9 @@ from models import (
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import parse_target
 from jgt.pipeline.layer import Body
 from jgt.pipeline.moves import Moves, split_further
+from jgt.planner.hardware.chip import parse_target
 from jgt.program.reads import narrow_reads
 from train.config import load
 from train.plan.make import make_plan

@@ -11,12 +11,12 @@ import pytest
 from plugin import needs_plugin
 
 from jgt import document
-from jgt.hardware.chip import chip_names, parse_target
 from jgt.planner import described as topology
+from jgt.planner.hardware.chip import chip_names, parse_target
 from train.plan.__main__ import main
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
-CHIPS = Path(__file__).parents[2] / "jgt" / "hardware" / "chips"
+CHIPS = Path(__file__).parents[2] / "jgt" / "planner" / "hardware" / "chips"
 GPUS = "h100:1x8"
 RUN = {
     "run": {"name": "small"},

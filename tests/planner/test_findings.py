@@ -14,7 +14,7 @@ from transformers import RULES, SEQ, Transformer, cross_entropy
 
 import jgt
 from jgt import document
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from jgt.planner.plan import plan
 from jgt.signal import context
 from train.config import load

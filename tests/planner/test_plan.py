@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import chip_names, load_chip, parse_target
+from jgt.planner.hardware.chip import chip_names, load_chip, parse_target
 from train.config import load
 from train.plan.make import make_plan
 

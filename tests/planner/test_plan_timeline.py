@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jgt.hardware.chip import Link, Target, load_chip
-from jgt.hardware.network import Network
-from jgt.hardware.rates import AttentionRate, MatmulRate, MemoryRate, Rates
-from jgt.hlo.text import Module
+from jgt.planner.hardware.chip import Link, Target, load_chip
+from jgt.planner.hardware.network import Network
+from jgt.planner.hardware.rates import AttentionRate, MatmulRate, MemoryRate, Rates
+from jgt.planner.hlo.text import Module
 from jgt.planner.timeline import HOST_AXES, Timeline
 
 MESH = {"data": 2, "tensor": 4}

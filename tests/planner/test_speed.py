@@ -3,8 +3,8 @@
 import pytest
 
 from jgt.console import time_text, two_digits
-from jgt.hardware import parse_target
 from jgt.pipeline.config import PipelineConfig
+from jgt.planner.hardware import parse_target
 from jgt.planner.panels import Span, Track, panels
 from jgt.planner.speed import Workload, speed_of
 

@@ -14,11 +14,11 @@ from counted import BATCH, EMBED, FFN, GOLDENS, MESHES, OUT, PROGRAMS, ROUNDS
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import parse_target
-from jgt.hlo.collectives import collectives
-from jgt.hlo.text import Module
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hlo.collectives import collectives
+from jgt.planner.hlo.text import Module
 from jgt.planner.plan import read_plan
 from train.config import load
 from train.setup import prepare

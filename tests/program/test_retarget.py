@@ -8,8 +8,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
 from jgt.planner.plan import plan
 from jgt.program.retarget import meshes_in, replace_mesh
 

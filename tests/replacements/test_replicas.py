@@ -8,7 +8,7 @@ from hlo import axes_of, collectives
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
-from jgt.hlo.text import Module
+from jgt.planner.hlo.text import Module
 from jgt.replacements.replicas import Replicas
 
 SIZES = {"pod": 2, "data": 2, "fsdp": 2}

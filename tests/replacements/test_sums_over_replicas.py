@@ -8,7 +8,7 @@ from hlo import axes_of, collectives
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
-from jgt.hlo.text import Module
+from jgt.planner.hlo.text import Module
 from jgt.replacements.replica_sums import BLOCK, block_groups, exchange
 from jgt.replacements.replicas import Replicas
 

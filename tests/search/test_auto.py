@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from train.code.files import Code
 from train.config import load
 from train.search import auto

@@ -8,8 +8,8 @@ import yaml
 from benchmarks.estimates import read_sample
 from benchmarks.search import RUNS
 from jgt.document import read
-from jgt.hardware.chip import parse_target
 from jgt.pipeline.config import PipelineConfig
+from jgt.planner.hardware.chip import parse_target
 from jgt.rules import SHIPPED_RULES, make_rules, rules_from_node
 from train.search.columns import Columns
 from train.search.estimate import Estimator, Step, link_seconds

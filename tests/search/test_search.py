@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from train.code.files import Code
 from train.config import load
 from train.plan.__main__ import main as plan

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from train.plan.__main__ import main
 from train.plan.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
 from train.plan.search import search_targets

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plugin import needs_plugin
 
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from train.config import load
 from train.plan.make import make_plan
 

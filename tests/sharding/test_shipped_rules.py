@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jgt.hlo.instruction import COLLECTIVES
-from jgt.hlo.text import Module
+from jgt.planner.hlo.instruction import COLLECTIVES
+from jgt.planner.hlo.text import Module
 from jgt.program.dims import show_dims
 from train.config import load
 from train.setup import prepare

@@ -23,7 +23,7 @@ from models import (
 )
 
 import jgt
-from jgt.hlo.text import Module
+from jgt.planner.hlo.text import Module
 
 GRID = [
     (12, {"stage": 2, "tensor": 2, "data": 2}, {"schedule": "interleaved", "virtual": 3}),

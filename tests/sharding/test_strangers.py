@@ -11,8 +11,8 @@ from plugin import needs_plugin
 from strangers import LinenLlama, NnxLlama
 
 import jgt
-from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.model import of_flax

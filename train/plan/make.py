@@ -14,8 +14,8 @@ import jax
 import jgt
 from jgt import Plan
 from jgt.document import InputError
-from jgt.hardware import Target
 from jgt.planner import Workload, described_device
+from jgt.planner.hardware import Target
 
 from ..code.files import read_code
 from ..command_line import say

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from jgt.console import make_console, make_table
 from jgt.document import InputError
-from jgt.hardware import Target, parse_target, read_prices
+from jgt.planner.hardware import Target, parse_target, read_prices
 
 from ..search.search import Try
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError, path_problem, read
-from jgt.hardware import Target, parse_target, read_prices
+from jgt.planner.hardware import Target, parse_target, read_prices
 
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.document import InputError
-from jgt.hardware import Target, parse_target
+from jgt.planner.hardware import Target, parse_target
 
 from ..code.files import read_code
 from ..config import load

@@ -1,7 +1,7 @@
 """Traces some steps of a run with JAX's profiler, and reports the device time of each signal.
 
 Steps are dispatched ahead of the devices, so the training loop waits for the devices before it calls `start` and `finish`. In between,
-each dispatch is annotated with its step's number, which is how the report can say when the host was late. `jgt.profile` reads the trace;
+each dispatch is annotated with its step's number, which is how the report can say when the host was late. `jgt.planner.profile` reads the trace;
 here it becomes a table for a person and `signals.json` for a program. A trace that cannot be written costs the report, never the run.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from jgt.profile import Profile, read_profile
+from jgt.planner.profile import Profile, read_profile
 
 from ..command_line import say
 from .console import Screen

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes
-from jgt.hardware import Target, target_of
+from jgt.planner.hardware import Target, target_of
 
 from ..code.files import read_code
 from ..config import Run, load

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jgt.hardware import USABLE, Network, Target
 from jgt.mesh.sizes import group_of
+from jgt.planner.hardware import USABLE, Network, Target
 
 from ..models.config import ModelConfig, OwnModel
 from .columns import Columns, Numbers

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgt.document import InputError
-from jgt.hardware import Target
+from jgt.planner.hardware import Target
 
 from ..models.config import ModelConfig, OwnModel
 from .estimate import Estimate, Estimator, Step, usable_bytes

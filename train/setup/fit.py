@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jgt.hardware import USABLE
+from jgt.planner.hardware import USABLE
 
 from ..processes.processes import true_on_all_processes
 from .remat import AUTO, Remat, remat_settings

@@ -5,7 +5,7 @@ sharded over an axis `fsdp` of n devices that also splits the batch: each device
 multiplies its own rows with it, and has to add its gradient to the gradients of the other devices. `usage` counts how often each
 parameter is used, which matmuls leave partial sums, and what the program sends itself; the formulas here turn these counts into bytes.
 
-One device sends, by the ring algorithms of `jgt.hlo.collectives`: (n-1) b in an all-gather of shards of b bytes, (n-1)/n B in a
+One device sends, by the ring algorithms of `jgt.planner.hlo.collectives`: (n-1) b in an all-gather of shards of b bytes, (n-1)/n B in a
 reduce-scatter of an array of B bytes, and twice that in an all-reduce, which is a reduce-scatter followed by an all-gather. Hence:
 
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jgt.hlo.origin import NONE
+from jgt.planner.hlo.origin import NONE
 from jgt.planner.layouts import OPTIMIZER, Parameter
 from jgt.planner.needs.sends import Backend, MeshAxes, all_reduced
 from jgt.planner.needs.usage import ParameterUse, PartialSum, Usage

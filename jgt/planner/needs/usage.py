@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from jgt.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.compiled import Compiled
+from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.layouts import Parameter, batch_axes
 from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, sent
 from jgt.planner.needs.views import View, Views, contractions, into, out_of, through

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jgt.console import axes_text, count_text, size_text, time_text
-from jgt.hlo.collectives import Collective
 from jgt.planner.findings import REPEATED
+from jgt.planner.hlo.collectives import Collective
 from jgt.planner.layouts import OPTIMIZER
 from jgt.planner.plan import Plan
 from jgt.planner.signals import PIPELINE_SIGNAL, SignalRow

@@ -11,8 +11,8 @@ from jax import P
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
 from jgt.planner.plan import plan
 from jgt.program import jaxpr as jx
 from jgt.replacements.experts.grouped import block_rows, by_blocks, by_mosaic, grouped, mosaic_obstacle, with_grouped_matmuls

@@ -12,9 +12,9 @@ from plugin import needs_plugin
 
 from jgt import document
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
+from jgt.planner.hardware.chip import parse_target
 from jgt.program import kernels
 from train.config import load
 from train.models import eight_bits as fp8

@@ -10,9 +10,9 @@ from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 from plugin import needs_plugin
 
-from jgt.hardware.chip import parse_target
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
+from jgt.planner.hardware.chip import parse_target
 from train.config import load
 from train.models.config import ModelConfig
 from train.models.decoder import Block, build

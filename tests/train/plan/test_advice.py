@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from jgt import Plan
-from jgt.hlo.collectives import Collective
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Workload
+from jgt.planner.hlo.collectives import Collective
 from jgt.planner.memory import Memory
 from train.plan.advice import Adviser, Setting
 

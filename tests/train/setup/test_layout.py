@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from plugin import needs_plugin
 
-from jgt.hardware.chip import parse_target
 from jgt.planner.described import devices_of
+from jgt.planner.hardware.chip import parse_target
 from train.config import load
 from train.setup.layout import mesh_layout
 

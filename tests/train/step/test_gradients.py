@@ -10,8 +10,8 @@ from hlo import axes_of, collectives
 from plugin import needs_plugin
 
 import jgt
-from jgt.hardware.chip import parse_target
-from jgt.hlo.text import Module
+from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
 from train.plan.make import make_plan

@@ -11,8 +11,8 @@ from replicas import assert_equal_on_all_devices, first_steps, over, sent
 
 import jgt
 from jgt.document import InputError
-from jgt.hardware.chip import parse_target
-from jgt.hlo.text import Module
+from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hlo.text import Module
 from train.config import load
 from train.plan.make import make_plan
 from train.setup import prepare

@@ -10,7 +10,7 @@ from plugin import needs_plugin
 from replicas import assert_equal_on_all_devices, first_steps, over, sent
 
 import jgt
-from jgt.hardware.chip import parse_target
+from jgt.planner.hardware.chip import parse_target
 from train.checkpoint.saved import find_checkpoint
 from train.config import load
 from train.plan.make import make_plan

@@ -1,0 +1,289 @@
+"""The hardware that a plan can be made for, and targets made of it. Imports no JAX, so that a typo is answered at once.
+
+Each chip is a YAML file in `chips/`: its data sheet's figures, the shares of the peaks that operations reach, and the description that XLA
+compiles for. A user may bring a chip file, or change single figures, because clusters with the same GPUs have different networks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jgt.document import Bound, InputError, Node, bind, describe, nearest, override, read
+from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share, clock_at
+from jgt.program.kernels import AttentionWork
+
+_FOLDER = Path(__file__).parent / "chips"
+_CPU = "cpu"
+# `h100` alone matches too, so that the message can say what is missing.
+_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+
+Positive = Annotated[float, Bound(above=0)]
+"""A figure that times are divided by."""
+
+USABLE = 0.95
+"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link between devices. Links are listed from the nearest devices outwards, and the last one connects all of them.
+
+    gbs: GB/s in one direction for one device. domain: the devices that it connects: one host's, all, or a number of them, which may span
+    several hosts. share: the share of gbs that large messages reach. start_us, hop_us: microseconds of a collective, and of each of its
+    hops from one member of a ring to the next.
+    """
+
+    gbs: Positive
+    domain: Literal["host", "all"] | int
+    share: Share
+    start_us: Amount
+    hop_us: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device and its links.
+
+    platform: cuda is a GPU, for which XLA compiles from the description `xla`; cpu is a device of JAX on this machine. devices: how many
+    devices the figures are for, where devices share a processor and its memory, as CPU devices do; None if each has its own. fresh_gbs:
+    GB/s at which a run of a program gets its temporary memory, where that takes time: a CPU's system gives out pages when they are first
+    written; None for devices whose allocator keeps its memory. tflops: dense peak by element type, in TFLOP/s. hbm_gb: memory in GB (1e9
+    bytes). hbm_gbs: its bandwidth in GB/s. host_gbs: GB/s between the memories of host and device, in one direction. power_w: its limit of
+    power; rated_w: the limit at which the rates were found; equal if neither is known. error: the error to expect of a step's time,
+    relative to it, by kind of layout: one_host, several_hosts or pipeline. xla: the description that XLA compiles for, a
+    GpuTargetConfigProto in text form; empty for a chip that XLA knows itself.
+    """
+
+    name: str
+    tflops: dict[str, Positive]
+    hbm_gb: Positive
+    hbm_gbs: Positive
+    host_gbs: Positive
+    rates: Rates
+    links: dict[str, Link]
+    platform: Literal["cuda", "cpu"] = "cuda"
+    devices: int | None = None
+    fresh_gbs: Positive | None = None
+    power_w: Positive = 1.0
+    rated_w: Positive = 1.0
+    error: dict[str, Amount] = field(default_factory=dict[str, float])
+    xla: str = ""
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak dense FLOP/s of a matmul of this element type; f32 runs in tf32, as XLA does by default."""
+        return self.tflops[self._type(dtype)] * 1e12
+
+    def matmul_seconds(self, work: MatmulWork) -> float:
+        """The time of a matmul whose operands are near."""
+        name = self._type(work.dtype)
+        rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
+        return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
+
+    def attention_seconds(self, work: AttentionWork) -> float:
+        """The time of a kernel of fused attention."""
+        return work.flops / (self.tflops["bf16"] * 1e12 * self.rates.attention.of(work) * self._clock)
+
+    def memory_seconds(self, num_bytes: int) -> float:
+        """The time to read and write this many bytes of the device's memory."""
+        return self.rates.memory.seconds(num_bytes, self.hbm_gbs * 1e9)
+
+    def fresh_seconds(self, num_bytes: int) -> float:
+        """The time to get this many bytes of temporary memory."""
+        return 0.0 if self.fresh_gbs is None else num_bytes / (self.fresh_gbs * 1e9)
+
+    @property
+    def _clock(self) -> float:
+        return clock_at(self.power_w, self.rated_w)
+
+    def _type(self, dtype: str) -> str:
+        # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.
+        name = "f8" if dtype.startswith("f8") else {"f16": "bf16", "f32": "tf32", "f64": "f64"}.get(dtype, "bf16")
+        return name if name in self.tflops else "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hosts with devices of one kind; the machine that plans needs no GPU. text: the target as written, such as h100:8x8.
+
+    file, changes: the chip file and the changed figures that make it with `parse_target`.
+    """
+
+    chip: Chip
+    text: str
+    num_hosts: int
+    per_host: int
+    file: str | None = None
+    changes: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """The number of GPUs on all hosts."""
+        return self.num_hosts * self.per_host
+
+    @property
+    def is_described(self) -> bool:
+        """Whether XLA compiles for a description of the devices. For CPU devices it compiles for JAX's own."""
+        return self.chip.platform != "cpu"
+
+
+def chip_names() -> list[str]:
+    """The names of all chips."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+# Asked for with every logged step of a run, for its MFU.
+@functools.cache
+def load_chip(name: str) -> Chip:
+    """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
+    return _chip(read(_FOLDER / f"{name}.yaml"))
+
+
+def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
+    """The chip of a file, with some of its figures changed, such as `hbm_gb=96`.
+
+    `nic_gbs=25` is short for `links.nic.gbs=25`. Raises InputError with every problem.
+    """
+    problems: list[str] = []
+    root = read(path)
+    short = {f"{name}_gbs": f"links.{name}.gbs" for name in root.find("links").children}
+    figures = [*short, *_figures(root)]
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals or not key:
+            problems.append(f"--set {change}: a figure of the chip is written KEY=VALUE, for example nic_gbs=25")
+        elif key not in figures:
+            known = f"{nearest(key, figures, lists=False)} Its figures: {', '.join(figures)}".lstrip()
+            problems.append(f"--set {change}: the chip has no figure {key!r}. {known}")
+        else:
+            with InputError.collect(problems):
+                root = override(root, f"{short.get(key, key)}={value}")
+    return _chip(root, problems)
+
+
+def _figures(node: Node) -> Iterator[str]:
+    """The dotted keys of a chip file's numbers."""
+    for child in node.children.values():
+        if child.children:
+            yield from _figures(child)
+        elif isinstance(child.value, int | float):
+            yield child.key
+
+
+def _chip(root: Node, problems: Sequence[str] = ()) -> Chip:
+    problems = list(problems)
+    chip = bind(root, Chip, problems)
+    if chip is None or problems:
+        raise InputError(problems)
+    return chip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device, by JAX's `device_kind` (`NVIDIA H100 80GB HBM3`); None if no file describes it."""
+    name = name_of(device_kind)
+    return None if name is None else load_chip(name)
+
+
+def name_of(device_kind: str) -> str | None:
+    """The chip's name in a target, such as h100, by JAX's `device_kind`; None if no file describes it."""
+    # The longest name first, should one be a part of another: GB200 and B200.
+    names = sorted(chip_names(), key=len, reverse=True)
+    same = next((name for name in names if load_chip(name).name == device_kind), None)
+    return same or next((name for name in names if _plain(name) in _plain(device_kind)), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
+
+
+def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
+    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError.
+
+    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: of figures, see `read_chip`.
+    """
+    match = _TARGET.fullmatch(text.strip())
+    name = match[1].lower() if match else text
+    own = None if file is None else Path(file).stem.lower()
+    names = [*chip_names(), *([] if own is None else [own])]
+    if name == _CPU and own is None:
+        remedy = "Measure it with jgt calibrate, and add --chip cpu.yaml"
+        raise InputError([f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"])
+    if name not in names:
+        known = f"{nearest(name, names, lists=False)} The chips are {', '.join(names)}".lstrip()
+        raise InputError([f"target {text}: {name!r} is not a chip that jgt knows. {known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
+    if own is not None and name != own:
+        raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
+    if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
+        raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
+    chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
+    num_hosts, per_host = int(match[2]), int(match[3])
+    count = num_hosts * per_host
+    if chip.devices is not None and chip.devices != count:
+        why = f"the chip's figures are of {chip.devices} devices that share a processor, and the target has {count}"
+        raise InputError([f"target {match[0].strip()}: {why}. Measure that number: jgt calibrate --devices {count}"])
+    # Plans of one target with different figures are plans of different hardware.
+    text = f"{name}:{num_hosts}x{per_host}" + (f" with {', '.join(changes)}" if changes else "")
+    return Target(chip=chip, text=text, num_hosts=num_hosts, per_host=per_host, file=file, changes=tuple(changes))
+
+
+def target_of(device_kind: str, count: int) -> Target:
+    """One host with some devices, by JAX's `device_kind`. A CPU gets rough figures. Raises InputError for a device without a chip file."""
+    if device_kind == _CPU:
+        return Target(chip=_unmeasured_cpu(count), text=f"{_CPU}:1x{count}", num_hosts=1, per_host=count)
+    name = name_of(device_kind)
+    if name is None:
+        known = ", ".join(chip_names())
+        raise InputError([f"jgt has no chip file for the device {device_kind}, so there are no times for it. Known chips: {known}"])
+    return parse_target(f"{name}:1x{count}")
+
+
+def _unmeasured_cpu(devices: int) -> Chip:
+    """Rough figures of CPU devices that share this machine's processor and its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    rate = MatmulRate(share=1.0, edge=16.0, depth=16.0, area=1e3)
+    return Chip(
+        name=_CPU,
+        platform="cpu",
+        devices=devices,
+        tflops={"tf32": 0.05, "bf16": 0.02},
+        hbm_gb=round(memory / devices, 3),
+        hbm_gbs=5.0,
+        host_gbs=5.0,
+        fresh_gbs=0.5,
+        rates=Rates(
+            matmul={"tf32": rate, "bf16": rate},
+            attention=AttentionRate(forward=1.0, backward=1.0),
+            memory=MemoryRate(share=1.0, half_mb=0.01),
+            launch_us=3.0,
+        ),
+        links={"memory": Link(gbs=1.0, domain="all", share=1.0, start_us=100.0, hop_us=10.0)},
+    )
+
+
+def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
+    """The prices of a YAML file: dollars for an hour of one GPU by the name of its chip. chips: those that need one.
+
+    Raises InputError with every problem.
+    """
+    root, problems, prices = read(path), list[str](), dict[str, float]()
+    # A chip of the user's own may have a price, too.
+    names = list(dict.fromkeys([*chip_names(), *chips]))
+    for name, node in root.children.items():
+        price = node.value
+        if name not in names:
+            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
+        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
+            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
+        else:
+            prices[name] = float(price)
+    missing = [name for name in dict.fromkeys(chips) if name not in root.children]
+    problems += [f"{path}: the price of {name} is missing. Add a line such as {name}: 2.5" for name in missing]
+    if problems:
+        raise InputError(problems)
+    return prices

@@ -1,0 +1,165 @@
+"""The calls between computations, and the flow of values through them.
+
+XLA's text is flat. A collective in the body of a loop appears in it once although it runs in every iteration, and a value that enters the
+body is only `parameter(0)` there. Two questions therefore need the calls: how often does a computation run in a step, and what is a
+value made of, or used for, beyond its own computation?
+
+An instruction runs as often as its computation, and a computation as often as all its callers together. A caller counts its body once
+(a call, a fusion, an asynchronous start), `trip_count` times (a loop), or the fraction of the visits that take the branch (a
+conditional). The product along nested loops follows from the recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.text import Computation, Module, Spot
+from jgt.planner.hlo.trips import trip_count
+from jgt.program.scopes import branch_share
+
+_OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
+"""Ops whose results do not correspond to their operands one by one."""
+
+
+def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction]:
+    """The number of runs of each computation in one run of the program.
+
+    A loop of unknown length counts as one iteration, and a branch without a known fraction as always taken. further_rounds: see
+    `expected_trips`.
+    """
+    runs: dict[str, Fraction] = {module.entry: Fraction(1)}
+
+    def of(name: str) -> Fraction:
+        if name not in runs:
+            # XLA has no recursion, but a malformed text might: 0 ends it.
+            runs[name] = Fraction(0)
+            runs[name] = sum(
+                (of(at) * _runs_per_call(module, caller, name, further_rounds) for at, caller in module.callers.get(name, ())), Fraction(0)
+            )
+        return runs[name]
+
+    # Computations that nothing calls get 0.
+    for name in module.computations:
+        of(name)
+    return runs
+
+
+def branch_shares(module: Module, conditional: Instruction) -> list[Fraction] | None:
+    """The share of a conditional's visits that each of its branches is taken in; None if no branch says.
+
+    XLA does not know it. A pipeline does, from its schedule, and writes it as a named scope around what is in the branch. Branches that
+    say nothing share what the others leave.
+    """
+    operations = [module.computations[name].instructions.values() for name in conditional.called]
+    said = [branch_share(conditional.op_name, (i.op_name for i in inside)) for inside in operations]
+    if all(share is None for share in said):
+        return None
+    left = max(1 - sum((share for share in said if share is not None), Fraction(0)), Fraction(0))
+    return [left / said.count(None) if share is None else share for share in said]
+
+
+def _runs_per_call(module: Module, caller: Instruction, called: str, further_rounds: int) -> Fraction:
+    if caller.op == "while":
+        trips = trip_count(module, caller, further_rounds)
+        # The condition is evaluated once more than the body: the last time it ends the loop.
+        return Fraction((1 if trips is None else trips) + (caller.attribute("condition") == called))
+    if caller.op == "conditional":
+        shares = branch_shares(module, caller) or [Fraction(1)] * len(caller.called)
+        # One computation may be both branches.
+        return sum((share for name, share in zip(caller.called, shares, strict=True) if name == called), Fraction(0))
+    return Fraction(1)
+
+
+def producers(module: Module, spot: Spot) -> Iterator[Spot]:
+    """The instructions that a value is directly computed from. For a parameter, these are the arguments that its callers pass."""
+    instruction = module.at(spot)
+    if instruction.op == "get-tuple-element":
+        # Its operand is the whole tuple, but only one of the tuple's operands matters for this element.
+        yield from _elements(module, Spot(spot.computation, instruction.operands[0]), int(instruction.attribute("index")))
+        return
+    if instruction.op != "parameter":
+        yield from (Spot(spot.computation, name) for name in instruction.operands)
+        return
+    number = instruction.parameter_number
+    for at, caller in module.callers.get(spot.computation, ()):
+        if caller.op == "conditional":
+            # Operand 0 chooses the branch; one operand for each branch follows.
+            yield Spot(at, caller.operands[1 + caller.called.index(spot.computation)])
+        elif number < len(caller.operands):
+            yield Spot(at, caller.operands[number])
+
+
+def _elements(module: Module, spot: Spot, index: int) -> Iterator[Spot]:
+    """The instructions that an element of a tuple comes from: one operand where results match operands, otherwise the whole tuple.
+
+    An element of a loop's tuple comes from the iteration before and, in the first one, from outside.
+    """
+    instruction = module.at(spot)
+    if instruction.op == "while":
+        yield from _of_loop(module, spot.computation, instruction, index)
+        return
+    loops = [(at, i) for at, i in module.callers.get(spot.computation, ()) if i.op == "while"] if instruction.op == "parameter" else []
+    for at, loop in loops:
+        yield from _of_loop(module, at, loop, index)
+    if not loops:
+        yield Spot(spot.computation, _tuple_element(module.computations[spot.computation], instruction, index))
+
+
+def _of_loop(module: Module, at: str, loop: Instruction, index: int) -> Iterator[Spot]:
+    """The instructions that make an element of a loop's tuple: for the next iteration, and for the first."""
+    body = loop.attribute("body")
+    for computation, name in ((body, module.computations[body].root), (at, loop.operands[0])):
+        whole = module.at(Spot(computation, name))
+        # Only a tuple has an operand for each element.
+        yield Spot(computation, whole.operands[index] if whole.op == "tuple" else name)
+
+
+def _tuple_element(computation: Computation, result: Instruction, index: int) -> str:
+    whole = result
+    if whole.op.endswith("-done"):
+        whole = computation.instructions[whole.operands[0]]
+    # A combined collective, all-reduce(%a, %b), returns a tuple with a result for each operand.
+    is_elementwise = whole.op == "tuple" or len(whole.operands) == len(result.arrays) > 1
+    return whole.operands[index] if is_elementwise and whole.op not in _OPAQUE else whole.name
+
+
+def consumers(module: Module, spot: Spot) -> Iterator[Spot]:
+    """The instructions that use a value directly. The result of a computation is used by what called it.
+
+    An element of a tuple is used by what takes this element, in a loop in the next iteration and after the last one.
+    """
+    computation = module.computations[spot.computation]
+    for name in computation.users.get(spot.name, ()):
+        user = computation.instructions[name]
+        if user.op == "tuple":
+            for index in (n for n, operand in enumerate(user.operands) if operand == spot.name):
+                yield from _users_of_element(module, Spot(spot.computation, name), index, set())
+        else:
+            yield Spot(spot.computation, name)
+    if spot.name == computation.root:
+        yield from (Spot(at, caller.name) for at, caller in module.callers.get(spot.computation, ()))
+
+
+def _users_of_element(module: Module, whole: Spot, index: int, seen: set[Spot]) -> Iterator[Spot]:
+    """The instructions that use an element of a tuple. seen: tuples that it has been an element of."""
+    if whole in seen:
+        return
+    seen.add(whole)
+    computation = module.computations[whole.computation]
+    for name in computation.users.get(whole.name, ()):
+        user = computation.instructions[name]
+        if user.op == "while":
+            yield from _users_in_loop(module, user, index, seen)
+        elif user.op != "get-tuple-element" or user.attribute("index") == str(index):
+            yield Spot(whole.computation, name)
+    for at, caller in module.callers.get(whole.computation, ()) if whole.name == computation.root else ():
+        if caller.op == "while":
+            yield from _users_in_loop(module, caller, index, seen)
+        yield from _users_of_element(module, Spot(at, caller.name), index, seen)
+
+
+def _users_in_loop(module: Module, loop: Instruction, index: int, seen: set[Spot]) -> Iterator[Spot]:
+    body = loop.attribute("body")
+    yield from _users_of_element(module, Spot(body, module.computations[body].parameters[0]), index, seen)

@@ -1,8 +1,0 @@
-"""Measures from a profiler trace how much device time each signal took, and when a device was idle. `jgt.planner` predicts the same.
-
-`events` reads the trace, `overlap` divides the time among kernels that run at once, and `device_time` joins the two with the program's
-text (`jgt.hlo`), which contains the signal of each instruction.
-"""
-
-from jgt.profile.device_time import Profile as Profile
-from jgt.profile.device_time import read_profile as read_profile
