@@ -6,9 +6,9 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TextIO, cast
+from typing import Literal, TextIO, cast
 
-from rich.console import Console
+import rich.console
 from rich.table import Table
 
 WIDTH_OF_FILES = 160
@@ -34,48 +34,44 @@ class _Trimmed(io.TextIOBase):
         self._file.flush()
 
 
-def make_console(*, quiet: bool = False, file: TextIO | None = None, width: int | None = None) -> Console:
+class Console(rich.console.Console):
     """A console on stdout, or on another file. width: instead of the terminal's, or of WIDTH_OF_FILES. quiet: it prints nothing."""
-    out = file or sys.stdout
-    if not out.isatty():
-        file, width = cast("TextIO", _Trimmed(out)), width or WIDTH_OF_FILES
-    # Otherwise rich would take brackets in names for markup, and colour numbers and paths as it sees fit.
-    return Console(file=file, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
+
+    def __init__(self, *, quiet: bool = False, file: TextIO | None = None, width: int | None = None):
+        out = file or sys.stdout
+        if not out.isatty():
+            file, width = cast("TextIO", _Trimmed(out)), width or WIDTH_OF_FILES
+        # Otherwise rich would take brackets in names for markup, and colour numbers and paths as it sees fit.
+        super().__init__(file=file, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
+
+    @staticmethod
+    def table(title: str, columns: Sequence[str], texts: int, rows: Iterable[Sequence[str]] = ()) -> Table:
+        """A table with these rows. The first `texts` columns contain text; the others contain numbers, aligned to the right."""
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", min_width=len(title))
+        for index, column in enumerate(columns):
+            # fold: a name too long for its column continues on the next line instead of losing its end.
+            table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        return table
 
 
-def make_table(title: str, columns: Sequence[str], texts: int, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """A table with these rows. The first `texts` columns contain text; the others contain numbers, aligned to the right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", min_width=len(title))
-    for index, column in enumerate(columns):
-        # fold: a name too long for its column continues on the next line instead of losing its end.
-        table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def amount(value: float, unit: Literal["", "B", "s"] = "") -> str:
+    """A number as people read it.
 
-
-def size_text(count: float) -> str:
-    """A number of bytes in the largest unit that leaves a number of at least 1: `3.2 MB`. A MB is 10**6 bytes."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def count_text(count: float) -> str:
-    """Three significant digits, or all digits of the whole part, with commas between thousands: `0.0123`, `12,345`."""
-    return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds in the largest unit that leaves a number of at least 1, with two significant digits: `1.3 s`, `770 ms`, `95 us`."""
-    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+    B: bytes in the largest unit that leaves a number of at least 1, where a MB is 10**6 bytes: `3.2 MB`. s: seconds likewise, with two
+    significant digits: `1.3 s`, `770 ms`, `95 us`. Without a unit: three significant digits, or all digits of the whole part, with commas
+    between thousands: `0.0123`, `12,345`.
+    """
+    if unit == "B":
+        power = next((power for power in range(4) if abs(value) < 1000 ** (power + 1)), 4)
+        return f"{value / 1000**power:.{min(power, 1)}f} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+    if unit == "s":
         # As shown: 0.9996 s are 1.0 s.
-        value = float(f"{seconds * factor:.1e}")
-        if abs(value) >= 1 or unit == "us":
-            return f"{two_digits(value)} {unit}"
-    raise AssertionError
+        rounded = [(float(f"{value * factor:.1e}"), name) for name, factor in (("s", 1), ("ms", 1e3), ("us", 1e6))]
+        number, name = next((pair for pair in rounded if abs(pair[0]) >= 1), rounded[-1])
+        return f"{two_digits(number)} {name}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def two_digits(value: float) -> str:

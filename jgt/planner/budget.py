@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from jgt.console import axes_text, size_text
+from jgt.console import amount, axes_text
 from jgt.document import Node, describe, nearest
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.rules.rules import matches, prefixes
@@ -102,7 +102,7 @@ def _step_overrun(plan: Plan, limit: Limit) -> str:
     if value <= limit.most:
         return ""
     largest, cost = max(parts.items(), key=lambda part: part[1], default=("nothing", 0))
-    size = f", {size_text(cost)}" if limit.key == "peak_gb" else ""
+    size = f", {amount(cost, 'B')}" if limit.key == "peak_gb" else ""
     return f"the plan is over budget: {value:.3g} {unit}, but {limit.most:g} is allowed. The largest part: {largest}{size}"
 
 
@@ -118,8 +118,8 @@ def _signal_overrun(plan: Plan, limit: Limit) -> str:
     # A plan's collectives are sorted by their bytes.
     worst = over[0]
     return (
-        f"the plan is over budget: {size_text(sent)}, but {limit.most:g} GB is allowed. The largest: {worst.kind} {worst.dtype} over "
-        f"{axes_text(worst.axes)}, {worst.count} x {size_text(worst.bytes)}, {worst.phase}, {worst.source or 'no source'}"
+        f"the plan is over budget: {amount(sent, 'B')}, but {limit.most:g} GB is allowed. The largest: {worst.kind} {worst.dtype} over "
+        f"{axes_text(worst.axes)}, {worst.count} x {amount(worst.bytes, 'B')}, {worst.phase}, {worst.source or 'no source'}"
     )
 
 

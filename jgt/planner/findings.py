@@ -21,7 +21,7 @@ from typing import Literal
 
 from jax.sharding import NamedSharding
 
-from jgt.console import size_text
+from jgt.console import amount
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
 from jgt.planner.hardware import USABLE
@@ -123,8 +123,8 @@ def _too_much_memory(memory: Memory) -> Iterator[Finding]:
     if memory.fits is False and memory.hbm_bytes is not None:
         usable = round(USABLE * memory.hbm_bytes)
         text = (
-            f"the step needs {size_text(memory.peak_bytes)} on each device, {size_text(memory.args_bytes)} of it for arguments, but only "
-            f"{size_text(usable)} are usable. Shard more, recompute more, or make the batch of one step smaller. "
+            f"the step needs {amount(memory.peak_bytes, 'B')} on each device, {amount(memory.args_bytes, 'B')} of it for arguments, but only "
+            f"{amount(usable, 'B')} are usable. Shard more, recompute more, or make the batch of one step smaller. "
             "The predicted time has no meaning: XLA schedules a step that does not fit without running collectives beside kernels"
         )
         yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
@@ -137,7 +137,7 @@ def _avoided(compiled: Compiled, sent: Sequence[Collective]) -> Iterator[Finding
         sends = sum(c.total_bytes for c in sent if c.source and avoided.line.endswith(c.source) and c.signal == signal)
         text = (
             f"XLA computes a {kind} wrongly with layouts such as {avoided.before}, so jgt gives it {avoided.after}. This line sends "
-            f"{size_text(sends)} in a step. Specs by which each axis splits only one dim of the {kind} need no such help"
+            f"{amount(sends, 'B')} in a step. Specs by which each axis splits only one dim of the {kind} need no such help"
         )
         yield _finding("avoided", signal, avoided.line, sends, text)
 
@@ -171,7 +171,7 @@ def _misfits(equation: Equation, sharding: NamedSharding, signal: str) -> Iterat
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             text = (
                 f"dim {dim} of a tensor {list(array.shape)} has size {size}, which {over} does not divide, so XLA "
-                f"pads it or makes it whole ({size_text(local_bytes)}). Change the spec {show_dims(dims)}"
+                f"pads it or makes it whole ({amount(local_bytes, 'B')}). Change the spec {show_dims(dims)}"
             )
             yield _finding("indivisible", signal, jx.line_of(equation), local_bytes, text)
 
@@ -184,7 +184,7 @@ def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Findi
     for p in params:
         if p.copies == num_devices and p.local_bytes > _FORGOTTEN * total:
             text = (
-                f"the parameter {p.path} {list(p.shape)} is whole on all {num_devices} devices: {size_text(p.local_bytes)} each, "
+                f"the parameter {p.path} {list(p.shape)} is whole on all {num_devices} devices: {amount(p.local_bytes, 'B')} each, "
                 f"{p.local_bytes / total:.0%} of all parameters there. Give it a spec under params:"
             )
             yield _finding("replicated", p.signals[0] if p.signals else NONE, p.source, p.local_bytes, text)
@@ -253,8 +253,8 @@ def _unexplained(sent: Sequence[Collective], formulas: Sequence[Expected]) -> It
             continue
         worst = _worst(own, explained)
         text = (
-            f"sends {size_text(num_bytes)} in a step, but the layout explains only {size_text(explained.total())}. Most of the rest goes "
-            f"over {' + '.join(worst.axes) or 'no axis'}: {worst.kind} {worst.dtype}, {size_text(worst.total_bytes)}, {worst.phase}. Name "
+            f"sends {amount(num_bytes, 'B')} in a step, but the layout explains only {amount(explained.total(), 'B')}. Most of the rest goes "
+            f"over {' + '.join(worst.axes) or 'no axis'}: {worst.kind} {worst.dtype}, {amount(worst.total_bytes, 'B')}, {worst.phase}. Name "
             "the tensor that is gathered or moved there, and give it a spec"
         )
         yield _finding("unexplained", signal, worst.source, rest, text)

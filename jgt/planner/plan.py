@@ -20,7 +20,7 @@ from typing import cast
 
 import jax
 
-from jgt.console import axes_text, size_text
+from jgt.console import amount, axes_text
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops
@@ -247,7 +247,7 @@ def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective])
         most = f"Up to {max(rounds)} further ones" if max(rounds) else "Further ones"
         yield (
             f"experts: each exchange counts as one round. {most} run if a pair of devices has more rows than room. One more round of each "
-            f"exchange sends {size_text(cost)} more in a step"
+            f"exchange sends {amount(cost, 'B')} more in a step"
         )
 
 

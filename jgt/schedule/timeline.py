@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
-from jgt.console import make_console, make_table
+from jgt.console import Console
 from jgt.schedule.simulate import kind_name
 from jgt.schedule.table import KINDS, Item, Kind, Table
 
@@ -43,7 +42,7 @@ def ink(colour: Colour) -> Colour:
 
 def print_timeline(table: Table, console: Console | None = None) -> None:
     """Prints a table, in as many blocks of ticks as the width of the console requires."""
-    screen = console or make_console()
+    screen = console or Console()
     # 16 colours are too few for shades.
     picture = _Picture(table, coloured=screen.color_system in ("256", "truecolor") and not screen.no_color)
     blocks = list(picture.blocks(screen.width))
@@ -65,8 +64,8 @@ def print_timeline(table: Table, console: Console | None = None) -> None:
 
 def print_comparison(columns: Sequence[str], rows: Sequence[Sequence[str]], best: set[int], console: Console | None = None) -> None:
     """Prints rows of a name and numbers. The rows whose indices are in `best` are highlighted and get a star."""
-    screen = console or make_console()
-    grid = make_table("", columns, texts=1)
+    screen = console or Console()
+    grid = Console.table("", columns, texts=1)
     for index, row in enumerate(rows):
         name, *numbers = row
         grid.add_row(Text(f"{name} *" if index in best else name), *map(Text, numbers), style="bold green" if index in best else "")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jgt.console import time_text, two_digits
+from jgt.console import amount, two_digits
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware import parse_target
 from jgt.planner.panels import Span, Track, panels
@@ -49,7 +49,7 @@ def test_panels_go_from_the_step_into_its_longest_loop():
     ("seconds", "text"), [(13.17, "13 s"), (0.7723, "770 ms"), (0.9996, "1.0 s"), (5e-5, "50 us"), (1234, "1,200 s"), (0, "0 us")]
 )
 def test_times_have_two_digits(seconds, text):
-    assert time_text(seconds) == text
+    assert amount(seconds, 's') == text
 
 
 def test_numbers_have_two_digits():

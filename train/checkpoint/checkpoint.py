@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jgt.console import size_text
+from jgt.console import amount
 
 from ..command_line import EndError
 from ..processes.processes import true_on_all_processes
@@ -222,7 +222,7 @@ class Checkpoints:
             free = self._free(folder)
         except OSError as error:
             return error
-        return None if free >= needed else OSError(f"{size_text(needed)} are needed in {folder}, but {size_text(free)} are free")
+        return None if free >= needed else OSError(f"{amount(needed, 'B')} are needed in {folder}, but {amount(free, 'B')} are free")
 
 
 def _make_writer() -> ocp.AsyncCheckpointer:

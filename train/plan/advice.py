@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jgt import Plan
-from jgt.console import size_text, time_text
+from jgt.console import amount
 from jgt.document import InputError
 from jgt.planner import Advice, Workload
 
@@ -71,7 +71,7 @@ class Adviser:
         missing, memory = -self.plan.memory.free_bytes, self.plan.memory
         state = memory.groups.get("optimizer state", 0)
         if self._value("optimizer.offload") == "none" and state:
-            text = f"host moves {size_text(state)} of optimizer state to the host's memory, {_verdict(missing - state)}"
+            text = f"host moves {amount(state, 'B')} of optimizer state to the host's memory, {_verdict(missing - state)}"
             yield self._advice("optimizer.offload", text, num_bytes=state)
         kept = sum(memory.activations.values())
         key = "train.accumulate" if self.plan.schedule is None else "pipeline.microbatches"
@@ -82,7 +82,7 @@ class Adviser:
         for times in (2**n for n in range(1, _MAX_PARTS.bit_length())):
             saved = round(kept * (1 - 1 / times))
             if self.rows % times == 0 and (missing <= saved or self.rows % (2 * times)):
-                less = f"{before * times} instead of {before} keeps {size_text(saved)} less for the backward pass"
+                less = f"{before * times} instead of {before} keeps {amount(saved, 'B')} less for the backward pass"
                 yield self._advice(key, f"{less}, {_verdict(missing - saved)}", num_bytes=saved)
                 return
 
@@ -109,7 +109,7 @@ class Adviser:
             # Useful work takes the same time in both, and a bubble is a share of the whole.
             before, after = (share / (1 - share) for share in (schedule.bubble, other.bubble))
             saved = lost * (1 - after / before) if before else 0.0
-            text = f"{change}: the bubble falls from {schedule.bubble:.1%} to {other.bubble:.1%}, which saves {time_text(saved / 1e3)}"
+            text = f"{change}: the bubble falls from {schedule.bubble:.1%} to {other.bubble:.1%}, which saves {amount(saved / 1e3, 's')}"
             yield self._advice(key, text, ms=saved)
 
     def _recompute(self) -> Iterator[Advice]:
@@ -117,7 +117,7 @@ class Adviser:
         key = "train.remat" if self.plan.schedule is None else "pipeline.remat"
         setting = self._value(key)
         if lost and setting not in (None, "none") and free > 0:
-            again = f"{setting} computes {time_text(lost / 1e3)} of work again, and {size_text(free)} of memory are free"
+            again = f"{setting} computes {amount(lost / 1e3, 's')} of work again, and {amount(free, 'B')} of memory are free"
             yield self._advice(key, f"{again}. Less recompute saves up to that", ms=lost)
 
     def _gradients(self) -> Iterator[Advice]:
@@ -127,7 +127,7 @@ class Adviser:
         sums = ("all-reduce", "reduce-scatter")
         wide = [c for c in self.plan.collectives if c.dtype == "f32" and c.phase == "backward" and c.kind in sums]
         saved, num_bytes = self.plan.waiting_ms(wide) / 2, sum(c.total_bytes for c in wide) // 2
-        text = f"bf16 halves the {size_text(2 * num_bytes)} of gradients in f32, which saves up to {time_text(saved / 1e3)} of waiting"
+        text = f"bf16 halves the {amount(2 * num_bytes, 'B')} of gradients in f32, which saves up to {amount(saved / 1e3, 's')} of waiting"
         yield self._advice("optimizer.gradients", text, ms=saved)
 
     def _parts_of_batch(self) -> Iterator[Advice]:
@@ -136,8 +136,8 @@ class Adviser:
         if self.plan.schedule is not None or not isinstance(parts, int) or parts % 2 or self.plan.memory.free_bytes < kept:
             return
         saved = self.plan.waiting_ms(c for c in self.plan.collectives if c.kind == "all-gather" and c.count % parts == 0) / 2
-        text = f"{parts // 2} instead of {parts} gathers the parameters half as often, which saves {time_text(saved / 1e3)} of waiting"
-        yield self._advice("train.accumulate", f"{text} and needs about {size_text(kept)} more memory", ms=saved)
+        text = f"{parts // 2} instead of {parts} gathers the parameters half as often, which saves {amount(saved / 1e3, 's')} of waiting"
+        yield self._advice("train.accumulate", f"{text} and needs about {amount(kept, 'B')} more memory", ms=saved)
 
     def _attention(self) -> Iterator[Advice]:
         """Scores that travel to memory and back."""
@@ -146,7 +146,7 @@ class Adviser:
         attention = [row.roofline_ms for row in self.plan.signals if "attn" in row.signal]
         saved = sum(max(parts.get("memory", 0) - parts.get("matmul", 0), 0) for parts in attention)
         text = "auto takes cuDNN's kernel, where it is available, which keeps scores out of memory and saves up to "
-        yield self._advice("model.attention", text + time_text(saved / 1e3), ms=saved)
+        yield self._advice("model.attention", text + amount(saved / 1e3, "s"), ms=saved)
 
     def _overlap(self) -> Iterator[Advice]:
         """Collectives of tensor parallelism beside matmuls."""
@@ -156,9 +156,9 @@ class Adviser:
             over = [c for c in self.plan.collectives if c.signal == row.signal and c.axes == ("tensor",)]
             saved = min(self.plan.waiting_ms(over), row.roofline_ms.get("matmul", 0.0))
             if row.rule and saved and any(c.kind == "reduce-scatter" for c in over):
-                text = f"tensor for {row.signal} runs its collectives beside its matmuls, which saves up to {time_text(saved / 1e3)}"
+                text = f"tensor for {row.signal} runs its collectives beside its matmuls, which saves up to {amount(saved / 1e3, 's')}"
                 yield self._advice("overlap", text, ms=saved, where=row.rule)
 
 
 def _verdict(missing: int) -> str:
-    return "so the step would fit" if missing <= 0 else f"of the {size_text(missing)} that would still be missing"
+    return "so the step would fit" if missing <= 0 else f"of the {amount(missing, 'B')} that would still be missing"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jgt.console import make_console, make_table
+from jgt.console import Console
 from jgt.document import Node, override, read
 from jgt.document.reader import dump
 
@@ -23,10 +23,10 @@ _HEADROOM = 1.05
 
 def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
     """The best layouts and why the others are slower, what was left out, and how good the estimates were."""
-    console, ranked = make_console(), search.ranked()
+    console, ranked = Console(), search.ranked()
     memory = search.target.chip.hbm_gb
     columns = ("", "layout", "s", "estimated", "tokens/s", f"GB of {memory:.0f}", "waits s", "bubble", "why not")
-    table = make_table(f"{name} on {search.target.text}", columns, 2)
+    table = Console.table(f"{name} on {search.target.text}", columns, 2)
     table.columns[-1].justify = "left"
     for rank, one in enumerate(ranked[: search.top], 1):
         table.add_row(*_row(rank, one, ranked[0], batch_tokens))

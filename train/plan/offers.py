@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jgt.console import make_console, make_table
+from jgt.console import Console
 from jgt.document import InputError
 from jgt.planner.hardware import Target, parse_target, read_prices
 
@@ -119,13 +119,13 @@ def ranked(offers: Sequence[tuple[Offer, _T]], job: Job) -> list[tuple[Offer, _T
 
 def print_offers(offers: Sequence[Offer], job: Job) -> None:
     """A table of ranked offers."""
-    console = make_console()
+    console = Console()
     columns = ["target", "layout", "s", "tokens/s", "GB"]
     columns += ["$/hour", "$/M tokens"] if job.prices is not None else []
     columns += ["days"] if job.tokens is not None else []
     columns += ["$"] if job.prices is not None and job.tokens is not None else []
     columns += [f"GPUs for {job.days:g} days"] if job.days is not None else []
-    table = make_table("Machines", columns, 2)
+    table = Console.table("Machines", columns, 2)
     for offer in offers:
         table.add_row(*_cells(offer, job))
     console.print(table)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt import Plan
-from jgt.console import axes_text, make_console, make_table, size_text
+from jgt.console import Console, amount
 
 from ..config import Run
 
@@ -58,13 +58,14 @@ def formula_bytes(numbers: int, replicas: int, wire: str) -> int:
 
 def print_exchange(step: Plan, exchange: Exchange) -> None:
     """Writes the plan of an exchange to stdout, for a person."""
-    console = make_console()
+    console = Console()
     parts = f", in {exchange.fragments} fragments" if exchange.fragments > 1 else ""
     console.print(f"Exchange, every {exchange.every} steps{parts}", style="bold", markup=False, highlight=False)
-    table = make_table("What one device sends in an exchange" + (" of a fragment" if parts else ""), ["collective", "sent over", "sent"], 2)
+    title = "What one device sends in an exchange" + (" of a fragment" if parts else "")
+    table = Console.table(title, ["collective", "sent over", "sent"], 2)
     for row in exchange.plan.collectives:
-        table.add_row(f"{row.kind} {row.dtype}", axes_text(row.axes), size_text(row.total_bytes))
-    table.add_row("formula", "", size_text(exchange.formula_bytes))
+        table.add_row(f"{row.kind} {row.dtype}", "+".join(row.axes) or "(none)", amount(row.total_bytes, "B"))
+    table.add_row("formula", "", amount(exchange.formula_bytes, "B"))
     console.print(table)
     if step.step_time_ms is not None and exchange.ms_a_step is not None:
         whole = step.step_time_ms + exchange.ms_a_step
@@ -128,13 +129,13 @@ def print_policies(axis: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Writes the table to stdout, for a person."""
     timed = any(row["ms_a_step"] is not None for row in rows)
     names = ["every", "late", "fragments", "wire"]
-    table = make_table(f"sync over {axis}, for one device and step", [*names, "largest", "sent", *(["ms"] if timed else [])], 4)
+    table = Console.table(f"sync over {axis}, for one device and step", [*names, "largest", "sent", *(["ms"] if timed else [])], 4)
     for row in rows:
         count, largest, ms = row["bytes_a_step"], row["largest"], row["ms_a_step"]
         assert isinstance(count, int) and isinstance(largest, int)
-        sizes = (size_text(largest), size_text(count))
+        sizes = (amount(largest, "B"), amount(count, "B"))
         table.add_row(*(str(row[name]) for name in names), *sizes, *([f"{ms:.2f}"] if timed else []))
-    console = make_console()
+    console = Console()
     console.print(table)
     note = "largest: one exchange. sent: exchanges spread over the steps between them. The losses of policies differ (docs/sync.md)"
     console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
 
-from jgt.console import make_console, make_table, size_text
+from jgt.console import Console, amount
 from jgt.pipeline.config import PipelineConfig
 
 from ..setup import AUTO, Setup
@@ -32,7 +32,7 @@ class Screen:
     def __init__(self, *, enabled: bool):
         self._stdout, self._enabled = Stdout(), enabled
         self.sink = self._stdout.sink
-        self._console = make_console(quiet=not enabled, file=cast(TextIO, self._stdout))
+        self._console = Console(quiet=not enabled, file=cast(TextIO, self._stdout))
         self._notebook = find_notebook() if enabled else None
 
     def say(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Screen:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], numbers: int) -> None:
         """Prints a table whose last `numbers` columns are aligned to the right."""
-        self._console.print(make_table(title, columns, len(columns) - numbers, rows))
+        self._console.print(Console.table(title, columns, len(columns) - numbers, rows))
 
     def setup(self, setup: Setup) -> None:
         """Prints the mesh, the attention kernel, the pipeline, and each parameter with its spec and its bytes per device."""
@@ -67,7 +67,7 @@ class Screen:
             "signal": [*(", ".join(p.signals) or "(none)" for p in parameters), ""],
             "shape": [*("x".join(map(str, p.shape)) for p in parameters), ""],
             "spec": [*(p.spec for p in parameters), ""],
-            "bytes/device": [*map(size_text, sizes), size_text(sum(sizes))],
+            "bytes/device": [*(amount(size, "B") for size in sizes), amount(sum(sizes), "B")],
         }
         # Names and specs are what rules are written with.
         if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) - 2 > self._console.width:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jgt
-from jgt.console import size_text
+from jgt.console import amount
 from jgt.document import InputError
 
 from ..report.accounts import read_accounts
@@ -64,7 +64,7 @@ def describe_sync(setup: Setup) -> Iterator[str]:
         return
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(setup.saved_shapes))
     parts = f" in {sync.fragments} fragments" if sync.fragments > 1 else ""
-    yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each: {size_text(size)}"
+    yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each: {amount(size, 'B')}"
 
 
 def tokens_per_sample(setup: Setup) -> int | None:
@@ -111,7 +111,7 @@ def _files(fingerprint: Mapping[str, Any]) -> str | None:
     files, size = (
         sum(value for key, value in fingerprint.items() if key.rpartition(".")[2] in (name, f"eval_{name}")) for name in ("files", "bytes")
     )
-    return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {size_text(size)}"
+    return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {amount(size, 'B')}"
 
 
 def _splits(fingerprint: Mapping[str, Any]) -> Iterator[str]:

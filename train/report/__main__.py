@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.command.parser import CommandParser
-from jgt.console import make_console
+from jgt.console import Console
 from jgt.document import InputError, nearest
 
 from .accounts import read_accounts
@@ -90,7 +90,7 @@ def _plot(arguments: argparse.Namespace) -> None:
     if arguments.output and not has_matplotlib:
         raise InputError(["command line: --output: a PNG needs matplotlib: pip install 'jgt[plot]'"])
     if arguments.terminal or not has_matplotlib:
-        width = make_console().width if sys.stdout.isatty() else 80
+        width = Console().width if sys.stdout.isatty() else 80
         lines = draw_text(runs, metrics, arguments.over, width) if loads is None else describe_loads(loads, width - MARGIN)
         print("\n".join(lines))
         return

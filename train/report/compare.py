@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.console import count_text, make_console, make_table
+from jgt.console import Console, amount
 from jgt.document import InputError, shown
 
 from .accounts import read_accounts
@@ -129,12 +129,12 @@ def _spread(steps: Sequence[int]) -> list[int]:
 
 def print_comparison(comparison: Comparison, names: Sequence[str]) -> None:
     """Prints a comparison to stdout. names: the names of the two runs."""
-    console = make_console()
+    console = Console()
     rows = [[d.name, *map(_config_text, (d.first, d.second))] for d in comparison.config]
-    console.print(make_table("Config", ["key", *names], 3, rows) if rows else "Config: no key differs")
-    console.print(make_table("Results", ["", *names, "change"], 1, map(_row, comparison.results)))
+    console.print(Console.table("Config", ["key", *names], 3, rows) if rows else "Config: no key differs")
+    console.print(Console.table("Results", ["", *names, "change"], 1, map(_row, comparison.results)))
     if comparison.losses:
-        console.print(make_table("Loss", ["step", *names, "change"], 0, map(_row, comparison.losses)))
+        console.print(Console.table("Loss", ["step", *names, "change"], 0, map(_row, comparison.losses)))
     console.print(comparison.verdict, soft_wrap=True)
 
 
@@ -146,7 +146,7 @@ def _row(difference: Difference) -> list[str]:
 def _figure_text(value: float | None) -> str:
     if value is None:
         return ""
-    return count_text(value) if abs(value) >= 100 else f"{value:.5g}"
+    return amount(value) if abs(value) >= 100 else f"{value:.5g}"
 
 
 def _config_text(value: Any) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt.console import count_text
+from jgt.console import amount
 from jgt.document import InputError, nearest
 
 from .rows import read_config, read_metrics
@@ -142,4 +142,4 @@ def _place(value: float, low: float, high: float, count: int) -> int:
 
 
 def _value_text(value: float) -> str:
-    return count_text(value) if abs(value) >= 100 else f"{value:.4g}"
+    return amount(value) if abs(value) >= 100 else f"{value:.4g}"

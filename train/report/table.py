@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from jgt.console import count_text, make_console, make_table
+from jgt.console import Console, amount
 
 from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary
@@ -28,28 +28,28 @@ BAR = 30
 
 def print_accounts(accounts: Accounts) -> None:
     """Prints accounts to stdout."""
-    console = make_console()
+    console = Console()
     useful = accounts.causes["steps"].seconds
     steps = f"{_number(accounts.steps, 'step')} that {'counts' if accounts.steps == 1 else 'count'}"
     of_wall = f"{_time(useful)} of {_time(accounts.wall_s)} in {steps}"
     console.print(f"{accounts.run}: goodput {accounts.goodput:.1%}: {of_wall}", style="bold", soft_wrap=True)
     # A terminal without Unicode gets # in its bars.
     block = "#" if console.options.ascii_only else "█"
-    table = make_table("Wall time", ["spent on", "seconds", "share", ""], 1, _causes(accounts, block))
+    table = Console.table("Wall time", ["spent on", "seconds", "share", ""], 1, _causes(accounts, block))
     table.columns[-1].justify = "left"
     console.print(table)
     left_out = max(0, len(accounts.starts) - MAX_STARTS)
     title = f"Starts, the last {MAX_STARTS} of {len(accounts.starts)}" if left_out else "Starts"
     columns = ["", "began (UTC)", "ended", "lasted", "from step", "to step", "processes", "devices"]
-    console.print(make_table(title, columns, 3, [_start(n, s) for n, s in enumerate(accounts.starts[left_out:], left_out + 1)]))
+    console.print(Console.table(title, columns, 3, [_start(n, s) for n, s in enumerate(accounts.starts[left_out:], left_out + 1)]))
     speed = accounts.throughput
     rates = {"steps/s": (speed.steps_per_s, speed.steps_per_s_wall), "tokens/s": (speed.tokens_per_s, speed.tokens_per_s_wall)}
-    rows = [[name, *("" if rate is None else count_text(rate) for rate in both)] for name, both in rates.items()]
-    console.print(make_table("Speed", ["", "in steps that count", "in wall time"], 1, rows))
+    rows = [[name, *("" if rate is None else amount(rate) for rate in both)] for name, both in rates.items()]
+    console.print(Console.table("Speed", ["", "in steps that count", "in wall time"], 1, rows))
     if accounts.stragglers is not None:
         busiest = accounts.stragglers.processes[:MAX_PROCESSES]
         rows = [[str(busy.process), busy.host or "", _milliseconds(busy.step_s)] for busy in busiest]
-        console.print(make_table("Stragglers: own work of each host", ["process", "host", "per step"], 2, rows))
+        console.print(Console.table("Stragglers: own work of each host", ["process", "host", "per step"], 2, rows))
     for line in _closing_lines(accounts):
         console.print(line, soft_wrap=True)
     if accounts.experts is not None:
@@ -105,7 +105,7 @@ def _number(count: int, noun: str) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{count_text(seconds * 1000)} ms"
+    return f"{amount(seconds * 1000)} ms"
 
 
 def _time(seconds: float) -> str:

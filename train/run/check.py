@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgt.console import size_text
+from jgt.console import amount
 from jgt.document import InputError
 
 from ..config import Run
@@ -35,14 +35,14 @@ def dry_run(run: Run) -> None:
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
     shapes, places = setup.shapes.trained, setup.shardings.trained
     rows = [
-        ["parameters", size_text(_bytes_per_device(shapes.params, places.params))],
-        ["optimizer state", size_text(_bytes_per_device(shapes.opt_state, places.opt_state))],
-        *([["variables", size_text(_bytes_per_device(shapes.variables, places.variables))]] if shapes.variables else []),
-        ["batch", size_text(_bytes_per_device(setup.batch_shapes, setup.batch_shardings))],
+        ["parameters", amount(_bytes_per_device(shapes.params, places.params), "B")],
+        ["optimizer state", amount(_bytes_per_device(shapes.opt_state, places.opt_state), "B")],
+        *([["variables", amount(_bytes_per_device(shapes.variables, places.variables), "B")]] if shapes.variables else []),
+        ["batch", amount(_bytes_per_device(setup.batch_shapes, setup.batch_shardings), "B")],
         # XLA's own figure: what it allocates beyond arguments and results.
-        ["temporary (activations, gradients)", size_text(memory.temp_size_in_bytes)],
-        ["arguments", size_text(memory.argument_size_in_bytes)],
-        ["outputs (donated)", f"{size_text(memory.output_size_in_bytes)} ({size_text(memory.alias_size_in_bytes)})"],
+        ["temporary (activations, gradients)", amount(memory.temp_size_in_bytes, "B")],
+        ["arguments", amount(memory.argument_size_in_bytes, "B")],
+        ["outputs (donated)", f"{amount(memory.output_size_in_bytes, 'B')} ({amount(memory.alias_size_in_bytes, 'B')})"],
     ]
     screen.table("Bytes per device", ["what", "bytes"], rows, numbers=1)
 

@@ -10,10 +10,9 @@ import collections
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.text import Text
 
-from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
+from jgt.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.view.table import time_rows
 
@@ -36,7 +35,7 @@ class Differences:
 
     def print(self, *names: str) -> None:
         """Writes the comparison to stdout. names: how the two plans are called."""
-        console, a, b = make_console(), self.a, self.b
+        console, a, b = Console(), self.a, self.b
         targets = a.target + (f" and {b.target}" if b.target != a.target else "")
         layouts = ((name, x, y) for name, x, y in self._layouts() if x != y)
         _print(console, "What differs", ["", *names], 3, layouts)
@@ -44,7 +43,7 @@ class Differences:
         totals = ((name, _shown(name, x), _shown(name, y), _change(x, y)) for name, x, y in known)
         _print(console, f"Totals of one device in a step, on {targets}", ["total", *names, "change"], 1, totals)
         _print(console, "Time of the step", ["spent on", *names, "change"], 1, self._times())
-        rows = [(*key, size_text(x), size_text(y), _change(x, y)) for key, x, y in self._sent()]
+        rows = [(*key, amount(x, "B"), amount(y, "B"), _change(x, y)) for key, x, y in self._sent()]
         _print(console, "Collectives that differ", ["signal", "kind", "axes", *names, "change"], 3, rows)
         if not rows:
             console.print("The collectives are the same.")
@@ -59,7 +58,7 @@ class Differences:
         old, new = (dict(time_rows(plan)) if plan.step_time_ms is not None else {} for plan in (self.a, self.b))
         for name in dict.fromkeys([*old, *new]):
             x, y = old.get(name, 0.0), new.get(name, 0.0)
-            yield name, time_text(x / 1e3), time_text(y / 1e3), _change(x, y)
+            yield name, amount(x / 1e3, "s"), amount(y / 1e3, "s"), _change(x, y)
 
     def _layouts(self) -> Iterator[tuple[str, str, str]]:
         """The user's decisions as text: the mesh, the pipeline and the specs of each signal's parameters."""
@@ -90,7 +89,7 @@ class Differences:
 
 def _print(console: Console, title: str, columns: list[str], texts: int, rows: Iterable[tuple[str, ...]]) -> None:
     """Prints a table, unless it is empty."""
-    table = make_table(title, columns, texts)
+    table = Console.table(title, columns, texts)
     for row in rows:
         # rich would read the brackets of a spec as markup in a str.
         table.add_row(*map(Text, row))
@@ -127,9 +126,9 @@ def _shown(name: str, x: float | None) -> str:
     if x is None:
         return ""
     if name == "step_time_ms":
-        return time_text(x / 1e3)
+        return amount(x / 1e3, "s")
     if name == "mfu":
         return f"{x:.1%}"
     if name in ("tokens_per_s", "dollars_per_million_tokens"):
         return two_digits(x)
-    return f"{count_text(x / 1e12)} TFLOP" if name == "flops_per_device" else size_text(x)
+    return f"{amount(x / 1e12)} TFLOP" if name == "flops_per_device" else amount(x, "B")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jgt.console import axes_text, count_text, size_text, time_text
+from jgt.console import amount, axes_text
 from jgt.planner.findings import REPEATED
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.layouts import OPTIMIZER
@@ -30,12 +30,12 @@ def _by_time(plan: Plan, step_ms: float) -> Iterator[str]:
         compute, exposed = row.compute_ms or 0.0, row.exposed_ms or 0.0
         rule = f" (rule: {row.rule})" if row.rule else ""
         costs.append(
-            (compute, f"{row.signal}: {time_text(compute / 1e3)} in kernels ({compute / step_ms:.0%} of the step), {_advice(row)}{rule}")
+            (compute, f"{row.signal}: {amount(compute / 1e3, 's')} in kernels ({compute / step_ms:.0%} of the step), {_advice(row)}{rule}")
         )
         # The largest one: a plan's collectives are sorted by bytes.
         worst = next((c for c in plan.collectives if c.signal == row.signal), None)
         if worst is not None:
-            waiting = f"{time_text(exposed / 1e3)} waiting ({exposed / step_ms:.0%} of the step), mostly for {_collective_advice(worst)}"
+            waiting = f"{amount(exposed / 1e3, 's')} waiting ({exposed / step_ms:.0%} of the step), mostly for {_collective_advice(worst)}"
             costs.append((exposed, f"{row.signal}: {waiting}{rule}"))
     yield from (text for _, text in sorted(costs, key=lambda cost: -cost[0]))
 
@@ -44,7 +44,7 @@ def _by_bytes(plan: Plan) -> Iterator[str]:
     rules = {row.signal: row.rule for row in plan.signals if row.rule}
     for c in plan.collectives:
         rule = f" (rule: {rules[c.signal]})" if c.signal in rules else ""
-        yield f"{c.signal}: {size_text(c.total_bytes)} sent by {_collective_advice(c)}{rule}"
+        yield f"{c.signal}: {amount(c.total_bytes, 'B')} sent by {_collective_advice(c)}{rule}"
 
 
 def _advice(row: SignalRow) -> str:
@@ -54,12 +54,12 @@ def _advice(row: SignalRow) -> str:
         return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
     # An update does a few operations for each byte that it reads, on any hardware.
     if row.signal == OPTIMIZER:
-        return f"{size_text(row.hbm_bytes)} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
+        return f"{amount(row.hbm_bytes, 'B')} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
     if row.signal == PIPELINE_SIGNAL:
-        return f"{size_text(row.hbm_bytes)} to and from memory for what stages keep and send. Use fewer, larger microbatches (pipeline:)"
-    tflop = f"{count_text(row.flops / 1e12)} TFLOP"
+        return f"{amount(row.hbm_bytes, 'B')} to and from memory for what stages keep and send. Use fewer, larger microbatches (pipeline:)"
+    tflop = f"{amount(row.flops / 1e12)} TFLOP"
     if row.roofline_ms.get("memory", 0.0) > row.roofline_ms.get("matmul", 0.0):
-        moved = f"{size_text(row.hbm_bytes)} to and from memory for {tflop}: memory-bound"
+        moved = f"{amount(row.hbm_bytes, 'B')} to and from memory for {tflop}: memory-bound"
         return f"{moved}. Keep fewer activations (save:), or use a fused kernel there"
     return f"{tflop}: compute-bound. Only less recompute (save:) or more devices would help"
 
@@ -76,7 +76,7 @@ _TO_CHANGE = {
 def _collective_advice(c: Collective) -> str:
     """A collective, and which spec would change it."""
     where = f" at {c.source}" if c.source else ""
-    sent = f"{c.kind} {c.dtype} over {axes_text(c.axes)} ({c.count} x {size_text(c.bytes)}, {c.phase}){where}"
+    sent = f"{c.kind} {c.dtype} over {axes_text(c.axes)} ({c.count} x {amount(c.bytes, 'B')}, {c.phase}){where}"
     # Sends between the stages of a pipeline have no spec.
     if c.signal == PIPELINE_SIGNAL:
         return f"{sent}. Use fewer, larger microbatches or fewer stages (pipeline:)"

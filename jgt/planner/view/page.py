@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from jgt.console import axes_text, count_text, size_text, time_text, two_digits
+from jgt.console import amount, axes_text, two_digits
 from jgt.planner.panels import Panel, Span
 from jgt.planner.plan import Plan
 from jgt.planner.view.table import print_plan
@@ -70,7 +70,7 @@ def _panel(panel: Panel, signals: Sequence[str]) -> str:
     for lane in ("device", "links"):
         blocks = "".join(_block(span, panel.ms, signals) for span in panel.spans if span.lane == lane)
         lanes += f'<div class="lane"><span>{lane}</span><div>{blocks}</div></div>'
-    return f'<div class="panel"><p>{_text(panel.title)}{times}: {time_text(panel.ms / 1e3)}</p>{lanes}</div>'
+    return f'<div class="panel"><p>{_text(panel.title)}{times}: {amount(panel.ms / 1e3, "s")}</p>{lanes}</div>'
 
 
 def _block(span: Span, whole_ms: float, signals: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def _block(span: Span, whole_ms: float, signals: Sequence[str]) -> str:
         name = f"{span.trips:,} x {span.signal}"
     kind = span.kind if span.kind in ("waiting", "loop") else "kernels"
     hue = 360 * (signals.index(span.signal) % _HUES) // _HUES if span.signal in signals else 0
-    title = _text(f"{name}, {span.phase}: {time_text((span.end - span.start) / 1e3)}")
+    title = _text(f"{name}, {span.phase}: {amount((span.end - span.start) / 1e3, 's')}")
     style = f"left:{left:.2f}%;width:{width:.2f}%;--hue:{hue}"
     return f'<i class="{kind}" style="{style}" title="{title}">{_text(name) if width > _NAMED else ""}</i>'
 
@@ -102,11 +102,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int]], numbers:
 def _signals(plan: Plan) -> str:
     def rows() -> Iterator[list[str]]:
         for row in plan.signals:
-            over = ", ".join(f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1]))
+            over = ", ".join(f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1]))
             roofline = ", ".join(f"{part} {two_digits(ms)}" for part, ms in sorted(row.roofline_ms.items(), key=lambda i: -i[1]))
-            sizes = [size_text(n) if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
+            sizes = [amount(n, "B") if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
             times = [two_digits(ms) if ms else "" for ms in (row.compute_ms, row.exposed_ms)]
-            yield [row.signal, "; ".join(row.specs), *sizes, over, count_text(row.flops / 1e9) if row.flops else "", *times, roofline]
+            yield [row.signal, "; ".join(row.specs), *sizes, over, amount(row.flops / 1e9) if row.flops else "", *times, roofline]
 
     numbers = ["parameters", "activations", "sent", "GFLOP", "ms", "exposed ms"]
     return _table(["signal", "spec", "parameters", "activations", "sent", "over", *numbers[3:], "roofline ms"], rows(), numbers)
@@ -116,7 +116,7 @@ def _collectives(plan: Plan) -> str:
     rules = {row.signal: row.rule for row in plan.signals}
     columns = ["signal", "phase", "kind", "type", "axes", "bytes", "count", "total", "source", "rule"]
     rows = (
-        (c.signal, c.phase, c.kind, c.dtype, axes_text(c.axes), size_text(c.bytes), c.count, size_text(c.total_bytes), c.source, rule)
+        (c.signal, c.phase, c.kind, c.dtype, axes_text(c.axes), amount(c.bytes, "B"), c.count, amount(c.total_bytes, "B"), c.source, rule)
         for c in plan.collectives
         for rule in (rules.get(c.signal, ""),)
     )

@@ -17,7 +17,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from jgt.console import axes_text, count_text, make_console, make_table, size_text, time_text, two_digits
+from jgt.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.signals import SignalRow
 from jgt.planner.view.costs import largest_costs
@@ -35,7 +35,7 @@ _WIDEST = 1_000
 
 def print_plan(plan: Plan, file: TextIO | None = None) -> None:
     """Writes a plan to stdout, or to another file."""
-    console = make_console(file=file, width=None if file is None and sys.stdout.isatty() else _WIDEST)
+    console = Console(file=file, width=None if file is None and sys.stdout.isatty() else _WIDEST)
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     title = f"Plan for {plan.target}: {mesh} = {plan.devices} devices, compiled in {plan.seconds:.1f} s with jax {plan.versions['jax']}"
     console.print(Text(title, style="bold"))
@@ -61,12 +61,12 @@ def summary(plan: Plan) -> list[str]:
     """The step in a few lines: its time and speed, its cost, its FLOPs, and its schedule."""
     lines: list[str] = []
     if plan.step_time_ms is not None and plan.step_time_caveat:
-        lines.append(f"step: the time of {time_text(plan.step_time_ms / 1e3)} has no meaning: {plan.step_time_caveat}")
+        lines.append(f"step: the time of {amount(plan.step_time_ms / 1e3, 's')} has no meaning: {plan.step_time_caveat}")
     elif plan.step_time_ms is not None:
         lines.append(f"step: {step_text(plan)}{''.join(f', {text}' for text in speed_texts(plan))}")
     if plan.schedule is not None:
         lines.append(f"pipeline: {plan.schedule.text}")
-    useful, executed = (count_text(count / 1e12) for count in (plan.model_flops_per_device, plan.flops_per_device))
+    useful, executed = (amount(count / 1e12) for count in (plan.model_flops_per_device, plan.flops_per_device))
     lines.append(f"FLOPs of one device: {useful} TFLOP of the model, {executed} TFLOP with recompute and bubbles")
     return lines
 
@@ -74,7 +74,7 @@ def summary(plan: Plan) -> list[str]:
 def step_text(plan: Plan) -> str:
     """The time of the step with its error: `1.3 s ± 12%`."""
     error = "" if plan.step_time_error is None else f" ± {plan.step_time_error:.0%}"
-    return f"{time_text((plan.step_time_ms or 0.0) / 1e3)}{error}"
+    return f"{amount((plan.step_time_ms or 0.0) / 1e3, 's')}{error}"
 
 
 def speed_texts(plan: Plan) -> list[str]:
@@ -119,25 +119,25 @@ PART_NAMES = {
 
 
 def _time(plan: Plan) -> Table:
-    table = make_table("Time of the step", ["spent on", "time", "share", ""], 1)
+    table = Console.table("Time of the step", ["spent on", "time", "share", ""], 1)
     table.columns[-1].justify = "left"
     step = plan.step_time_ms or 1.0
     for name, ms in time_rows(plan) if plan.step_time_ms is not None and not plan.step_time_caveat else ():
         if ms >= _SMALLEST * step:
-            table.add_row(name, time_text(ms / 1e3), f"{ms / step:.1%}", _bar(ms / step))
+            table.add_row(name, amount(ms / 1e3, "s"), f"{ms / step:.1%}", _bar(ms / step))
     return table
 
 
 def _signals(plan: Plan) -> Table:
     times = ["ms", "exposed ms"] if plan.step_time_ms is not None else []
     columns = ["signal", "spec", "sent over", "parameters", "activations", "sent", "GFLOP", *times]
-    table = make_table("Signals, for one device and step", columns, 3)
+    table = Console.table("Signals, for one device and step", columns, 3)
     for row in plan.signals:
         if not _is_notable(plan, row):
             continue
-        over = [f"{axes} {size_text(count)}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])]
-        sizes = [size_text(n) if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
-        flops = count_text(row.flops / 1e9) if row.flops else ""
+        over = [f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])]
+        sizes = [amount(n, "B") if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
+        flops = amount(row.flops / 1e9) if row.flops else ""
         values = [two_digits(row.compute_ms or 0.0), two_digits(row.exposed_ms or 0.0)] if times else []
         # rich would read the brackets of a spec as markup in a str.
         table.add_row(*map(Text, [row.signal, _specs(row), _first(over, _NUM_AXES), *sizes, flops, *values]))
@@ -166,20 +166,20 @@ def _first(texts: Sequence[str], number: int) -> str:
 
 def _memory(plan: Plan) -> Table:
     memory = plan.memory
-    table = make_table("Memory of one device", ["memory", "size", ""], 1)
+    table = Console.table("Memory of one device", ["memory", "size", ""], 1)
     table.columns[-1].justify = "left"
     # Bars end at the limit; without one, the peak is the longest bar.
     most = memory.hbm_bytes or memory.peak_bytes or 1
     for name, count in memory_rows(plan):
-        table.add_row(name, size_text(count), _bar(count / most))
+        table.add_row(name, amount(count, "B"), _bar(count / most))
     limit, drawn = "", _bar(memory.peak_bytes / most)
     if memory.hbm_bytes is not None:
         free = f"{1 - memory.peak_bytes / memory.hbm_bytes:.0%} free" if memory.fits else "DOES NOT FIT"
-        limit = f" of {size_text(memory.hbm_bytes)}, {'fits, ' if memory.fits else ''}{free}"
+        limit = f" of {amount(memory.hbm_bytes, 'B')}, {'fits, ' if memory.fits else ''}{free}"
         # A step that does not fit has a bar that crosses the limit.
         scale = max(memory.peak_bytes / memory.hbm_bytes, 1.0)
         drawn = _gauge(memory.peak_bytes / memory.hbm_bytes / scale, 1 / scale)
-    table.add_row("peak", size_text(memory.peak_bytes), drawn + limit)
+    table.add_row("peak", amount(memory.peak_bytes, "B"), drawn + limit)
     return table
 
 
@@ -199,7 +199,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, int]]:
 def _axes(plan: Plan) -> Table:
     """The bytes sent over each mesh axis, beside the formulas' figure."""
     timed = bool(plan.links_ms) and plan.step_time_ms is not None
-    table = make_table(
+    table = Console.table(
         "Sent over each axis, by one device in a step", ["axes", "formula", "compiled", *(["time", "exposed"] if timed else [])], 1
     )
     sent: collections.Counter[str] = collections.Counter()
@@ -210,9 +210,9 @@ def _axes(plan: Plan) -> Table:
         formulas[axes_text(e.axes)] += e.bytes
     for axes in sorted({*sent, *formulas}, key=lambda a: -sent[a]):
         if sent[axes] >= 1e-4 * plan.sent_bytes or axes in formulas:
-            times = [time_text(plan.links_ms.get(axes, 0) / 1e3), time_text(plan.exposed_ms.get(axes, 0) / 1e3)] if timed else []
-            table.add_row(axes, size_text(formulas[axes]), size_text(sent[axes]), *times)
-    table.add_row("total", size_text(formulas.total()), size_text(plan.sent_bytes), *(["", ""] if timed else []))
+            times = [amount(plan.links_ms.get(axes, 0) / 1e3, "s"), amount(plan.exposed_ms.get(axes, 0) / 1e3, "s")] if timed else []
+            table.add_row(axes, amount(formulas[axes], "B"), amount(sent[axes], "B"), *times)
+    table.add_row("total", amount(formulas.total(), "B"), amount(plan.sent_bytes, "B"), *(["", ""] if timed else []))
     return table
 
 
