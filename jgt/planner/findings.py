@@ -123,8 +123,8 @@ def _too_much_memory(memory: Memory) -> Iterator[Finding]:
     if memory.fits is False and memory.hbm_bytes is not None:
         usable = round(USABLE * memory.hbm_bytes)
         text = (
-            f"the step needs {amount(memory.peak_bytes, 'B')} on each device, {amount(memory.args_bytes, 'B')} of it for arguments, but only "
-            f"{amount(usable, 'B')} are usable. Shard more, recompute more, or make the batch of one step smaller. "
+            f"the step needs {amount(memory.peak_bytes, 'B')} on each device, {amount(memory.args_bytes, 'B')} of it for arguments, but "
+            f"only {amount(usable, 'B')} are usable. Shard more, recompute more, or make the batch of one step smaller. "
             "The predicted time has no meaning: XLA schedules a step that does not fit without running collectives beside kernels"
         )
         yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
@@ -253,9 +253,9 @@ def _unexplained(sent: Sequence[Collective], formulas: Sequence[Expected]) -> It
             continue
         worst = _worst(own, explained)
         text = (
-            f"sends {amount(num_bytes, 'B')} in a step, but the layout explains only {amount(explained.total(), 'B')}. Most of the rest goes "
-            f"over {' + '.join(worst.axes) or 'no axis'}: {worst.kind} {worst.dtype}, {amount(worst.total_bytes, 'B')}, {worst.phase}. Name "
-            "the tensor that is gathered or moved there, and give it a spec"
+            f"sends {amount(num_bytes, 'B')} in a step, but the layout explains only {amount(explained.total(), 'B')}. Most of the rest "
+            f"goes over {' + '.join(worst.axes) or 'no axis'}: {worst.kind} {worst.dtype}, {amount(worst.total_bytes, 'B')}, {worst.phase}"
+            ". Name the tensor that is gathered or moved there, and give it a spec"
         )
         yield _finding("unexplained", signal, worst.source, rest, text)
 

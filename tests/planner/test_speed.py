@@ -49,7 +49,7 @@ def test_panels_go_from_the_step_into_its_longest_loop():
     ("seconds", "text"), [(13.17, "13 s"), (0.7723, "770 ms"), (0.9996, "1.0 s"), (5e-5, "50 us"), (1234, "1,200 s"), (0, "0 us")]
 )
 def test_times_have_two_digits(seconds, text):
-    assert amount(seconds, 's') == text
+    assert amount(seconds, "s") == text
 
 
 def test_numbers_have_two_digits():

@@ -1,8 +1,9 @@
 """Traces some steps of a run with JAX's profiler, and reports the device time of each signal.
 
 Steps are dispatched ahead of the devices, so the training loop waits for the devices before it calls `start` and `finish`. In between,
-each dispatch is annotated with its step's number, which is how the report can say when the host was late. `jgt.planner.profile` reads the trace;
-here it becomes a table for a person and `signals.json` for a program. A trace that cannot be written costs the report, never the run.
+each dispatch is annotated with its step's number, which is how the report can say when the host was late.
+`jgt.planner.profile` reads the trace; here it becomes a table for a person and `signals.json` for a program. A trace that cannot be
+written costs the report, never the run.
 """
 
 from __future__ import annotations
