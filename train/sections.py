@@ -33,6 +33,9 @@ NotNegative = Annotated[float, Bound(low=0, high=1e30)]
 Seconds = Annotated[float, Bound(above=0, high=1_000_000)]
 Fraction = Annotated[float, Bound(low=0, high=1)]
 
+Wire = Literal["f32", "bf16", "int8"]
+"""The type in which numbers travel over a slow axis."""
+
 LoggerName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 _PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The package that a logger needs. The extra of the logger's name installs it."""

@@ -7,6 +7,6 @@ all of them. Most use `device_plan`: an equation that means one thing and runs a
 `recompute` puts a policy of jax.checkpoint around layers.
 
 *Replicas* are groups of devices along some axes of a mesh that compute for themselves, until they exchange what they have. `replicas` runs
-a function once for each of them, as one program that sends nothing between them, `replica_sums` adds up what they have, in a type of one's
-choice, and `layer_sums` does so beside the layers of a model.
+a function once for each of them, as one program that sends nothing between them, and adds up what they have, in a type of one's choice,
+also beside the layers of a model: `turns` adds work to each turn of the scan over layers.
 """

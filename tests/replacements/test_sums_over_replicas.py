@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
 from jgt.planner.hlo.text import Module
-from jgt.replacements.replica_sums import BLOCK, block_groups, exchange
-from jgt.replacements.replicas import Replicas
+from jgt.replacements.replicas import BLOCK, Replicas, block_groups
 
 SIZES = {"pod": 2, "fsdp": 4}
 RNG = np.random.default_rng(0)
@@ -34,7 +33,7 @@ def places(replicas):
 
 def compiled(replicas, places, wire, tree=TREE):
     there = jax.device_put(tree, {name: replicas.lift(place) for name, place in places.items()})
-    run = jax.jit(lambda tree: exchange(tree, replicas, places, wire), out_shardings=places)
+    run = jax.jit(lambda tree: replicas.exchange(tree, places, wire), out_shardings=places)
     return run.lower(there).compile(), there
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jgt.document import InputError
-from jgt.replacements.experts.exchange import can_count, served
 from jgt.replacements.experts.experts import exchange_at
 from jgt.replacements.experts.grouped import mosaic_obstacle
 
@@ -83,9 +82,9 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
 
     def terms(decoder: Any) -> Terms:
         own, counts = model.terms(decoder), decoder.counts  # [L, b, E]
-        if not can_count(exchange, *counts.shape[-2:]):
+        if not exchange.can_count(*counts.shape[-2:]):
             return own
-        rounds, dropped = served(exchange, counts, seq, experts.choose)
+        rounds, dropped = exchange.served(counts, seq, experts.choose)
         name, value = ("exchange_dropped", jnp.mean(dropped)) if exchange.drops else ("exchange_rounds", jnp.max(rounds))
         # Terms without a factor are metrics alone.
         return {**own, name: (value.astype(jnp.float32), 0.0)}

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 
 from jgt import signal
 from jgt.program import scopes
-from jgt.replacements.layer_sums import LayerSums, num_turns, with_layer_sums
-from jgt.replacements.replica_sums import WireType, exchange
 from jgt.replacements.replicas import Replicas
 
+from ..sections import Wire
 from .objective import Arrays, Objective, Part
 from .state import Tree
 
@@ -51,7 +50,7 @@ class GradientSum:
     dtypes: Any = None
     sync: Replicas | None = None
     sums: Any = None
-    wire: WireType = "f32"
+    wire: Wire = "f32"
     is_late: bool = False
     beside_layers: bool = False
 
@@ -129,7 +128,7 @@ class GradientSum:
         if self.sync is None:
             return jax.tree.map(replicas.add_up, gradients, self.dtypes), None
         own = self._along_sync(replicas, self.sync, gradients)
-        return exchange(waiting if self.is_late else own, self.sync, self.sums, self.wire), own if self.is_late else None
+        return self.sync.exchange(waiting if self.is_late else own, self.sums, self.wire), own if self.is_late else None
 
     def _along_sync(self, replicas: Replicas, sync: Replicas, gradients: Any) -> Any:
         """The gradients of the replicas along the axis of `sync`, from all replicas' gradients. Late ones have the type of the wire."""
@@ -143,28 +142,18 @@ class GradientSum:
         self, replicas: Replicas, objective: Objective, used: Any, variables: Any, batch: Arrays, waiting: Any
     ) -> tuple[jax.Array, Any, Any]:
         """The losses of all replicas, the sums of the gradients that waited, which the scan over layers takes, and the new gradients."""
-        rows, (flat, structure) = replicas.rows(batch), jax.tree.flatten(waiting)
-        places, shapes = jax.tree.leaves(self.sums), [x.shape[1:] for x in flat]
-        sums = LayerSums.of(shapes, places, replicas, _turns(replicas, objective, used, variables, rows))
-
-        def of_turn(parts: list[list[jax.Array]]) -> list[jax.Array]:
+        values, gradients, sums = replicas.differentiate_beside_sums(
+            objective.loss,
+            used,
+            variables,
+            replicas.rows(batch),
+            waiting,
+            gradients=self.shardings,
+            sums=self.sums,
             # Not the model's: a plan would take what waits for parameters.
-            with signal.context("optimizer"):
-                return sums.of_turn(parts)
-
-        def differentiated(rows: Arrays, parts: list[list[jax.Array]]) -> tuple[jax.Array, Any, list[jax.Array]]:
-            def loss(used: Any) -> tuple[jax.Array, list[jax.Array]]:
-                (value, _), turns = with_layer_sums(objective.loss, (used, variables, rows), parts, of_turn)
-                return value, turns
-
-            (value, turns), gradients = jax.value_and_grad(loss, has_aux=True)(used)
-            return value, jax.tree.map(lambda g: g.astype(jnp.float32), gradients), turns
-
-        values, gradients, turns = replicas.map(differentiated, (0, 0), (0, 0, None))(rows, sums.cut(flat))
-        gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(replicas.lift, self.shardings))
-        joined = sums.join(turns, shapes) | {n: replicas.add_up(flat[n], flat[n].dtype, places[n]) for n in sums.uncut}
-        whole = jax.lax.with_sharding_constraint([joined[n].astype(jnp.float32) for n in range(len(flat))], places)
-        return values, jax.tree.unflatten(structure, whole), self._along_sync(replicas, replicas, gradients)
+            region=partial(signal.context, "optimizer"),
+        )
+        return values, sums, self._along_sync(replicas, replicas, gradients)
 
     def _in_turn(self, add: Callable[[_Sums, Arrays], _Sums], sums: _Sums, split: Arrays) -> _Sums:
         """The sums after all parts, one after another."""
@@ -182,19 +171,6 @@ class GradientSum:
     def _split(self, batch: Arrays) -> Arrays:
         # [b, ...] → [parts, b / parts, ...]. Part i takes rows i, i + parts, ...: each part has rows of every device, and none has to move.
         return jax.tree.map(lambda x: x.reshape(x.shape[0] // self.parts, self.parts, *x.shape[1:]).swapaxes(0, 1), batch)
-
-
-def _turns(replicas: Replicas, objective: Objective, used: Any, variables: Any, rows: Any) -> int:
-    """The length of the scan over layers."""
-    lengths: list[int] = []
-
-    def probe(rows: Arrays) -> jax.Array:
-        lengths.append(num_turns(objective.loss, used, variables, rows))
-        return jnp.zeros(())
-
-    # Under the map, where the loss is traced anyway.
-    jax.eval_shape(replicas.map(probe), rows)
-    return lengths[0]
 
 
 def _over_others(outer: int, x: jax.Array, dtype: Any) -> jax.Array:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from jgt.document import Bound
 
-from ..sections import Count, Fraction, Positive
+from ..sections import Count, Fraction, Positive, Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class SyncConfig:
     axis: str
     every: Count = 1
     outer: OuterConfig | None = None
-    wire: Literal["f32", "bf16", "int8"] = "f32"
+    wire: Wire = "f32"
     late: Annotated[int, Bound(low=0, high=1)] = 0
     fragments: Annotated[int, Bound(low=1, high=10_000)] = 1
 

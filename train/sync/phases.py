@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.replacements.replica_sums import exchange
 from jgt.replacements.replicas import Replicas
 
 from ..step.state import Exchanged, Kept, State, Trained, Tree
@@ -90,7 +89,7 @@ class Phases:
         outer, params, momentum = self.config.outer, state.trained.params, state.exchanged.momentum
         old, own = fragment.cut(state.exchanged.anchor), fragment.cut(params, lead=1)
         change = [(a[None] - p).astype(jnp.float32) for a, p in zip(old, own, strict=True)]
-        sums = exchange(change, self.replicas, fragment.of_shardings(shardings), self.config.wire)
+        sums = self.replicas.exchange(change, fragment.of_shardings(shardings), self.config.wire)
         mean = [x / self.replicas.count for x in sums]
         if outer is not None:
             moved = [outer.momentum * m + g for m, g in zip(fragment.cut(momentum), mean, strict=True)]

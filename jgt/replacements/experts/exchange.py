@@ -6,7 +6,7 @@ The gradient of the weights is a sum over all rows. Along the axes that do not h
 only. The plan returns these partial sums as [parts of an axis, ..., experts, ...]. They are added up outside of the plan, where the
 partitioner lays out the sum as the parameter wants it: by a reduce-scatter, if the parameter is split over these axes, too.
 
-`served` counts what an exchange did, from the choices alone: rounds that it ran, and rows that it dropped.
+`Exchange.served` counts what an exchange did, from the choices alone: rounds that it ran, and rows that it dropped.
 """
 
 from __future__ import annotations
@@ -72,6 +72,32 @@ class Exchange:
     def experts(self, rank: int) -> Dims:
         """The axes of an array [experts, ...] of this rank."""
         return ((self.axis,) if self.axis else (), *[()] * (rank - 1))
+
+    def can_count(self, num_rows: int, num_experts: int) -> bool:
+        """Whether the counts of rows of the batch say what each device sends: no other dim of the tokens is split."""
+        return not any(self.rows[1:]) and num_rows % (self.num_parts * self.num_devices) == num_experts % self.num_devices == 0
+
+    def served(self, counts: jax.Array, num_tokens: int, num_choices: int) -> tuple[jax.Array, jax.Array]:
+        """The rounds that the exchange runs, int32[...], and the share of rows that it drops, f32[...].
+
+        They follow from the number of rows that each device sends to each, which is a sum of counts, since the rules say which rows are on
+        which device. counts: int[..., rows, experts], the choices of each expert in each row of the batch. num_tokens: the number of tokens
+        in a row. num_choices: the number of choices of a token.
+        """
+        *outer, num_rows, num_experts = counts.shape
+        n, num_parts = self.num_devices, self.num_parts
+        assert self.axis is not None
+        axes, sizes = self.rows[0], dict(self.sizes)
+        split = counts.reshape(*outer, *(sizes[axis] for axis in axes), num_rows // (n * num_parts), num_experts)
+        of_device = jnp.moveaxis(jnp.sum(split, axis=-2), len(outer) + axes.index(self.axis), len(outer))
+        # The rows from each device, in each part of the mesh, to each device.
+        pairs = jnp.sum(of_device.reshape(*outer, n, num_parts, n, num_experts // n), axis=-1)
+        capacity = self.capacity(num_tokens * num_rows // (n * num_parts), num_choices)
+        inner = (-3, -2, -1)
+        if self.drops:
+            dropped = jnp.sum(jnp.maximum(pairs - capacity, 0), axis=inner) / math.prod((num_tokens, num_rows, num_choices))
+            return jnp.ones(outer, jnp.int32), dropped
+        return -(-jnp.max(pairs, axis=inner) // capacity), jnp.zeros(outer, jnp.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,31 +252,3 @@ def weights_of(equation: jx.Equation) -> list[tuple[jx.Var, Dims]]:
     call = one if isinstance(one, ExpertCall) else one.call
     weights, (dims, _) = equation.invars[: call.num_weights], plan.layout(len(equation.invars))
     return [(var, axes) for var, axes in zip(weights, dims, strict=False) if jx.is_var(var)]
-
-
-def can_count(exchange: Exchange, num_rows: int, num_experts: int) -> bool:
-    """Whether the counts of rows of the batch say what each device sends: no other dim of the tokens is split."""
-    return not any(exchange.rows[1:]) and num_rows % (exchange.num_parts * exchange.num_devices) == num_experts % exchange.num_devices == 0
-
-
-def served(exchange: Exchange, counts: jax.Array, num_tokens: int, num_choices: int) -> tuple[jax.Array, jax.Array]:
-    """The rounds that an exchange runs, int32[...], and the share of rows that it drops, f32[...].
-
-    They follow from the number of rows that each device sends to each, which is a sum of counts, since the rules say which rows are on
-    which device. counts: int[..., rows, experts], the choices of each expert in each row of the batch. num_tokens: the number of tokens in
-    a row. num_choices: the number of choices of a token.
-    """
-    *outer, num_rows, num_experts = counts.shape
-    n, num_parts = exchange.num_devices, exchange.num_parts
-    assert exchange.axis is not None
-    axes, sizes = exchange.rows[0], dict(exchange.sizes)
-    split = counts.reshape(*outer, *(sizes[axis] for axis in axes), num_rows // (n * num_parts), num_experts)
-    of_device = jnp.moveaxis(jnp.sum(split, axis=-2), len(outer) + axes.index(exchange.axis), len(outer))
-    # The rows from each device, in each part of the mesh, to each device.
-    pairs = jnp.sum(of_device.reshape(*outer, n, num_parts, n, num_experts // n), axis=-1)
-    capacity = exchange.capacity(num_tokens * num_rows // (n * num_parts), num_choices)
-    inner = (-3, -2, -1)
-    if exchange.drops:
-        dropped = jnp.sum(jnp.maximum(pairs - capacity, 0), axis=inner) / math.prod((num_tokens, num_rows, num_choices))
-        return jnp.ones(outer, jnp.int32), dropped
-    return -(-jnp.max(pairs, axis=inner) // capacity), jnp.zeros(outer, jnp.float32)

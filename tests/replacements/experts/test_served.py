@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgt
-from jgt.replacements.experts.exchange import can_count, served
 from jgt.replacements.experts.experts import exchange_at
 
 SEQ = 24
@@ -51,8 +50,8 @@ def test_counts_say_what_the_exchange_did(mesh, room, over, skew):
     choice = np.argsort(-ranked)[..., :num_choices].astype(np.int32)
     exchange = exchange_on(mesh, room=room, over=over)
     counts = np.stack([np.bincount(row.reshape(-1), minlength=num_experts) for row in choice]).astype(np.int32)
-    assert can_count(exchange, *counts.shape)
-    rounds, dropped = served(exchange, jnp.asarray(counts)[None], SEQ, num_choices)
+    assert exchange.can_count(*counts.shape)
+    rounds, dropped = exchange.served(jnp.asarray(counts)[None], SEQ, num_choices)
     wanted = really_served(exchange, mesh, choice, num_experts)
     if over == "rounds":
         assert (int(rounds[0]), float(dropped[0])) == (wanted[0], 0.0)
@@ -65,7 +64,7 @@ def test_counts_say_what_the_exchange_did(mesh, room, over, skew):
 def test_counts_of_rows_do_not_say_where_the_tokens_of_a_split_sequence_are():
     rules = {"axes": {"batch": ["expert"]}, "signals": {"moe": {"experts": {"axis": "expert"}}}, "default": "replicate"}
     split = exchange_at(jgt.make_rules({**rules, "inputs": {"*": ["batch", "seq"]}}), "moe", 3, {"expert": 4, "seq": 2})
-    assert not can_count(split, 32, 8)
+    assert not split.can_count(32, 8)
 
 
 def test_rows_that_stay_on_their_device_are_not_exchanged():
