@@ -23,7 +23,6 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
 from jgt.program.dims import Dims
 from jgt.rules import Rules, SpecRule
-from jgt.rules.spec import min_rank
 from jgt.sharding.inputs import Input
 from jgt.sharding.sharded import Sharded
 
@@ -82,7 +81,7 @@ class _RuledInput:
     @property
     def is_shared(self) -> bool:
         """Whether all rows of the batch share it: state, or an input whose rule is []."""
-        return self.is_state or (self.rule is not None and min_rank(self.rule.spec) == 0)
+        return self.is_state or (self.rule is not None and self.rule.rank == 0)
 
     @property
     def is_split(self) -> bool:

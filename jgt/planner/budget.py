@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from jgt.console import amount, axes_text
 from jgt.document import Node, describe, nearest
 from jgt.planner.hlo.instruction import COLLECTIVES
-from jgt.rules.rules import matches, prefixes
+from jgt.rules import matches, prefixes
 
 # A plan needs JAX, and a budget is read before JAX is imported.
 if TYPE_CHECKING:

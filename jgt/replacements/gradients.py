@@ -30,7 +30,7 @@ from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Place, Program, Var
 from jgt.replacements.replacement import Replaced, Site
-from jgt.rules import Rules, expand
+from jgt.rules import Rules
 
 _KEEPS_DIMS = ("convert_element_type", "copy", "name", "sharding_constraint")
 _Operands = tuple[jax.Array, jax.Array]
@@ -58,7 +58,7 @@ class SummedGradients:
 
     def __init__(self, rules: Rules, *, is_wide: bool = False):
         # The rows of the batch are the first dim of its arrays. Axes in order: rules name those that split parameters last.
-        self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs if rule.spec for axis in expand(rule.spec[:1], 1)[0]))
+        self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs for axes in rule.spec[:1] if axes is not ... for axis in axes))
         self._is_wide = is_wide
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:

@@ -25,7 +25,7 @@ from jgt.replacements.device_plan import MeaningPolicy, is_recomputed
 from jgt.replacements.proof import Matmul, matmul_of, mesh_context
 from jgt.replacements.replacement import Replaced, Site
 from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatter
-from jgt.rules import Match, OverlapRule, Rules, SpecRule, expand, match_out, match_overlap, match_tensor, prefixes
+from jgt.rules import Match, OverlapRule, Rules, SpecRule, match_out, match_overlap, match_tensor, prefixes
 
 _ELEMENTWISE = ("add", "add_any", "sub", "mul", "convert_element_type", "name", "copy")
 """What a sum may go through before it is scattered. All of it is done to each row on its own."""
@@ -145,7 +145,7 @@ class _Search:
         if rule is None:
             return None
         manual = jx.manual_mesh(equation)
-        return self.site.free(expand(rule.spec, len(jx.shape_of(var))), () if manual is None else manual.manual_axes)
+        return self.site.free(rule.dims(len(jx.shape_of(var))), () if manual is None else manual.manual_axes)
 
     @functools.cached_property
     def _consumers(self) -> Mapping[Var, list[Equation | None]]:

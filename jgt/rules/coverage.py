@@ -12,14 +12,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from jgt.document import nearest
-from jgt.rules.matching import Match, Slot
-from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, SignalRule, matches, matches_end, prefixes
-from jgt.rules.spec import SpecRule, min_rank
+from jgt.rules.pattern import matches, matches_end, prefixes
+from jgt.rules.rules import ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule, Slot
+from jgt.rules.spec import SpecRule
 
 _MOST_PATHS = 8
 _FITS = " that the spec fits"
 
 AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule]
+_Row = tuple[Slot, str, str, str]
+"""A rule's slot, its file:line, what messages call it, and why it decides nothing if it has decided nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,89 +40,74 @@ class Seen:
 
 
 def unreached(rules: Rules, seen: Seen) -> Iterator[str]:
-    """A problem for each rule that decided nothing in this program."""
-    coverage = _Coverage(seen)
+    """A problem for each rule that decided nothing in this program; only one for the rules of a signal that the program does not have."""
+    decided = {slot for match in seen.matches for slot in match.decided}
+    # One of the rules that come before a rule is enough for a message.
+    shadowed = dict(reversed([pair for match in seen.matches for pair in match.shadowed]))
+    # The top of the program and every signal around a signal exist as well.
+    signals = list(dict.fromkeys(prefix for signal in sorted(seen.signals) for prefix in prefixes(signal)))
+    rows: list[_Row] = []
     for index, rule in enumerate(rules.signals):
-        yield from coverage.signal(index, rule)
-    names = list(seen.params)
-    yield from coverage.silent("params", rules.params, ("params",), "no parameter matches", names)
-    yield from coverage.silent("optimizer", rules.optimizer, ("optimizer",), "no parameter matches that the spec fits", names)
-    yield from coverage.silent("inputs", rules.inputs, ("inputs",), "no argument of that name and rank", named=False)
-
-
-class _Coverage:
-    def __init__(self, seen: Seen):
-        self._seen = seen
-        # The top of the program and every signal around a signal exist as well.
-        self._signals = dict.fromkeys(prefix for signal in sorted(seen.signals) for prefix in prefixes(signal))
-        self._decided = {slot for match in seen.matches for slot in match.decided}
-        self._shadowed: dict[Slot, str] = {}
-        for match in seen.matches:
-            for slot, where in match.shadowed:
-                # One of the rules that come before it is enough for a message.
-                self._shadowed.setdefault(slot, where)
-
-    def signal(self, index: int, rule: SignalRule) -> Iterator[str]:
-        """The problems of one signal's rules; only one if no signal of the program matches at all."""
-        if not any(matches(rule.pattern, signal) for signal in self._signals):
-            yield f"{rule.where}: {rule.pattern}: no signal of the program matches. {nearest(rule.pattern, filter(None, self._signals))}"
-            return
-        at, label = ("signals", index), f"{rule.pattern}: "
-        params = [path for path, signals in self._seen.params.items() if any(map(rule.covers, signals or [""]))]
-        yield from self.silent(f"{label}params", rule.params, (*at, "params"), "no parameter used below this signal matches", params)
-        reason = "no parameter used below this signal matches that the spec fits"
-        yield from self.silent(f"{label}optimizer", rule.optimizer, (*at, "optimizer"), reason, params)
-        # The names that a rule of this signal can reach, as advice in messages.
-        below = [name for name, signals in self._seen.tensors.items() if any(map(rule.covers, signals))]
-        yield from self._tensors(f"{label}tensors", rule.tensors, (*at, "tensors"), below)
-        yield from self._tensors(f"{label}backward", rule.backward_tensors, (*at, "backward_tensors"), below)
-        yield from self._tensors(f"{label}save", rule.save, (*at, "save"), below)
-        yield from self._outputs(rule, at)
-        if rule.overlap is not None:
-            yield from self._problem(f"{rule.pattern}: overlap", rule.overlap.where, (*at, "overlap"), _nothing_to_hide(rule.overlap.axis))
-        if rule.experts is not None:
-            reason = "no jgt.signal.experts is called at this signal or below it."
-            yield from self._problem(f"{rule.pattern}: experts", rule.experts.where, (*at, "experts"), reason)
-
-    def _tensors(self, label: str, rules: Sequence[SpecRule] | Sequence[SaveRule], at: Slot, below: Sequence[str]) -> Iterator[str]:
-        for index, rule in enumerate(rules):
-            name = rule.pattern if isinstance(rule, SpecRule) else rule.name
-            yield from self._problem(
-                f"{label}: {name}", rule.where, (*at, index), f"no tensor of that name below this signal. {nearest(name, below)}"
-            )
-
-    def _outputs(self, rule: SignalRule, at: Slot) -> Iterator[str]:
-        ranks = sorted({rank for signal, found in self._seen.out_ranks.items() if matches(rule.pattern, signal) for rank in found})
-        if ranks:
-            reason = f"the floating values that leave this signal have rank {', '.join(map(str, ranks))}"
+        if any(matches(rule.pattern, signal) for signal in signals):
+            rows += _rows_of_signal(rule, ("signals", index), seen)
         else:
-            reason = "no floating value leaves this signal (a tensor with a rule of its own does not count)"
-        for section, label, out in (("out", "out", rule.out), ("backward_out", "backward out", rule.backward_out)):
-            if out is not None:
-                dims = f"{reason}, none has the {min_rank(out.spec)} dims of this spec"
-                yield from self._problem(f"{rule.pattern}: {label}", out.where, (*at, section), dims)
-
-    def silent(
-        self, label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str] = (), *, named: bool = True
-    ) -> Iterator[str]:
-        """The problems of a list of rules of which some may have decided nothing. params: the paths that they might have meant."""
-        for index, rule in enumerate(rules):
-            # A pattern that matches a parameter is not misspelt: its spec fits none.
-            if any(matches_end(rule.pattern, path) for path in params):
-                about = f"{reason.removesuffix(_FITS)}{_FITS}"
-            else:
-                about = f"{reason}. {_advice(rule.pattern, params)}" if params else reason
-            yield from self._problem(f"{label}: {rule.pattern}" if named else label, rule.where, (*at, index), about)
-
-    def _problem(self, label: str, where: str, slot: Slot, reason: str) -> Iterator[str]:
+            advice = nearest(rule.pattern, filter(None, signals))
+            yield f"{rule.where}: {rule.pattern}: no signal of the program matches. {advice}"
+    paths = list(seen.params)
+    rows += _rows_of_parameters("params", rules.params, ("params",), "no parameter matches", paths)
+    rows += _rows_of_parameters("optimizer", rules.optimizer, ("optimizer",), f"no parameter matches{_FITS}", paths)
+    rows += [(("inputs", n), rule.where, "inputs", "no argument of that name and rank") for n, rule in enumerate(rules.inputs)]
+    for slot, where, label, reason in rows:
+        by = shadowed.get(slot)
         # A rule that got its turn and did not fit counts as decided, because another problem says so.
-        if slot in self._decided:
-            return
-        by = self._shadowed.get(slot)
+        if slot in decided:
+            continue
         if by is not None:
             yield f"{where}: {label}: shadowed: all that it matches is taken by the rule at {by}. Remove one of them or put this one first"
         else:
             yield f"{where}: {label}: {reason if reason.endswith(('.', '?')) else f'{reason}.'} Remove the rule or correct its name"
+
+
+def _rows_of_signal(rule: SignalRule, at: Slot, seen: Seen) -> Iterator[_Row]:
+    params = [path for path, signals in seen.params.items() if any(map(rule.covers, signals or [""]))]
+    none = "no parameter used below this signal matches"
+    yield from _rows_of_parameters(f"{rule.pattern}: params", rule.params, (*at, "params"), none, params)
+    yield from _rows_of_parameters(f"{rule.pattern}: optimizer", rule.optimizer, (*at, "optimizer"), f"{none}{_FITS}", params)
+    # The names that a rule of this signal can reach, as advice in messages.
+    below = [name for name, signals in seen.tensors.items() if any(map(rule.covers, signals))]
+    named: list[tuple[str, str, Sequence[tuple[str, str]]]] = [
+        ("tensors", "tensors", [(one.pattern, one.where) for one in rule.tensors]),
+        ("backward_tensors", "backward", [(one.pattern, one.where) for one in rule.backward_tensors]),
+        ("save", "save", [(one.name, one.where) for one in rule.save]),
+    ]
+    for section, label, tensors in named:
+        for index, (name, where) in enumerate(tensors):
+            reason = f"no tensor of that name below this signal. {nearest(name, below)}"
+            yield (*at, section, index), where, f"{rule.pattern}: {label}: {name}", reason
+    ranks = sorted({rank for signal, several in seen.out_ranks.items() if matches(rule.pattern, signal) for rank in several})
+    reason = "no floating value leaves this signal (a tensor with a rule of its own does not count)"
+    if ranks:
+        reason = f"the floating values that leave this signal have rank {', '.join(map(str, ranks))}"
+    for section, label, out in (("out", "out", rule.out), ("backward_out", "backward out", rule.backward_out)):
+        if out is not None:
+            yield (*at, section), out.where, f"{rule.pattern}: {label}", f"{reason}, none has the {out.rank} dims of this spec"
+    if rule.overlap is not None:
+        yield (*at, "overlap"), rule.overlap.where, f"{rule.pattern}: overlap", _nothing_to_hide(rule.overlap.axis)
+    if rule.experts is not None:
+        reason = "no jgt.signal.experts is called at this signal or below it."
+        yield (*at, "experts"), rule.experts.where, f"{rule.pattern}: experts", reason
+
+
+def _rows_of_parameters(label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str]) -> Iterator[_Row]:
+    """params: the paths that the rules might have meant."""
+    for index, rule in enumerate(rules):
+        about = reason
+        # A pattern that matches a parameter is not misspelt: its spec fits none.
+        if any(matches_end(rule.pattern, path) for path in params):
+            about = f"{reason.removesuffix(_FITS)}{_FITS}"
+        elif params:
+            about = f"{reason}. {_advice(rule.pattern, params)}"
+        yield (*at, index), rule.where, f"{label}: {rule.pattern}", about
 
 
 def _nothing_to_hide(axis: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, describe, nearest
-from jgt.rules.rules import Action, ExchangeKind, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
-from jgt.rules.spec import Entry, Spec, SpecRule, axes_in
+from jgt.rules.rules import Action, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
 SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts")
@@ -27,8 +27,6 @@ EXCHANGES = ("all-to-all",)
 OVERFLOWS = ("rounds", "drop")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
-SHIPPED_RULES = "rules"
-"""The folder of the shipped rules files."""
 DEFAULT_ROOM = 1.25
 MAX_ROOM = 1024
 MAX_AXES = 32
@@ -37,12 +35,7 @@ MAX_AXES = 32
 
 def load_rules(path: str | Path) -> Rules:
     """Reads a rules file, or a shipped one (`jgt:fsdp`), following `extends:`. Raises InputError with every problem and its file:line."""
-    return rules_from_node(document.read(path, SHIPPED_RULES))
-
-
-def make_rules(tree: Mapping[str, Any]) -> Rules:
-    """The same rules built in code, from the mapping that the YAML file would contain. Raises InputError with every problem."""
-    return rules_from_node(document.Node.of(_plain(tree), "rules"))
+    return make_rules(document.read(path, Rules.FOLDER))
 
 
 def _plain(value: Any) -> Any:
@@ -56,8 +49,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def rules_from_node(root: Node) -> Rules:
-    """Rules from a document's mapping. Raises InputError."""
+def make_rules(tree: Mapping[str, Any] | Node) -> Rules:
+    """Rules from the mapping that a rules file contains, as a document's or built in code. Raises InputError with every problem."""
+    root = tree if isinstance(tree, Node) else document.Node.of(_plain(tree), "rules")
     reader = _Reader()
     # `document.read` resolves the key of a file and removes it, so here it can only come from rules without a file of
     # their own.
@@ -123,13 +117,13 @@ class _Reader:
         if "axis" not in parts:
             self._problem(node, "needs the mesh axis that holds the experts: {axis: expert}")
             return None
-        exchange = self._one_of(parts.get("exchange"), EXCHANGES)
+        self._one_of(parts.get("exchange"), EXCHANGES)
         over = self._one_of(parts.get("over"), OVERFLOWS)
         room = self._room(parts.get("room"))
         axis = self._one_axis(parts["axis"])
         if axis is None:
             return None
-        return ExpertsRule(axis=axis, exchange=cast(ExchangeKind, exchange), room=room, over=cast(Overflow, over), where=node.where)
+        return ExpertsRule(axis=axis, room=room, over=cast(Overflow, over), where=node.where)
 
     def _room(self, node: Node | None) -> float:
         if node is None:
@@ -188,7 +182,7 @@ class _Reader:
         entries = tuple(self._entry(child) for child in node.value)
         if entries.count(...) > 1:
             self._problem(node, "`...` may appear only once in a spec")
-        for axis in _doubled(axes_in(entries)):
+        for axis in _doubled(axis for entry in entries if entry is not ... for axis in entry):
             self._problem(
                 node, f"the axis {axis!r} appears twice in one spec, but an axis can shard only one dim of a tensor. Remove one of them"
             )
@@ -197,19 +191,15 @@ class _Reader:
 
     def _entry(self, node: Node) -> Entry:
         if node.value is None:
-            return None
+            return ()
         if node.value == "...":
             return ...
         if isinstance(node.value, str):
-            group = self.groups.get(node.value, (node.value,))
-            # A group of one axis becomes the axis itself and an empty group becomes null, so that equal layouts are
-            # equal specs.
-            return group if len(group) > 1 else group[0] if group else None
+            return self._axis(node)
         if isinstance(node.value, list):
-            axes = tuple(axis for child in node.value for axis in self._axis(child))
-            return axes or None
+            return tuple(axis for child in node.value for axis in self._axis(child))
         self._problem(node, f"a spec entry is an axis, a list of axes, null or `...`, not {describe(node.value)}")
-        return None
+        return ()
 
     def _axis(self, node: Node) -> tuple[str, ...]:
         if not isinstance(node.value, str) or node.value == "...":

@@ -13,36 +13,11 @@ come first, then the rules of each signal, in file order. A rule of a signal cov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
-from jgt.rules.rules import ExpertsRule, OverlapRule, Rules, SaveRule, matches, matches_end
-from jgt.rules.spec import SpecRule, fits_rank, min_rank
-
-_R = TypeVar("_R", SpecRule, SaveRule, OverlapRule, ExpertsRule)
-
-Slot = tuple[str | int, ...]
-"""The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
-
-Two rules with the same content are equal, so a rule by itself does not say which line of the file decided.
-"""
-
-Candidate = tuple[Slot, _R]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Match(Generic[_R]):
-    """The answer to one question.
-
-    rule: the rule that decides; None if no rule matches, or if the first one is wrong for this part of the program.
-    decided: the slots of the rules that got a turn. shadowed: the slots of later rules that match too, each with the file:line
-    of the rule that came before it. problems: messages about rules that match but do not fit.
-    """
-
-    rule: _R | None = None
-    decided: tuple[Slot, ...] = ()
-    shadowed: tuple[tuple[Slot, str], ...] = ()
-    problems: tuple[str, ...] = ()
+from jgt.rules.pattern import matches, matches_end
+from jgt.rules.rules import Candidate, ExpertsRule, Match, OverlapRule, Rules, RuleType, SaveRule, first_match
+from jgt.rules.spec import SpecRule
 
 
 def match_param(rules: Rules, path: str, signals: Sequence[str], rank: int) -> Match[SpecRule]:
@@ -53,22 +28,7 @@ def match_param(rules: Rules, path: str, signals: Sequence[str], rank: int) -> M
 def match_optimizer(rules: Rules, path: str, signals: Sequence[str], fits: Callable[[SpecRule], bool]) -> Match[SpecRule]:
     """The rule of a parameter's optimizer state, if it differs from the parameter's own. Rules whose spec does not fit are skipped."""
     # A pattern such as `**` is meant for all parameters whose dims it divides. The others keep their own layout.
-    return _match_parameter(rules, "optimizer", path, signals, lambda found: _first(one for one in found if fits(one[1])))
-
-
-def match_input(rules: Rules, path: str, rank: int, *other_paths: str, is_state: bool = False) -> Match[SpecRule]:
-    """The rule of an argument that is not a parameter, by any of its paths. A spec with more dims than the argument does not match it.
-
-    is_state: only patterns that name something match. A pattern of wildcards alone is meant for the batch, and state has no rows.
-    """
-    paths = (path, *other_paths)
-    found = (one for one in _slots(rules.inputs, "inputs") if not is_state or _names_something(one[1].pattern))
-    # No upper limit: one rule may serve inputs of several ranks, and their further dims stay whole.
-    return _first(one for one in found if rank >= min_rank(one[1].spec) and any(matches_end(one[1].pattern, p) for p in paths))
-
-
-def _names_something(pattern: str) -> bool:
-    return any(level not in ("*", "**") for level in pattern.split("/"))
+    return _match_parameter(rules, "optimizer", path, signals, lambda found: first_match(one for one in found if fits(one[1])))
 
 
 def match_tensor(rules: Rules, name: str, signal: str, rank: int, *, backward: bool = False) -> Match[SpecRule]:
@@ -84,27 +44,27 @@ def match_out(rules: Rules, signal: str, rank: int, *, backward: bool = False) -
     for index, rule in enumerate(rules.signals):
         out = rule.backward_out if backward else rule.out
         # The pattern has to match the signal itself. A value that leaves layers/attn need not leave `layers`.
-        if out is not None and matches(rule.pattern, signal) and fits_rank(out.spec, rank):
+        if out is not None and matches(rule.pattern, signal) and out.fits(rank):
             found.append((("signals", index, section), out))
-    return _first(found)
+    return first_match(found)
 
 
 def match_save(rules: Rules, name: str, signal: str) -> Match[SaveRule]:
     """Whether a tensor with this name under this signal is kept, recomputed or offloaded for the backward pass."""
-    return _first(one for one in _around(rules, signal, "save") if matches(one[1].name, name))
+    return first_match(one for one in _around(rules, signal, "save") if matches(one[1].name, name))
 
 
 def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
     """The axis whose sends the matmuls of this signal hide."""
-    return _first(_around(rules, signal, "overlap"))
+    return first_match(_around(rules, signal, "overlap"))
 
 
 def match_experts(rules: Rules, signal: str) -> Match[ExpertsRule]:
     """The rule of the experts that are called at this signal."""
-    return _first(_around(rules, signal, "experts"))
+    return first_match(_around(rules, signal, "experts"))
 
 
-def _slots(rules: Iterable[_R], *where: str | int) -> Iterator[Candidate[_R]]:
+def _slots(rules: Iterable[RuleType], *where: str | int) -> Iterator[Candidate[RuleType]]:
     for index, rule in enumerate(rules):
         yield (*where, index), rule
 
@@ -119,20 +79,12 @@ def _around(rules: Rules, signal: str, section: str) -> Iterator[Candidate[Any]]
             yield ("signals", index, section), found
 
 
-def _first(candidates: Iterable[Candidate[_R]]) -> Match[_R]:
-    found = list(candidates)
-    if not found:
-        return Match()
-    (slot, rule), *later = found
-    return Match(rule=rule, decided=(slot,), shadowed=tuple((other, rule.where) for other, _ in later))
-
-
 def _fitting(candidates: Iterable[Candidate[SpecRule]], rank: int, what: str) -> Match[SpecRule]:
     """The first candidate; a problem if its spec has another number of dims. A later one that would fit gets no turn."""
-    match = _first(candidates)
-    if match.rule is None or fits_rank(match.rule.spec, rank):
+    match = first_match(candidates)
+    if match.rule is None or match.rule.fits(rank):
         return match
-    num_dims = min_rank(match.rule.spec)
+    num_dims = match.rule.rank
     remedy = "Shorten the spec" if num_dims > rank else "Write null for a dim that is not sharded, or ... for all others"
     problem = (
         f"{match.rule.where}: {match.rule.pattern}: the spec has {num_dims} dims, but {what} has {rank}"
@@ -145,8 +97,8 @@ def _first_fitting(candidates: Iterable[Candidate[SpecRule]], rank: int, what: s
     """The first candidate with the right number of dims; a problem of the first one if there is none."""
     found = list(candidates)
     # Kernels of dense layers and of convolutions have one name, and each a rule of its rank.
-    fitting = [one for one in found if fits_rank(one[1].spec, rank)]
-    return _first(fitting) if fitting else _fitting(found, rank, what)
+    fitting = [one for one in found if one[1].fits(rank)]
+    return first_match(fitting) if fitting else _fitting(found, rank, what)
 
 
 def _match_parameter(

@@ -1,71 +1,19 @@
-"""Rules as data: which pattern, which spec, which line; and the globs that patterns are.
+"""Rules as data: which pattern, which spec, which line; and the answer to a question about them.
 
 `Rules` mirrors the YAML. It has a `SignalRule` for each entry under `signals:`, and each of these has a `SpecRule` for
 each line under `params:`, `tensors:` and so on. Everything is frozen and hashable: a traced program depends on its rules
 as it does on shapes, so they can be part of a cache's key.
-
-Patterns are globs over paths such as layers/attn (signals) or layers/attn/out/kernel (parameters). `*` matches within
-one level, `**` any number of levels, `?` one character, and `{a,b}` either text.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from jgt.document import nearest
-from jgt.rules.spec import SpecRule, axes_in
-
-_TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|.")
-
-
-# The rewriter asks about every pattern for every value that a program computes, and most paths occur again and again.
-@functools.lru_cache(maxsize=1 << 16)
-def matches(pattern: str, path: str) -> bool:
-    """Whether a glob matches a whole path. An empty path is the top of the program; only `**` matches it."""
-    # The set of all levels that the pattern may have reached, advanced part by part. A regular expression would try them one after
-    # another, which takes exponential time for patterns such as {,a}{,a}{,a}...
-    levels = path.split("/") if path else []
-    places = {0}
-    for part in pattern.split("/"):
-        if part == "**":
-            # `**` reaches every level behind the earliest place, so the later places add nothing.
-            places = set(range(min(places), len(levels) + 1))
-        else:
-            places = {n + 1 for n in places if n < len(levels) and _level_matches(part, levels[n])}
-        if not places:
-            return False
-    return len(levels) in places
-
-
-def _level_matches(part: str, level: str) -> bool:
-    places = {0}
-    for token in _TOKEN.findall(part):
-        if token == "*":
-            places = set(range(min(places), len(level) + 1))
-        elif token == "?":
-            places = {n + 1 for n in places if n < len(level)}
-        else:
-            texts = token[1:-1].split(",") if token[0] == "{" and token[-1] == "}" else [token]
-            places = {n + len(text) for n in places for text in texts if level.startswith(text, n)}
-        if not places:
-            return False
-    return len(level) in places
-
-
-def matches_end(pattern: str, path: str) -> bool:
-    """Whether a glob matches the last levels of a path: `out/kernel` matches `layers/attn/out/kernel`."""
-    return matches(f"**/{pattern}", path)
-
-
-def prefixes(path: str) -> list[str]:
-    """A signal path and all paths around it, innermost first. For a/b these are a/b, a, and the empty path of the whole program."""
-    levels = path.split("/") if path else []
-    return ["/".join(levels[:n]) for n in range(len(levels), -1, -1)]
-
+from jgt.rules.pattern import matches, matches_end, prefixes
+from jgt.rules.spec import SpecRule
 
 Action = Literal["keep", "recompute", "offload"]
 
@@ -88,20 +36,18 @@ class OverlapRule:
     where: str = field(default="rules", compare=False)
 
 
-ExchangeKind = Literal["all-to-all"]
 Overflow = Literal["rounds", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsRule:
-    """The mesh axis that holds the experts of a signal, and how rows travel to them.
+    """The mesh axis that holds the experts of a signal, and how rows travel to them: by an all-to-all of arrays with a fixed capacity.
 
-    exchange: an all-to-all of arrays with a fixed capacity. room: the capacity factor, which is the rows that each pair of devices has room
-    for, over their number if all experts are chosen equally often. over: what becomes of further rows.
+    room: the capacity factor, which is the rows that each pair of devices has room for, over their number if all experts are chosen equally
+    often. over: what becomes of further rows.
     """
 
     axis: str
-    exchange: ExchangeKind = "all-to-all"
     room: float = 1.25
     over: Overflow = "rounds"
     where: str = field(default="rules", compare=False)
@@ -139,6 +85,40 @@ class SignalRule:
         yield from (rule for rule in (self.out, self.backward_out) if rule is not None)
 
 
+Slot = tuple[str | int, ...]
+"""The position of a rule in a `Rules`, for example ("signals", 2, "tensors", 0).
+
+Two rules with the same content are equal, so a rule by itself does not say which line of the file decided.
+"""
+
+RuleType = TypeVar("RuleType", SpecRule, SaveRule, OverlapRule, ExpertsRule)
+Candidate = tuple[Slot, RuleType]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match(Generic[RuleType]):
+    """The answer to one question.
+
+    rule: the rule that decides; None if no rule matches, or if the first one is wrong for this part of the program.
+    decided: the slots of the rules that got a turn. shadowed: the slots of later rules that match too, each with the file:line
+    of the rule that came before it. problems: messages about rules that match but do not fit.
+    """
+
+    rule: RuleType | None = None
+    decided: tuple[Slot, ...] = ()
+    shadowed: tuple[tuple[Slot, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def first_match(candidates: Iterable[Candidate[RuleType]]) -> Match[RuleType]:
+    """The answer of these rules, in their order: the first one decides."""
+    found = list(candidates)
+    if not found:
+        return Match()
+    (slot, rule), *later = found
+    return Match(rule=rule, decided=(slot,), shadowed=tuple((other, rule.where) for other, _ in later))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The rules of one program, in order of precedence.
@@ -146,6 +126,9 @@ class Rules:
     params, optimizer: specs of parameters under any signal; a tied parameter, which is used under several, needs such a rule.
     inputs: specs of the arguments that are not parameters. default: what a parameter without a rule gets; None makes it an error.
     """
+
+    FOLDER: ClassVar[str] = "rules"
+    """The folder of the shipped rules files."""
 
     signals: tuple[SignalRule, ...] = ()
     params: tuple[SpecRule, ...] = ()
@@ -164,7 +147,21 @@ class Rules:
         """The axes that a rule splits parameters, matmuls or experts over; axes of the optimizer state alone do not count."""
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
         others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
-        return frozenset(axis for spec in specs for axis in axes_in(spec.spec)).union(others)
+        return frozenset(axis for spec in specs for axis in spec.axes).union(others)
+
+    def match_input(self, path: str, rank: int, *other_paths: str, is_state: bool = False) -> Match[SpecRule]:
+        """The rule of an argument that is not a parameter, by any of its paths. A spec with more dims than the argument does not match it.
+
+        is_state: only patterns that name something match. A pattern of wildcards alone is meant for the batch, and state has no rows.
+        """
+        # No upper limit: one rule may serve inputs of several ranks, and their further dims stay whole.
+        return first_match(
+            (("inputs", index), rule)
+            for index, rule in enumerate(self.inputs)
+            if not (is_state and {*rule.pattern.split("/")} <= {"*", "**"})
+            and rank >= rule.rank
+            and any(matches_end(rule.pattern, one) for one in (path, *other_paths))
+        )
 
     def where_of(self, signal: str) -> str:
         """The file:line of the first rule for a signal, or for the nearest signal around it that has one; empty if there is none."""
@@ -177,7 +174,7 @@ class Rules:
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
         """A problem for each axis in a spec that a mesh with these axes does not have."""
         known = tuple(axes)
-        named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(axes_in(rule.spec))]
+        named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(rule.axes)]
         named += [(rule.overlap.where, f"{rule.pattern}: overlap", rule.overlap.axis) for rule in self.signals if rule.overlap]
         named += [(rule.experts.where, f"{rule.pattern}: experts", rule.experts.axis) for rule in self.signals if rule.experts]
         for where, what, axis in named:

@@ -1,25 +1,24 @@
 """Specs: which mesh axes shard which dim of a tensor.
 
 A spec is JAX's PartitionSpec as a plain tuple, plus `...` for any number of dims that are not sharded, so that it can be
-read, compared and checked without JAX. `[[data, fsdp], null, ...]` in a rules file is `(("data", "fsdp"), None, ...)`.
+read, compared and checked without JAX. `[[data, fsdp], null, ...]` in a rules file is `(("data", "fsdp"), (), ...)`.
 
-A spec is written for the dims that the model uses, and fits tensors with exactly that many dims. `expand` turns it into
-the axes of each dim of one tensor; from then on there is no `...` and no short form. `misfits` compares these with the
-tensor's shape. A dim whose size the axes do not divide is an error, with the sizes that would fit: XLA would pad it and
-move padding between devices in every step.
+A spec is written for the dims that the model uses, and fits tensors with exactly that many dims. `SpecRule.dims` turns it into
+the axes of each dim of one tensor; from then on there is no `...`. `misfits` compares these with the tensor's shape. A dim whose
+size the axes do not divide is an error, with the sizes that would fit: XLA would pad it and move padding between devices in every step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import cast
 
-Entry = str | tuple[str, ...] | None | EllipsisType
+Entry = tuple[str, ...] | EllipsisType
 Spec = tuple[Entry, ...]
-"""One entry for each dim: an axis, several axes (major to minor), or None for no axis. One entry may be `...`, for any number of dims."""
+"""The axes of each dim, major to minor; () for no axis. One entry may be `...`, for any number of dims."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,54 @@ class SpecRule:
     pattern: str
     spec: Spec
     where: str = field(default="rules", compare=False)
+
+    @property
+    def rank(self) -> int:
+        """The number of dims that the spec names, which is the smallest rank of a tensor that it fits."""
+        return len(self.spec) - self.spec.count(...)
+
+    @property
+    def axes(self) -> list[str]:
+        """Every axis that the spec names."""
+        return [axis for entry in self.spec if entry is not ... for axis in entry]
+
+    def fits(self, rank: int) -> bool:
+        """Whether the spec can lay out a tensor of this rank: with `...` any larger rank will do."""
+        return rank >= self.rank if ... in self.spec else rank == self.rank
+
+    def dims(self, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str, ...], ...]:
+        """The axes of each of `rank` dims. The dims in `skip` have no entry in the spec and are not sharded.
+
+        The dims of (("data",), ...) at rank 3 are (("data",), (), ()). Raises ValueError if the spec names more dims than there are.
+        """
+        # The number of dims that `...` stands for, or that a spec without it leaves unnamed.
+        room = rank - len(skip) - self.rank
+        if room < 0:
+            raise ValueError(f"the spec has {self.rank} dims, the tensor {rank - len(skip)}")
+        entries = iter([axes for entry in self.spec for axes in ([()] * room if entry is ... else [entry])])
+        # The entries may end early: an input may have more dims than the spec, and those are not sharded.
+        return tuple(() if dim in skip else next(entries, ()) for dim in range(rank))
+
+    def misfit_problems(
+        self, dims: Sequence[tuple[str, ...]], shape: tuple[int, ...], mesh: Mapping[str, int], what: str, *, label: str = ""
+    ) -> dict[int, str]:
+        """A problem for each dim of `shape` that its axes do not divide, by dim. label: replaces a pattern that would say nothing.
+
+        `file:line: pattern: dim 1 of ... has size 6, which tensor=4 does not divide. ...`
+        """
+        problems: dict[int, str] = {}
+        for misfit in misfits(dims, shape, mesh):
+            size, sizes = misfit.size, ", ".join(map(str, shape))
+            axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes) + (f" (= {misfit.parts})" if len(misfit.axes) > 1 else "")
+            text = f"{self.where}: {label or self.pattern}: dim {misfit.dim} of the {what} [{sizes}]"
+            # The size of a dim of jax.export's symbolic shapes is an expression.
+            if isinstance(cast(object, size), int):
+                problems[misfit.dim] = f"{text} has size {size}, which {axes} does not divide. {misfit.remedy}"
+            else:
+                needed = repr(f"mod({size}, {misfit.parts}) == 0")
+                text = f"{text} has the symbolic size {size}, and nothing says that {axes} divides it"
+                problems[misfit.dim] = f"{text}. Add the constraint {needed} to the symbolic shape"
+        return problems
 
 
 @dataclass(frozen=True)
@@ -40,100 +87,21 @@ class Misfit:
     axes: tuple[str, ...]
     parts: int
 
-
-def axes_of(entry: Entry) -> tuple[str, ...]:
-    """The axes of one spec entry, major to minor."""
-    if isinstance(entry, tuple):
-        return entry
-    return (entry,) if isinstance(entry, str) else ()
-
-
-def axes_in(spec: Spec) -> Iterator[str]:
-    """Every axis that a spec names."""
-    for entry in spec:
-        yield from axes_of(entry)
+    @property
+    def remedy(self) -> str:
+        """The nearest sizes of the dim that would fit, and the products of axis sizes that divide it."""
+        below = self.size - self.size % self.parts
+        sizes = f"{below} or {below + self.parts}" if below else f"{self.parts}"
+        # Divisors come in pairs around the square root, so that a vocabulary of millions takes a thousand steps.
+        low = [n for n in range(1, math.isqrt(self.size) + 1) if self.size % n == 0]
+        divisors = ", ".join(str(n) for n in sorted({*low, *(self.size // n for n in low)}) if n < self.parts)
+        return f"A size of {sizes} would fit, or {' x '.join(self.axes)} of {divisors}"
 
 
-def min_rank(spec: Spec) -> int:
-    """The number of dims that a spec names, which is the smallest rank of a tensor that it fits."""
-    return len(spec) - spec.count(...)
-
-
-def fits_rank(spec: Spec, rank: int) -> bool:
-    """Whether a spec can lay out a tensor of this rank: with `...` any larger rank will do."""
-    return rank >= min_rank(spec) if ... in spec else rank == len(spec)
-
-
-def expand(spec: Spec, rank: int, skip: Collection[int] = ()) -> tuple[tuple[str, ...], ...]:
-    """The axes of each of `rank` dims. The dims in `skip` have no entry in the spec and are not sharded.
-
-    expand(("data", ...), 3) is (("data",), (), ()). Raises ValueError if the spec names more dims than there are.
-    """
-    # The number of dims that `...` stands for, or that a spec without it leaves unnamed.
-    room = rank - len(skip) - min_rank(spec)
-    if room < 0:
-        raise ValueError(f"the spec has {min_rank(spec)} dims, the tensor {rank - len(skip)}")
-    known: list[tuple[str, ...]] = []
-    for entry in spec:
-        known += [()] * room if entry is ... else [axes_of(entry)]
-    entries = iter(known)
-    # The entries may end early: an input may have more dims than the spec, and those are not sharded.
-    return tuple(() if dim in skip else next(entries, ()) for dim in range(rank))
-
-
-def misfits(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> Iterator[Misfit]:
+def misfits(dims: Sequence[tuple[str, ...]], shape: tuple[int, ...], mesh: Mapping[str, int]) -> Iterator[Misfit]:
     """The dims of `shape` that their axes do not divide on a mesh of these sizes. An axis that the mesh does not have counts as 1."""
     for dim, (axes, size) in enumerate(zip(dims, shape, strict=True)):
         # `Rules.axis_problems` reports a missing axis, so it must not cause a misfit as well.
         parts = math.prod(mesh.get(axis, 1) for axis in axes)
         if size % parts:
             yield Misfit(dim, size, tuple(axis for axis in axes if mesh.get(axis, 1) > 1), parts)
-
-
-def show(spec: Spec) -> str:
-    """A spec as the YAML writes it."""
-    return "[" + ", ".join(_show_entry(entry) for entry in spec) + "]"
-
-
-def _show_entry(entry: Entry) -> str:
-    if entry is None:
-        return "null"
-    if entry is ...:
-        return "..."
-    return entry if isinstance(entry, str) else "[" + ", ".join(entry) + "]"
-
-
-def misfit_problems(
-    rule: SpecRule, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mapping[str, int], what: str, *, label: str = ""
-) -> Iterator[str]:
-    """One problem for each dim of `shape` that its axes do not divide. `label` replaces a pattern that would say nothing."""
-    for misfit in misfits(dims, shape, mesh):
-        yield misfit_problem(rule, misfit, shape, mesh, what, label=label)
-
-
-def misfit_problem(rule: SpecRule, misfit: Misfit, shape: tuple[int, ...], mesh: Mapping[str, int], what: str, *, label: str = "") -> str:
-    """`file:line: pattern: dim 1 of ... has size 6, which tensor=4 does not divide. ...`"""
-    axes = " x ".join(f"{axis}={mesh[axis]}" for axis in misfit.axes)
-    product = f" (= {misfit.parts})" if len(misfit.axes) > 1 else ""
-    # The size of a dim of jax.export's symbolic shapes is an expression.
-    if not isinstance(cast(object, misfit.size), int):
-        size = f"mod({misfit.size}, {misfit.parts}) == 0"
-        return (
-            f"{rule.where}: {label or rule.pattern}: dim {misfit.dim} of the {what} [{', '.join(map(str, shape))}] has the symbolic size "
-            f"{misfit.size}, and nothing says that {axes}{product} divides it. Add the constraint {size!r} to the symbolic shape"
-        )
-    return (
-        f"{rule.where}: {label or rule.pattern}: dim {misfit.dim} of the {what} {list(shape)} has size {misfit.size}, "
-        f"which {axes}{product} does not divide. {remedy(misfit)}"
-    )
-
-
-def remedy(misfit: Misfit) -> str:
-    """The remedy of a misfit: the nearest sizes of the dim, and the products of axis sizes that divide it."""
-    below = misfit.size - misfit.size % misfit.parts
-    sizes = f"{below} or {below + misfit.parts}" if below else f"{misfit.parts}"
-    # Divisors come in pairs around the square root, so that a vocabulary of millions takes a thousand steps.
-    low = [n for n in range(1, math.isqrt(misfit.size) + 1) if misfit.size % n == 0]
-    divisors = ", ".join(str(n) for n in sorted({*low, *(misfit.size // n for n in low)}) if n < misfit.parts)
-    over = " x ".join(misfit.axes)
-    return f"A size of {sizes} would fit, or {over} of {divisors}"

@@ -10,7 +10,7 @@ calls the rewriter raises all problems at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from jax.sharding import AbstractMesh
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, coarse_dims
 from jgt.program.jaxpr import Equation, Place, Var
-from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, expand, match_out, match_save, match_tensor, misfit_problems, prefixes
+from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, match_out, match_save, match_tensor, prefixes
 from jgt.sharding.placement import Surroundings
 
 _R = TypeVar("_R", SpecRule, SaveRule)
@@ -74,23 +74,20 @@ class Answers:
         if rule is None:
             return None
         shape = jx.shape_of(var)
-        dims = expand(rule.spec, len(shape), range(place.num_vmaps))
+        dims = rule.dims(len(shape), range(place.num_vmaps))
         # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
         wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
         free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
         sizes = dict((manual or self._site.mesh).shape)
+        even = tuple(() if size in self._site.uneven else axes for axes, size in zip(free, shape, strict=True))
         problems = [
-            *self._misfit_problems(rule, free, shape, sizes, what),
+            *rule.misfit_problems(even, shape, sizes, what).values(),
             *self._site.stage_problems(rule, free, [place.path], what),
         ]
         self.problems += problems
         if problems or (manual is not None and set(manual.axis_names) == set(manual.manual_axes)):
             return None
         return coarse_dims(free, shape, sizes)
-
-    def _misfit_problems(self, rule: SpecRule, dims: Dims, shape: tuple[int, ...], sizes: Mapping[str, int], what: str) -> Iterator[str]:
-        even = tuple(() if size in self._site.uneven else axes for axes, size in zip(dims, shape, strict=True))
-        return misfit_problems(rule, even, shape, sizes, what)
 
     def save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
         """The save rule of a tensor, by its name; empty if the equation names none, or if no rule does."""

@@ -24,17 +24,7 @@ from jgt.program.dims import Dims, even_dims
 from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
 from jgt.replacements.replacement import ParameterPlace
-from jgt.rules import (
-    Match,
-    Rules,
-    SpecRule,
-    expand,
-    fits_rank,
-    match_optimizer,
-    match_param,
-    misfit_problems,
-    misfits,
-)
+from jgt.rules import Match, Rules, SpecRule, match_optimizer, match_param, misfits
 from jgt.sharding.inputs import Input
 from jgt.sharding.paths import Named, path_text
 from jgt.sharding.placement import Surroundings
@@ -66,18 +56,18 @@ def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, sit
         match = match_param(rules, name, use.signals, len(x.shape) - len(use.sliced))
         pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(cast(object, size), int) for size in x.shape)
         own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, replace(site, pads=pads))]
-        dims = ((),) * len(x.shape) if match.rule is None else expand(match.rule.spec, len(x.shape), use.sliced)
+        dims = ((),) * len(x.shape) if match.rule is None else match.rule.dims(len(x.shape), use.sliced)
 
         def fits(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
             return _fits(rule, shape, use, site)
 
         def fits_padded(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
-            return fits_rank(rule.spec, len(shape) - len(use.sliced))
+            return rule.fits(len(shape) - len(use.sliced))
 
         state = match_optimizer(rules, name, use.signals, fits)
         if state.rule is None and pads:
             state = match_optimizer(rules, name, use.signals, fits_padded)
-        state_dims = dims if state.rule is None else expand(state.rule.spec, len(x.shape), use.sliced)
+        state_dims = dims if state.rule is None else state.rule.dims(len(x.shape), use.sliced)
         if pads and state_dims != dims:
             state_dims = _of_state(state_dims, x.shape, use, site)
         place = ParameterPlace(
@@ -112,7 +102,7 @@ def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroun
                 pins[index] = (whole, whole)
             continue
         dims = site.free_dims(dims)
-        misfits_of_input = list(misfit_problems(match.rule, dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs"))
+        misfits_of_input = match.rule.misfit_problems(dims, one.x.shape, site.sizes, f"input {one.name}", label="inputs").values()
         # Inputs often come in dozens of one shape: the first one is enough.
         if (match.rule, one.x.shape) not in reported:
             problems |= dict.fromkeys(misfits_of_input)
@@ -155,9 +145,9 @@ def _parameter_problems(
     match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: Surroundings
 ) -> Iterable[str]:
     if match.rule is not None:
-        dims = expand(match.rule.spec, len(shape), use.sliced)
+        dims = match.rule.dims(len(shape), use.sliced)
         if not site.pads:
-            yield from misfit_problems(match.rule, site.free_dims(dims), shape, site.sizes, f"parameter {name}")
+            yield from match.rule.misfit_problems(site.free_dims(dims), shape, site.sizes, f"parameter {name}").values()
         yield from site.stage_problems(match.rule, dims, use.signals, f"parameter {name}")
     elif not match.problems and rules.default is None:
         used = f"used under {', '.join(use.signals)}" if use.signals else "used under no signal"
@@ -169,7 +159,7 @@ def _parameter_problems(
 
 def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, site: Surroundings) -> bool:
     """Whether a spec has the right number of dims and its axes divide them."""
-    if not fits_rank(rule.spec, len(shape) - len(use.sliced)):
+    if not rule.fits(len(shape) - len(use.sliced)):
         return False
-    dims = site.free_dims(expand(rule.spec, len(shape), use.sliced))
+    dims = site.free_dims(rule.dims(len(shape), use.sliced))
     return not any(misfits(dims, shape, site.sizes))

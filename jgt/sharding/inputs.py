@@ -18,7 +18,7 @@ import numpy as np
 
 from jgt.document import nearest
 from jgt.program.dims import Dims
-from jgt.rules import Match, Rules, SpecRule, expand, match_input
+from jgt.rules import Match, Rules, SpecRule
 from jgt.sharding.paths import KeyPath, Shaped, path_text
 
 StateArguments = str | int | Iterable[str | int] | None
@@ -44,8 +44,8 @@ class Input:
         # A spec such as [batch, ...] would otherwise split the two words of a key.
         first, *others = self.paths
         rank = len(self.x.shape)
-        match = Match[SpecRule]() if self.is_key else match_input(rules, first, rank, *others, is_state=self.is_state)
-        return match, () if match.rule is None else expand(match.rule.spec, rank)
+        match = Match[SpecRule]() if self.is_key else rules.match_input(first, rank, *others, is_state=self.is_state)
+        return match, () if match.rule is None else match.rule.dims(rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import pytest
 
 import jgt
 from jgt.document import InputError, parse
-from jgt.rules import OverlapRule, Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules, rules_from_node
+from jgt.rules import OverlapRule, Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules
 
 FULL = """\
 axes: {batch: [data, fsdp]}
@@ -27,7 +27,7 @@ default: replicate
 
 
 def spec(pattern, *entries):
-    return SpecRule(pattern=pattern, spec=entries)
+    return SpecRule(pattern=pattern, spec=tuple((entry,) if isinstance(entry, str) else entry or () for entry in entries))
 
 
 EXPECTED = Rules(
@@ -54,7 +54,7 @@ EXPECTED = Rules(
 
 def problems_of(text):
     with pytest.raises(InputError) as caught:
-        rules_from_node(parse(text, "r.yaml"))
+        make_rules(parse(text, "r.yaml"))
     return list(caught.value.problems)
 
 
@@ -64,7 +64,7 @@ def test_a_file_becomes_rules(tmp_path):
 
 
 def test_rules_know_their_lines():
-    rules = rules_from_node(parse(FULL, "r.yaml"))
+    rules = make_rules(parse(FULL, "r.yaml"))
     assert rules.signals[0].out.where == "r.yaml:10"
     assert rules.signals[1].where == "r.yaml:14"
 
@@ -72,7 +72,7 @@ def test_rules_know_their_lines():
 def test_equal_rules_hash_equal_wherever_they_stand():
     tree = {"signals": {"a": {"out": ["x", None, ...], "save": {"h": "keep"}}}, "default": "replicate"}
     built = make_rules(tree)
-    read = rules_from_node(parse("# a line\nsignals:\n  a: {out: [x, null, ...], save: {h: keep}}\ndefault: replicate", "r.yaml"))
+    read = make_rules(parse("# a line\nsignals:\n  a: {out: [x, null, ...], save: {h: keep}}\ndefault: replicate", "r.yaml"))
     assert built == read
     assert hash(built) == hash(read)
     assert built != make_rules({**tree, "default": None})
@@ -87,7 +87,7 @@ def test_no_rules_at_all():
 
 
 def test_inputs_follow_the_batch_group():
-    rules = rules_from_node(parse("axes: {batch: [data, fsdp]}", "r.yaml"))
+    rules = make_rules(parse("axes: {batch: [data, fsdp]}", "r.yaml"))
     assert rules.inputs == (spec("**", ("data", "fsdp"), ...),)
     assert rules.inputs[0].where == "r.yaml:1"
 
@@ -172,7 +172,7 @@ def test_make_rules_names_the_key():
 
 
 def test_an_axis_that_the_mesh_lacks_is_named():
-    rules = rules_from_node(parse("params:\n  a: [tensr]\n  b: [[data, tensr]]", "r.yaml"))
+    rules = make_rules(parse("params:\n  a: [tensr]\n  b: [[data, tensr]]", "r.yaml"))
     assert list(rules.axis_problems(["data", "tensor"])) == [
         f"r.yaml:{line}: {name}: the mesh has no axis 'tensr'. Did you mean 'tensor'? "
         "To turn the axis off, give it the size 1 in mesh: {tensr: 1}"

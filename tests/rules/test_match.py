@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgt.rules import matches, matches_end, prefixes
+from jgt.rules.pattern import matches, matches_end, prefixes
 
 
 def slow_level(pattern, text):

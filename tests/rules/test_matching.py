@@ -3,14 +3,14 @@
 import pytest
 
 from jgt.document import parse
-from jgt.rules import Seen, match_input, match_optimizer, match_out, match_param, match_save, match_tensor, rules_from_node, unreached
+from jgt.rules import Seen, make_rules, match_optimizer, match_out, match_param, match_save, match_tensor, unreached
 
 
 class Asked:
     """Queries rules about the parts of a program, and records the matches and the names that the program would contain."""
 
     def __init__(self, text):
-        self.rules = rules_from_node(parse(text, "r.yaml"))
+        self.rules = make_rules(parse(text, "r.yaml"))
         self.matches, self.signals, self.tensors, self.out_ranks = [], set(), {}, {}
 
     def noted(self, match):
@@ -31,7 +31,7 @@ class Asked:
         return self.noted(match_optimizer(self.rules, path, signals, fits))
 
     def input(self, path, rank):
-        return self.noted(match_input(self.rules, path, rank))
+        return self.noted(self.rules.match_input(path, rank))
 
     def tensor(self, name, signal, rank, *, backward=False):
         self.tensors.setdefault(name, set()).add(signal)
@@ -191,7 +191,7 @@ def test_a_tied_parameter_with_a_rule_on_one_side_is_reported_too():
 
 def test_a_tied_parameter_may_be_told_the_same_twice():
     asked = Asked("signals:\n  embed:\n    params: {table: [a, null]}\n  head:\n    params: {table: [a, null]}")
-    assert asked.param("table", ["embed", "head"], 2).spec[0] == "a"
+    assert asked.param("table", ["embed", "head"], 2).spec[0] == ("a",)
     assert asked.problems == []
 
 

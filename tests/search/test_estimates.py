@@ -10,7 +10,7 @@ from benchmarks.search import RUNS
 from jgt.document import read
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.chip import parse_target
-from jgt.rules import SHIPPED_RULES, make_rules, rules_from_node
+from jgt.rules import Rules, load_rules, make_rules
 from train.search.columns import Columns
 from train.search.estimate import Estimator, Step, link_seconds
 from train.search.layout import Candidate, Roles
@@ -22,7 +22,7 @@ OWN_NAMES = {"data": "rows", "fsdp": "dp", "tensor": "tp", "stage": "pp", "repli
 
 def layout(rules, *mesh, remat="matmuls", accumulate=1, rows=1, **options):
     stages = PipelineConfig(signal="layers", microbatches=8, gather="layer") if "stage" in dict(mesh) else None
-    roles = Roles.of(rules_from_node(read(f"jgt:{rules}", SHIPPED_RULES)), "stage")
+    roles = Roles.of(load_rules(f"jgt:{rules}"), "stage")
     one = Candidate(mesh=mesh, rules=f"jgt:{rules}", roles=roles, accumulate=accumulate, rows=rows, remat=remat, stages=stages)
     return replace(one, **options)
 
@@ -55,7 +55,7 @@ def renamed(value):
 
 @pytest.mark.parametrize("one", LAYOUTS, ids=lambda one: one.text)
 def test_names_of_axes_and_files_change_no_byte(one):
-    document = read(one.rules, SHIPPED_RULES).plain()
+    document = read(one.rules, Rules.FOLDER).plain()
     own = replace(
         one,
         mesh=tuple((OWN_NAMES[axis], size) for axis, size in one.mesh),

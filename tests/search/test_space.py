@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from jgt.document import InputError, read
-from jgt.rules import SHIPPED_RULES, make_rules, rules_from_node
+from jgt.document import InputError
+from jgt.rules import load_rules, make_rules
 from train.code.files import Code
 from train.config import load
 from train.search.layout import Roles
@@ -111,7 +111,7 @@ def test_a_layout_is_there_once_whatever_the_file_of_its_rules(run_file):
     ],
 )
 def test_roles_follow_from_specs(name, roles):
-    assert Roles.of(rules_from_node(read(f"jgt:{name}", SHIPPED_RULES)), "stage") == roles
+    assert Roles.of(load_rules(f"jgt:{name}"), "stage") == roles
 
 
 def test_an_axis_that_splits_only_activations_has_no_other_role():

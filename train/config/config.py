@@ -8,8 +8,7 @@ from typing import Any
 from jgt.document import Node
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
-from jgt.rules import Rules, expand, match_input
-from jgt.rules.spec import SpecRule
+from jgt.rules import Rules
 
 from ..code.files import Code
 from ..code.names import is_name
@@ -93,11 +92,6 @@ class Run:
         return value if is_name(value) else None
 
     @property
-    def batch_rule(self) -> SpecRule | None:
-        """The rule that lays out the arrays of a batch, [batch, seq]; None if they are not sharded."""
-        return match_input(self.rules, "batch/inputs", 2).rule
-
-    @property
     def is_alone(self) -> bool:
         """Whether the run is on one device, however many there are: its mesh says so, and no rules name the axes."""
         return self.rules_root is None and all(size == 1 for size in self.mesh.values())
@@ -105,7 +99,8 @@ class Run:
     @property
     def batch_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The mesh axes that split the batch, and those that split the sequence."""
-        batch, sequence = ((), ()) if self.batch_rule is None else expand(self.batch_rule.spec, 2)
+        rule = self.rules.match_input("batch/inputs", 2).rule
+        batch, sequence = ((), ()) if rule is None else rule.dims(2)
         return batch, sequence
 
     def where(self, key: str) -> str:

@@ -21,8 +21,7 @@ from jgt.document import InputError, Node, bind
 from jgt.mesh.sizes import read_sizes, size_problem
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
-from jgt.rules import SHIPPED_RULES, Rules, misfits, rules_from_node
-from jgt.rules.spec import misfit_problem
+from jgt.rules import Rules, make_rules
 
 from ..code.files import Code, read_code
 from ..code.names import name_problem
@@ -82,15 +81,15 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
         # Divisors up to 1000 only, which keeps the message short.
         fits = ", ".join(str(n) for n in range(1, min(seq, 1000) + 1) if seq % n == 0)
         yield f"{run.where('train.loss_chunks')}: train.loss_chunks: {chunks} does not divide model.seq {seq}. These do: {fits}"
-    rule = run.batch_rule
+    rule = run.rules.match_input("batch/inputs", 2).rule
     if rule is None:
         return
     train = run.config.train
     shape = (train.batch // train.accumulate, run.config.model.seq)
     what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"
-    for misfit in misfits(run.batch_dims, shape, mesh):
-        key = ("train.batch", "model.seq")[misfit.dim]
-        yield f"{run.where(key)}: {key}: {misfit_problem(rule, misfit, shape, mesh, what, label='inputs')}"
+    for dim, problem in rule.misfit_problems(rule.dims(2), shape, mesh, what, label="inputs").items():
+        key = ("train.batch", "model.seq")[dim]
+        yield f"{run.where(key)}: {key}: {problem}"
 
 
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code) -> Run:
@@ -132,13 +131,13 @@ def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Pat
         # A pipeline without rules has another message, and `auto` chooses rules for the axes.
         problems += () if config.pipeline is not None or config.train.auto else _axes_that_need_rules(config.mesh, mesh)
         tree = {"axes": {"batch": [axis for axis in mesh if axis in _DATA_AXES]}, "default": "replicate"}
-        return None, rules_from_node(Node.of(tree, "no rules, so data-parallel"))
+        return None, make_rules(Node.of(tree, "no rules, so data-parallel"))
     if config.mesh is None:
         problems.append(root.find("rules").problem("rules need a mesh: section with the axes that they name, for example mesh: {data: -1}"))
     rules_root, rules = rules_document(config.rules, folder, problems), Rules()
     if rules_root is not None:
         with InputError.collect(problems):
-            rules = rules_from_node(rules_root)
+            rules = make_rules(rules_root)
             problems += rules.axis_problems(mesh) if mesh and config.mesh is not None else ()
     return rules_root, rules
 
@@ -210,7 +209,7 @@ def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None
         return None
     with InputError.collect(problems):
         # Beside the file, not in the working directory: a config and its rules move together.
-        return document.read(node.existing_file(folder, SHIPPED_RULES))
+        return document.read(node.existing_file(folder, Rules.FOLDER))
 
 
 def _with_locations(pipeline: PipelineConfig, node: Node, folder: Path) -> PipelineConfig:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from jgt.document import nearest
 from jgt.rules import Rules
-from jgt.rules.spec import SpecRule, axes_in, axes_of
 
 from ..command_line import may_have_fewer
 from ..models.config import OwnModel
@@ -58,19 +57,20 @@ def _axis_problems(run: Run, axis: str, *, has_phases: bool) -> Iterator[str]:
     elif batch[0] != axis:
         remedy = f"Write it first ([{', '.join([axis, *(a for a in batch if a != axis)])}]), or name {batch[0]}"
         yield node.problem(f"{splits}: only the outermost, {batch[0]}, can be exchanged apart. {remedy}")
-    for rule, what in _other_uses(run.rules, axis, with_state=has_phases):
+    for where, pattern, what in _other_uses(run.rules, axis, with_state=has_phases):
         why = f"splits {what} over {axis}, along which sync.axis ({node.where}) has whole replicas"
-        yield f"{rule.where}: {rule.pattern}: {why}. Take {axis} out of this rule, or name another axis there"
+        yield f"{where}: {pattern}: {why}. Take {axis} out of this rule, or name another axis there"
 
 
-def _other_uses(rules: Rules, axis: str, *, with_state: bool) -> Iterator[tuple[SpecRule, str]]:
-    """The rules that split anything but rows over an axis."""
+def _other_uses(rules: Rules, axis: str, *, with_state: bool) -> Iterator[tuple[str, str, str]]:
+    """The file:line and the pattern of the rules that split anything but rows over an axis."""
     for part in (rules, *rules.signals):
-        yield from ((rule, "parameters") for rule in part.params if axis in axes_in(rule.spec))
-        yield from ((rule, "the optimizer state") for rule in part.optimizer if with_state and axis in axes_in(rule.spec))
+        yield from ((rule.where, rule.pattern, "parameters") for rule in part.params if axis in rule.axes)
+        if with_state:
+            yield from ((rule.where, rule.pattern, "the optimizer state") for rule in part.optimizer if axis in rule.axes)
     specs = [*rules.inputs, *(rule for signal in rules.signals for rule in (*signal.tensors, *signal.backward_tensors))]
     specs += [rule for signal in rules.signals for rule in (signal.out, signal.backward_out) if rule is not None]
     for rule in specs:
         # The rows are the first dim.
-        if any(axis in axes_of(entry) for entry in tuple(rule.spec)[1:]):
-            yield rule, "another dim than the rows"
+        if any(axes is not ... and axis in axes for axes in rule.spec[1:]):
+            yield rule.where, rule.pattern, "another dim than the rows"

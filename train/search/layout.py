@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jgt.pipeline.config import PipelineConfig
-from jgt.rules import Rules, expand, match_input
-from jgt.rules.spec import axes_in, axes_of
+from jgt.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +34,20 @@ class Roles:
     @classmethod
     def of(cls, rules: Rules, stage: str) -> Roles:
         """The roles of all axes that the rules name. stage: the axis along which a pipeline would have its stages, one of `others`."""
-        rule = match_input(rules, "batch/inputs", 2).rule
-        batch = () if rule is None else expand(rule.spec, 2)[0]
+        rule = rules.match_input("batch/inputs", 2).rule
+        batch = () if rule is None else rule.dims(2)[0]
         experts = {signal.experts.axis for signal in rules.signals if signal.experts}
         overlap = {signal.overlap.axis for signal in rules.signals if signal.overlap}
         optimizer = [*rules.optimizer, *(spec for signal in rules.signals for spec in signal.optimizer)]
-        in_state = {axis for spec in optimizer for axis in axes_in(spec.spec)}
+        in_state = {axis for spec in optimizer for axis in spec.axes}
         in_weights = rules.axes_of_parameters() - {*experts, stage}
-        named = list(dict.fromkeys([*(axis for spec in rules.spec_rules() for axis in axes_in(spec.spec)), *experts, *overlap]))
+        named = list(dict.fromkeys([*(axis for spec in rules.spec_rules() for axis in spec.axes), *experts, *overlap]))
         weights = [axis for axis in batch if axis in in_weights]
         state = [axis for axis in batch if axis in in_state and axis not in (*weights, *experts)]
         tensor = [axis for axis in named if axis in in_weights and axis not in batch]
         # [batch, seq, embed]
         outs = [signal.out.spec for signal in rules.signals if signal.out is not None]
-        along = {axis for spec in outs if len(spec) > 1 and ... not in spec[:2] for axis in axes_of(spec[1])}
+        along = {axis for spec in outs if ... not in spec[:2] for axes in spec[1:2] if axes is not ... for axis in axes}
         return cls(
             batch=batch,
             state=tuple(state),

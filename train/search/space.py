@@ -19,7 +19,7 @@ from pathlib import Path
 from jgt.document import InputError, Node, override, read
 from jgt.mesh.sizes import read_sizes
 from jgt.pipeline.config import PipelineConfig
-from jgt.rules import SHIPPED_RULES, Rules, rules_from_node
+from jgt.rules import Rules, load_rules, make_rules
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
@@ -75,7 +75,7 @@ class Open:
         rules = None
         if (node := given("rules")) is not None:
             document = rules_document(node, Path(config).parent, problems)
-            rules = None if document is None else rules_from_node(document)
+            rules = None if document is None else make_rules(document)
         if problems:
             raise InputError(problems)
         remat, accumulate = (None if (node := given(f"train.{key}")) is None else node.plain() for key in ("remat", "accumulate"))
@@ -107,7 +107,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
     has_experts = getattr(fixed.run.config.model, "experts", None) is not None
     for name in SHIPPED:
         if (name == "experts") is has_experts:
-            rules = rules_from_node(read(f"jgt:{name}", SHIPPED_RULES))
+            rules = load_rules(f"jgt:{name}")
             yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 

@@ -32,8 +32,7 @@ from jgt.replacements.experts.row_wise import is_row_wise
 from jgt.replacements.experts.top_k import RowLayout, chosen_by_row
 from jgt.replacements.proof import mesh_context
 from jgt.replacements.replacement import ParameterPlace, Replaced, Site
-from jgt.rules import ExpertsRule, Match, Rules, expand, match_experts, misfits
-from jgt.rules.spec import min_rank
+from jgt.rules import ExpertsRule, Match, Rules, match_experts, misfits
 
 
 def call_of(equation: Equation) -> ExpertCall | None:
@@ -98,7 +97,7 @@ def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) 
 
 def _rows(rules: Rules, rank: int) -> Dims:
     """The axes of each dim of an x of this rank, which are split like the inputs."""
-    dims = (expand(rule.spec, rank) for rule in rules.inputs if min_rank(rule.spec) < rank)
+    dims = (rule.dims(rank) for rule in rules.inputs if rule.rank < rank)
     return next((found for found in dims if any(found)), ((),) * rank)
 
 
