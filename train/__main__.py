@@ -36,8 +36,8 @@ from .command_line import (
     whole_number,
 )
 from .config import Run, load
-from .processes.cluster import cluster_problems, find_cluster, flag_problems
-from .records.step_range import StepRange, read_step_range
+from .processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
+from .records.step_range import read_step_range
 from .run.identity import Resume, check_places, read_resume
 
 _SUSPENDED_SECONDS = 600
@@ -72,25 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     _check_surroundings()
-    run = _load(arguments)
+    flags = (arguments.coordinator, arguments.processes, arguments.process)
+    cluster = find_cluster(*flags)
+    run = load_run(arguments, 1 if cluster is None else cluster.num_processes, (*flag_problems(*flags), *cluster_problems(cluster)))
     # Before the run directory is looked at: printing a config must work anywhere.
     if arguments.print_config:
         # The reader of a pipe may leave before the end.
         with contextlib.suppress(BrokenPipeError):
             print(document.dump(run.resolved()), end="", flush=True)
         return Exit.DONE
-    resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
-    check_places(run, resume)
+    resume = check_resume(run, arguments)
     read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
     if run.config.train.auto:
         # Without a layout to choose, a start needs no search and nothing that a search imports.
         from .plan.__main__ import answer_question
         from .search.auto import with_best_layout
 
-        run = with_best_layout(run, arguments, _num_processes(arguments), say, answer_question)
+        # A cluster that decides its size later has several processes.
+        run = with_best_layout(run, arguments, 1 if cluster is None else cluster.num_processes or 2, say, answer_question)
     profiled = read_step_range(arguments.profile, run.steps if run.config.train.epochs is None else None)
     with garbage_collection_paused():
         from .compiled import programs_on_trial
+        from .records.clock import process_started
+        from .run.check import dry_run
+        from .run.replay import replay
+        from .run.train import train
         from .run.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
@@ -99,7 +105,27 @@ def _main(arguments: argparse.Namespace) -> int:
     for warning in configure_xla(run.config):
         say(warning)
     with programs_on_trial():
-        return _run(run, resume, profiled, arguments)
+        _join(run, arguments, cluster)
+        if arguments.dry_run:
+            dry_run(run)
+        elif arguments.replay is not None:
+            replay(run, arguments.replay, resume)
+        else:
+            return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
+    return Exit.DONE
+
+
+def load_run(arguments: argparse.Namespace, num_processes: int | None, problems: Sequence[str]) -> Run:
+    """The run that a command line describes. problems: those already found. Raises InputError with all problems."""
+    problems = (*problems, *read_token(arguments.token_file)[1])
+    return load(arguments.config, arguments.overrides, code=arguments.code, num_processes=num_processes, problems=problems)
+
+
+def check_resume(run: Run, arguments: argparse.Namespace) -> Resume:
+    """What the run is to resume from. Raises InputError if it cannot resume from there, or if its own directory cannot be one."""
+    resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
+    check_places(run, resume)
+    return resume
 
 
 def parser() -> RunParser:
@@ -169,47 +195,7 @@ def _check_surroundings() -> None:
         raise InputError(["environment: the working directory is gone. Change to a folder that exists"]) from None
 
 
-def _num_processes(arguments: argparse.Namespace) -> int:
-    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
-    # A cluster that decides it later has several.
-    return 1 if cluster is None else cluster.num_processes or 2
-
-
-def _load(arguments: argparse.Namespace) -> Run:
-    flags = (arguments.coordinator, arguments.processes, arguments.process)
-    cluster = find_cluster(*flags)
-    return load(
-        arguments.config,
-        arguments.overrides,
-        code=arguments.code,
-        num_processes=1 if cluster is None else cluster.num_processes,
-        problems=(*flag_problems(*flags), *cluster_problems(cluster), *read_token(arguments.token_file)[1]),
-    )
-
-
-def _run(run: Run, resume: Resume, profiled: StepRange | None, arguments: argparse.Namespace) -> int:
-    _join(run, arguments)
-    if arguments.dry_run:
-        with garbage_collection_paused():
-            from .run.check import dry_run
-
-        dry_run(run)
-        return Exit.DONE
-    if arguments.replay is not None:
-        with garbage_collection_paused():
-            from .run.replay import replay
-
-        replay(run, arguments.replay, resume)
-        return Exit.DONE
-
-    with garbage_collection_paused():
-        from .records.clock import process_started
-        from .run.train import train
-
-    return train(run, resume, profiled=profiled, begun=process_started(), stopped_code=arguments.stopped_code)
-
-
-def _join(run: Run, arguments: argparse.Namespace) -> None:
+def _join(run: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> None:
     """Makes this process one of the run's processes."""
     from .processes.join import Membership, facts_of
     from .processes.processes import start_jax
@@ -221,7 +207,6 @@ def _join(run: Run, arguments: argparse.Namespace) -> None:
     heartbeat_seconds = int(2 * run.config.watchdog.peer_seconds) + (_SUSPENDED_SECONDS if is_watched else 10)
     token, wait_seconds = read_token(arguments.token_file)[0], join_seconds(run.config.watchdog.join_seconds)
     member = Membership(facts=facts_of(run.config.run.name, run.resolved()), token=token, seconds=wait_seconds)
-    cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
     start_jax(cluster, run.config.devices.virtual_cpu, heartbeat_seconds, run.where("devices.virtual_cpu"), member)
     # A driver may hang, or another process may not have announced its devices. So training opens its own under its watch.
     if not is_watched:

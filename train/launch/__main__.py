@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 
+from ..__main__ import check_resume, load_run
 from ..__main__ import parser as train_parser
-from ..command_line import natural_number, read_token, seconds, whole_number
-from ..config import Run, load
-from ..run.identity import check_places, read_resume
+from ..command_line import natural_number, seconds, whole_number
+from ..config import Run
 from .group import environments
 from .supervisor import Launcher, Policy, supervise
 
@@ -27,7 +27,10 @@ _MAX_PROCESSES = 1_024
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the run; 2 for wrong input, in which case nothing was started."""
-    flags, arguments = _split(sys.argv[1:] if argv is None else list(argv))
+    argv = sys.argv[1:] if argv is None else list(argv)
+    # The first one separates. A later `--` belongs to the arguments of the run.
+    at = argv.index("--") if "--" in argv else len(argv)
+    flags, arguments = argv[:at], argv[at + 1 :]
     options = parser().parse_args(flags)
     try:
         run = _check(arguments, options)
@@ -37,21 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     with launcher:
-        return supervise(policy, launcher, _say)
+        return supervise(policy, launcher, lambda text: print(f"jgt launch: {text}", file=sys.stderr, flush=True))
 
 
 def _check(arguments: list[str], options: argparse.Namespace) -> Run:
     """The run that the processes will read. Raises InputError."""
     parsed = train_parser().parse_args(arguments)
     problems = [] if parsed.process is None else ["command line: --process: must not be given, because the launcher numbers the processes"]
-    problems += read_token(parsed.token_file)[1]
     if options.processes > _MAX_PROCESSES:
         problems.append(f"command line: --processes: is {options.processes:,}. A launcher starts at most {_MAX_PROCESSES:,}")
     if (options.min_processes or 0) > options.processes:
         problems.append(f"command line: --min-processes: is {options.min_processes}, more than --processes {options.processes}")
     # Read for all processes, because a mesh is checked against their devices.
-    run = load(parsed.config, parsed.overrides, code=parsed.code, num_processes=options.processes, problems=problems)
-    check_places(run, read_resume(parsed.resume, parsed.allow_change, run.config.run.path))
+    run = load_run(parsed, options.processes, problems)
+    check_resume(run, parsed)
     if options.min_processes and options.min_processes < options.processes:
         _check_exchanges(run)
     environments(options.processes, virtual=run.config.devices.virtual_cpu is not None)
@@ -61,25 +63,17 @@ def _check(arguments: list[str], options: argparse.Namespace) -> Run:
 def _check_exchanges(run: Run) -> None:
     """Raises InputError if a run with phases saves nothing from which another number of replicas can continue."""
     sync, every, problems = run.config.sync, run.config.checkpoint.every, list[str]()
-    if sync is not None and every % sync.every:
+    if sync is None:
+        return
+    if every % sync.every:
         remedy = f"Save every {-(-every // sync.every) * sync.every} steps, or leave out --min-processes"
         why = f"is not a multiple of sync.every {sync.every}, and fewer processes (--min-processes) can only continue from an exchange"
         problems.append(f"{run.where('checkpoint.every')}: checkpoint.every: {every} {why}. {remedy}")
-    if sync is not None and sync.fragments > 1:
+    if sync.fragments > 1:
         why = "fragments are never exchanged all at once, and fewer processes (--min-processes) can only continue from such an exchange"
         problems.append(f"{run.where('sync.fragments')}: sync.fragments: {sync.fragments} {why}. Use 1, or leave out --min-processes")
     if problems:
         raise InputError(problems)
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    # The first one separates. A later `--` belongs to the arguments of the run.
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
-
-
-def _say(text: str) -> None:
-    print(f"jgt launch: {text}", file=sys.stderr, flush=True)
 
 
 def parser() -> CommandParser:

@@ -88,12 +88,10 @@ class Group:
             flags = [] if count == 1 else ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
             # Through jgt, because `-m train` would run a train.py of the user's.
             command = [sys.executable, "-m", "jgt", "train", *arguments, *flags]
-            with contextlib.ExitStack() as closing:
-                log = None if process == 0 else closing.enter_context((logs / f"process-{process}.log").open("ab"))
+            with contextlib.nullcontext() if process == 0 else (logs / f"process-{process}.log").open("ab") as log:
                 # In a new session, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
                 # a process with several threads; the launcher has only one.
-                prepare = _end_with(os.getpid())
-                variables = {**environment, **ours}
+                prepare, variables = _end_with(os.getpid()), {**environment, **ours}
                 started = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
                 self._processes.append(started)
 

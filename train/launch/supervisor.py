@@ -26,7 +26,6 @@ from .group import End, Group, environments
 
 _LAST_LINES = 20
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_FIRST_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 60.0
 # 2 ** 6 seconds is more than the longest delay. Without the bound the power would overflow after a thousand restarts.
 _DOUBLINGS = 6
@@ -34,11 +33,7 @@ _DOUBLINGS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The limits of restarts.
-
-    restarts: the number in a row without a newer checkpoint. min_processes: after a process is lost to a signal, the next start has one
-    process less, but at least this many, and the one after it has all of them again.
-    """
+    """The limits of restarts. restarts: the number in a row without a newer checkpoint. min_processes: the fewest after losses."""
 
     processes: int
     restarts: int
@@ -73,9 +68,8 @@ class Launcher:
     def __init__(self, arguments: list[str], run: Run, *, grace_seconds: float, fewer: bool = False):
         self._arguments, self._fewer = arguments, fewer
         self._virtual = run.config.devices.virtual_cpu is not None
-        self._logs = run.config.run.path / LOGS
         self._folder = run.config.run.path
-        self._steps = Steps(self._folder / FOLDER)
+        self._logs, self._steps = self._folder / LOGS, Steps(self._folder / FOLDER)
         # Empty without `--resume never`: an earlier run then stays and continues.
         self._earlier = frozenset() if _without_never(arguments) == arguments else earlier_files(self._folder)
         self._grace_seconds = grace_seconds
@@ -84,7 +78,9 @@ class Launcher:
         self._passed_on = False
 
     def __enter__(self) -> Launcher:
-        self._before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON if not _is_ignored(number)}
+        # nohup ignores SIGHUP for what it starts, and that is to stay so.
+        passed_on = [number for number in _PASSED_ON if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._pass_on) for number in passed_on}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,20 +126,13 @@ class Launcher:
         return not self._earlier.isdisjoint(earlier_files(self._folder))
 
     def _pass_on(self, number: int, frame: Any) -> None:
-        if number == signal.SIGUSR1:
-            if self._group is not None:
-                self._group.send(number)
-            return
-        self._stopped.set()
+        is_stop = number != signal.SIGUSR1
+        if is_stop:
+            self._stopped.set()
         if self._group is not None:
-            self._passed_on = True
+            self._passed_on |= is_stop
             # SIGTERM also for Ctrl-C and SIGHUP: the processes stop after a step and save it.
-            self._group.send(signal.SIGTERM)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    # nohup ignores SIGHUP for what it starts, and that is to stay so.
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            self._group.send(signal.SIGTERM if is_stop else number)
 
 
 def _without_never(arguments: list[str]) -> list[str]:
@@ -171,11 +160,13 @@ def supervise(policy: Policy, runner: Launcher, say: Callable[[str], None]) -> i
         if runner.is_stopped:
             return end.code
         if in_a_row > policy.restarts:
-            say(f"not restarting: {_why_not(policy.restarts)}. The same command resumes from the newest checkpoint")
+            row = f"{policy.restarts} in a row brought no newer checkpoint (--restarts {policy.restarts})"
+            why = row if policy.restarts else "--restarts is 0"
+            say(f"not restarting: {why}. The same command resumes from the newest checkpoint")
             return end.code
         # A process that failed with an error is not lost.
         processes.next(lost=end.code == Exit.INPUT or end.codes[end.first] < 0, progress=after > before)
-        delay = min(_FIRST_DELAY_SECONDS * 2 ** min(in_a_row - 1, _DOUBLINGS), _LONGEST_DELAY_SECONDS)
+        delay = min(2.0 ** min(in_a_row - 1, _DOUBLINGS), _LONGEST_DELAY_SECONDS)
         count = f"{processes.count} process{'es' if processes.count > 1 else ''}"
         say(f"restarting on {count} in {delay:.0f} s (restart {in_a_row} of at most {policy.restarts} without a newer checkpoint)")
         again = True
@@ -183,11 +174,6 @@ def supervise(policy: Policy, runner: Launcher, say: Callable[[str], None]) -> i
             return end.code
 
 
-def _why_not(restarts: int) -> str:
-    return f"{restarts} in a row brought no newer checkpoint (--restarts {restarts})" if restarts else "--restarts is 0"
-
-
 def _describe(code: int) -> str:
-    if code < 0:
-        return f"signal {-code}"
-    return f"exit code {code} ({Exit(code).name.lower()})" if code in set(map(int, Exit)) else f"exit code {code}"
+    names = {int(code): f" ({code.name.lower()})" for code in Exit}
+    return f"signal {-code}" if code < 0 else f"exit code {code}{names.get(code, '')}"
