@@ -21,7 +21,7 @@ from jgt.planner.findings import FindingKind
 from jgt.planner.hardware.chip import chip_names
 from jgt.planner.hlo.collectives import Collective
 from jgt.rules import load
-from jgt.schedule import custom, find, schedules
+from jgt.schedule import custom, schedules
 from jgt.schedule.__main__ import parser as schedule_parser
 from jgt.schedule.simulate import number_text, percent_text, simulate
 from train import sections
@@ -420,7 +420,7 @@ def test_the_limits_of_files_stand_there():
         document.reader.MAX_VALUES,
         document.reader.MAX_KEY,
     ]
-    numbers += [document.problems.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, find.MAX_CELLS, custom.MAX_TABLE_BYTES]
+    numbers += [document.problems.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, schedules.MAX_CELLS, custom.MAX_TABLE_BYTES]
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_NAMES]
     numbers += [data_documents.MAX_LINE_BYTES, packed.MAX_RATIO, packed.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []

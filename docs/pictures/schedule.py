@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jgt.schedule.find import find_table
+from jgt.schedule.schedules import find_table
 from jgt.schedule.simulate import Simulation, kind_name, number_text, percent_text, simulate
 from jgt.schedule.table import KINDS, Kind, Table
 from jgt.schedule.timeline import Colour, ink, shade

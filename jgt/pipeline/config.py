@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from jgt.document import Bound
-from jgt.schedule.find import find_table
-from jgt.schedule.schedules import CHUNKED, TRIED
+from jgt.schedule.schedules import CHUNKED, TRIED, find_table
 from jgt.schedule.simulate import Costs, Simulation, simulate
 from jgt.schedule.table import Table
 

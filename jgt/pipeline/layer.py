@@ -103,13 +103,8 @@ def _value(atom: Atom, known: Mapping[Atom, jax.Array]) -> jax.Array:
     return known[atom] if jx.is_var(atom) else atom.val
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Gradients(Generic[_T]):
-    """Gradients by their position among the weights, and among the common values, that are floats."""
-
-    weights: Mapping[int, _T]
-    common: Mapping[int, _T]
+Gradients = dict[int, jax.Array]
+"""Gradients by the position of what they belong to: among the weights that are floats, then the common values that are."""
 
 
 class Layer:
@@ -163,7 +158,7 @@ class Layer:
             return derivative(cotangents)[0]
 
         program = jx.trace(backward, [jx.struct_of(a) for a in residuals], travel.select(shapes.travel))[0]
-        self._back = _Backward(flatten(program, _dissolves), sum(weights.which), sum(common.which), sum(travel.which), apart=apart)
+        self._back = _Backward(flatten(program, _dissolves), sum(weights.which) + sum(common.which), apart=apart)
 
     @property
     def saved_shapes(self) -> Structs:
@@ -184,14 +179,14 @@ class Layer:
         outputs = call(self._saving, self._known(inputs))
         return outputs[: len(inputs.travel)], outputs[len(inputs.travel) :]
 
-    def backward(self, inputs: LayerInputs[jax.Array], saved: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients[jax.Array], Arrays]:
+    def backward(self, inputs: LayerInputs[jax.Array], saved: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients, Arrays]:
         """The cotangents of what travelled in, the gradients that are ready, and the values stashed for the other gradients.
 
         `inputs` may lack what travels, here and in `weight_gradients`: the saved values contain what is needed of it.
         """
         return self._back.run(self._all_residuals(inputs, saved), cotangents)
 
-    def weight_gradients(self, inputs: LayerInputs[jax.Array], saved: Arrays, stashed: Arrays) -> Gradients[jax.Array]:
+    def weight_gradients(self, inputs: LayerInputs[jax.Array], saved: Arrays, stashed: Arrays) -> Gradients:
         """The gradients that backward did not compute."""
         return self._back.finish(self._all_residuals(inputs, saved), stashed)
 
@@ -209,43 +204,32 @@ class Layer:
 class _Backward:
     """The backward program; with `apart`, cut in two: first the cotangent that travels back, later the weight gradients.
 
-    flat: (residuals, cotangents) → gradients of weights, gradients of common values, cotangents of what travelled in.
+    flat: (residuals, cotangents) → gradients of weights and common values, cotangents of what travelled in.
     """
 
-    def __init__(self, flat: Flat, num_weights: int, num_common: int, num_travel: int, *, apart: bool):
-        self._num_travel = num_travel
-        self._residuals = flat.invars[: len(flat.invars) - num_travel]
+    def __init__(self, flat: Flat, num_gradients: int, *, apart: bool):
+        self._num_travel = len(flat.outvars) - num_gradients
+        self._residuals = flat.invars[: len(flat.invars) - self._num_travel]
         self._invars = flat.invars
-        num_gradients = num_weights + num_common
         gradients, cotangents = flat.outvars[:num_gradients], flat.outvars[num_gradients:]
         # Every value that is computed on the way to the cotangent of what travelled in.
         on_the_way = dict.fromkeys(v for e in jx.body(extract_part(flat, cotangents).program).eqns for v in e.outvars)
-
-        def among(is_wanted: Callable[[Atom], bool]) -> Gradients[Atom]:
-            return Gradients(
-                weights={i: a for i, a in enumerate(gradients[:num_weights]) if is_wanted(a)},
-                common={i: a for i, a in enumerate(gradients[num_weights:]) if is_wanted(a)},
-            )
-
-        def is_ready(atom: Atom) -> bool:
-            # A constant, or a value that the travelling cotangent needs as well: it costs nothing to have it now.
-            return not apart or not jx.is_var(atom) or atom in on_the_way
-
-        now, self._now = flatten_tree(among(is_ready))
-        later, self._later = flatten_tree(among(lambda atom: not is_ready(atom)))
-        self._finish = extract_part(flat, later, list(on_the_way))
+        # A constant, or a value that the travelling cotangent needs as well, costs nothing to have now.
+        self._now = [n for n, a in enumerate(gradients) if not apart or not jx.is_var(a) or a in on_the_way]
+        self._later = [n for n in range(num_gradients) if n not in self._now]
+        self._finish = extract_part(flat, [gradients[n] for n in self._later], list(on_the_way))
         # Saved residuals outlive backward; whatever else the weight gradients read is stashed.
         self.stash = tuple(v for v in self._finish.inputs if v not in self._residuals)
-        self._run = extract_part(flat, [*cotangents, *now, *self.stash])
+        self._run = extract_part(flat, [*cotangents, *(gradients[n] for n in self._now), *self.stash])
 
-    def run(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients[jax.Array], Arrays]:
+    def run(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays, Gradients, Arrays]:
         outputs = call(self._run, dict(zip(self._invars, [*residuals, *cotangents], strict=True)))
-        end = len(outputs) - len(self.stash)
-        return outputs[: self._num_travel], self._now(outputs[self._num_travel : end]), outputs[end:]
+        end = self._num_travel + len(self._now)
+        return outputs[: self._num_travel], dict(zip(self._now, outputs[self._num_travel : end], strict=True)), outputs[end:]
 
-    def finish(self, residuals: Arrays, stashed: Arrays) -> Gradients[jax.Array]:
+    def finish(self, residuals: Arrays, stashed: Arrays) -> Gradients:
         known = dict(zip(self._residuals, residuals, strict=True)) | dict(zip(self.stash, stashed, strict=True))
-        return self._later(call(self._finish, known))
+        return dict(zip(self._later, call(self._finish, known), strict=True))
 
 
 def _dissolves(equation: Equation) -> bool:

@@ -17,8 +17,7 @@ from pathlib import Path
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 from jgt.schedule.custom import SUFFIX, write_table
-from jgt.schedule.find import find_table
-from jgt.schedule.schedules import DEFAULT_VIRTUAL, FREE_NAMES, SCHEDULES
+from jgt.schedule.schedules import DEFAULT_VIRTUAL, FREE_NAMES, SCHEDULES, find_table
 from jgt.schedule.simulate import COMPARISON_COLUMNS, COMPARISON_NOTE, Costs, Simulation, comparison_row, json_object, simulate, summarize
 from jgt.schedule.table import Table
 from jgt.schedule.timeline import print_comparison, print_timeline

@@ -1,4 +1,4 @@
-"""Checks a table: every item exists once, on the stage of its chunk, and after everything that it waits for.
+"""Checks a table: every item exists once, and after everything that it waits for.
 
 A wrong table would not crash. In lockstep a stage that runs an item too early reads a slot that nothing has been written to, and
 training continues with wrong gradients. But all mistakes can be found beforehand, because the rules are local. F waits for F of
@@ -6,7 +6,7 @@ the chunk before it and B for B of the chunk after it, both for one tick at leas
 B also waits for its own F, and W for its own B, which may share their tick. If every item comes late enough for its own rule,
 the whole table runs; there is no other way to deadlock. So a fault names one item, its tick, and the first tick that would do.
 
-Ticks, stages, microbatches and chunks count from 0.
+`table_from_items` makes every table, with all items on the stages of their chunks. Ticks, stages, microbatches and chunks count from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jgt.schedule.table import KINDS, Kind, Table, count_noun
+from jgt.schedule.table import KINDS, Kind, Table
 
 LIMIT = 20
 """How many faults a message lists before it only counts the rest."""
@@ -55,12 +55,9 @@ class _Need(NamedTuple):
 
 def find_faults(table: Table) -> list[Fault]:
     """Everything that is wrong with a table, in the order of its ticks; faults without a tick come last. Empty: the table runs."""
-    # The other checks index stages and rows: they need a table whose shape is right.
-    if shape_faults := [Fault(text=text) for text in _shape_problems(table)]:
-        return shape_faults
     ticks: ItemTicks = {kind: {} for kind in KINDS}
-    # A generator runs only when islice asks it: _misplaced has filled `ticks` before the two that read them start.
-    checks = (_uneven(table), _misplaced(table, ticks), _missing(table, ticks), _too_early(table, ticks))
+    # A generator runs only when islice asks it: _duplicates has filled `ticks` before the two that read them start.
+    checks = (_uneven(table), _duplicates(table, ticks), _missing(table, ticks), _too_early(table, ticks))
     faults = [fault for check in checks for fault in itertools.islice(check, MAX_FAULTS)]
     return sorted(faults, key=lambda fault: (fault.tick is None, fault.tick or 0))
 
@@ -68,23 +65,6 @@ def find_faults(table: Table) -> list[Fault]:
 def limit_texts(texts: list[str]) -> list[str]:
     """The first LIMIT texts, and a line that says how many more there are."""
     return texts if len(texts) <= LIMIT else [*texts[:LIMIT], f"and {len(texts) - LIMIT} more problems"]
-
-
-def _shape_problems(table: Table) -> Iterator[str]:
-    S = table.num_stages
-    for noun, number in (("stage", S), ("microbatch", table.num_microbatches), ("chunk", table.num_chunks)):
-        if number < 1:
-            yield f"the table has {number} {noun}{'es' if noun == 'microbatch' else 's'}. Give it at least 1"
-    for chunk, stage in enumerate(table.stages):
-        if not 0 <= stage < S:
-            yield f"chunk {chunk} is on stage {stage}. The stages are {_range_text(S)}: put it on one of them"
-    for kind in KINDS:
-        rows = table.rows(kind)
-        if len(rows) != table.num_ticks:
-            yield f"{kind} has {len(rows)} ticks and F has {table.num_ticks}. Give them the same number of rows"
-        for tick, row in enumerate(rows):
-            if len(row) != S:
-                yield f"tick {tick}: {kind} has entries for {count_noun(len(row), 'stage')}. Give it {S}"
 
 
 def _uneven(table: Table) -> Iterator[Fault]:
@@ -97,23 +77,14 @@ def _uneven(table: Table) -> Iterator[Fault]:
             yield Fault(text=f"{fault}. Give every stage the same number")
 
 
-def _misplaced(table: Table, ticks: ItemTicks) -> Iterator[Fault]:
-    """Items with impossible numbers, duplicates and items on the wrong stage. Records the tick of every other item in `ticks`."""
+def _duplicates(table: Table, ticks: ItemTicks) -> Iterator[Fault]:
+    """Items that come twice. Records the tick of every item in `ticks`, also for the checks that follow."""
     for kind in KINDS:
         for tick, stage, item in table.items(kind):
             m, g = item.microbatch, item.chunk
-            subject = f"tick {tick}, stage {stage}: {kind} of microbatch {m}, chunk {g}"
-            if not 0 <= m < table.num_microbatches:
-                yield Fault(tick=tick, text=f"{subject}: the microbatches are {_range_text(table.num_microbatches)}. Remove it")
-            elif not 0 <= g < table.num_chunks:
-                yield Fault(tick=tick, text=f"{subject}: the chunks are {_range_text(table.num_chunks)}. Remove it")
-            elif (m, g) in ticks[kind]:
-                yield Fault(tick=tick, text=f"{subject} is a duplicate: the first is in tick {ticks[kind][m, g]}. Remove one of the two")
-            else:
-                # Recorded even if the stage is wrong, so that the same item is not reported as missing, too.
-                ticks[kind][m, g] = tick
-                if stage != (home := table.stages[g]):
-                    yield Fault(tick=tick, text=f"{subject} is on the wrong stage: chunk {g} is on stage {home}. Move it there")
+            if tick != (first := ticks[kind].setdefault((m, g), tick)):
+                subject = f"tick {tick}, stage {stage}: {kind} of microbatch {m}, chunk {g}"
+                yield Fault(tick=tick, text=f"{subject} is a duplicate: the first is in tick {first}. Remove one of the two")
 
 
 def _missing(table: Table, ticks: ItemTicks) -> Iterator[Fault]:
@@ -148,8 +119,3 @@ def _last_need(ticks: ItemTicks, kind: Kind, m: int, g: int) -> _Need:
     ]
     # Without any of them the first tick would do. Items that are missing altogether have a fault of their own.
     return max(needs, key=lambda need: need.earliest, default=_Need(earliest=0, tick=-1, kind=kind, chunk=g))
-
-
-def _range_text(count: int) -> str:
-    """The numbers below a count, in words."""
-    return "0" if count == 1 else f"0 to {count - 1}"

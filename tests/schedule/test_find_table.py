@@ -4,8 +4,7 @@ import pytest
 
 from jgt.document import InputError
 from jgt.schedule.custom import read_table, write_table
-from jgt.schedule.find import find_table
-from jgt.schedule.schedules import SCHEDULES, schedule_table
+from jgt.schedule.schedules import SCHEDULES, find_table, schedule_table
 
 
 @pytest.fixture
