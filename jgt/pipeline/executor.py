@@ -34,7 +34,7 @@ from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
-from jgt.pipeline.ticks import Carry, GradientSums, arrays_of
+from jgt.pipeline.ticks import Carry, arrays_of
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages
@@ -162,9 +162,10 @@ class Executor:
             carry, _ = jax.lax.scan(run, carry, jnp.arange(self.pipeline.parts))
         # Weights went to their stages above; here their gradients come back, in the order of the model.
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
-        staged_sums = zip(float_weights, sums.weights, strict=True)
+        # Not strict: those of common values follow.
+        staged_sums = zip(float_weights, sums, strict=False)
         of_weights = [moves.pin(v, self._restored(chunks, v, moves.on_stages(v, g))) for v, g in staged_sums]
-        of_common = self._common_gradients(carry.common, sums) if seeds is not None else []
+        of_common = self._common_gradients(carry.common, sums[len(float_weights) :]) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
         summed = moves.sum_rest if layout.by_layer else moves.parts
         return (
@@ -206,10 +207,10 @@ class Executor:
         """The weights and the common values by which a run with these seeds differentiates."""
         return ([], []) if seeds is None else (float_variables(self.split.weights), float_variables(self.split.common))
 
-    def _common_gradients(self, of_ends: Arrays, sums: GradientSums) -> Arrays:
+    def _common_gradients(self, of_ends: Arrays, of_layers: Arrays) -> Arrays:
         """The gradients of common values: from embedding and head, and from the layers of all stages [stages, ...]."""
         # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
-        in_layers = dict(zip(float_variables(self.split.in_layers), sums.common, strict=True))
+        in_layers = dict(zip(float_variables(self.split.in_layers), of_layers, strict=True))
         return [
             self._moves.pin(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
             for v, g in zip(float_variables(self.split.common), of_ends, strict=True)

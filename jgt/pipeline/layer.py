@@ -170,9 +170,9 @@ class Layer:
         """The values of one layer that backward stashes for the weight gradients."""
         return [jx.struct_of(v) for v in self._back.stash]
 
-    def ahead(self, inputs: LayerInputs[jax.Array]) -> Arrays:
-        """The values that travel on."""
-        return call(self._ahead, self._known(inputs))
+    def ahead(self, inputs: LayerInputs[jax.Array]) -> tuple[Arrays, Arrays]:
+        """As `forward`, with nothing saved."""
+        return call(self._ahead, self._known(inputs)), []
 
     def forward(self, inputs: LayerInputs[jax.Array]) -> tuple[Arrays, Arrays]:
         """The values that travel on, and those that are saved."""

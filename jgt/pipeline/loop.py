@@ -245,8 +245,8 @@ class Loop:
         common = self._pin_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
         floats = float_variables(self._split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
-        weights = [moves.on_stages(v, s) for v, s in zip(floats, staged.sums.weights, strict=True)]
-        return Carry(common=common, staged=replace(staged, sums=replace(staged.sums, weights=weights)), totals=totals)
+        weights = [moves.on_stages(v, s) for v, s in zip(floats, staged.sums, strict=False)]
+        return Carry(common=common, staged=replace(staged, sums=[*weights, *staged.sums[len(weights) :]]), totals=totals)
 
 
 def _share(segment: Segment, name: EndName) -> Fraction | None:

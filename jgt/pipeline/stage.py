@@ -25,18 +25,7 @@ from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.layer import Gradients, Layer, LayerInputs
 from jgt.pipeline.moves import Moves, Pairs, Wire
 from jgt.pipeline.split import Split
-from jgt.pipeline.ticks import (
-    BackwardItem,
-    Everywhere,
-    ForwardItem,
-    GradientSums,
-    OnStage,
-    SendingItem,
-    StageBuffers,
-    StageItem,
-    Ticks,
-    WeightItem,
-)
+from jgt.pipeline.ticks import Everywhere, OnStage, SendingItem, StageBuffers, StageItem, Ticks
 from jgt.program import scopes
 from jgt.program.parts import Part
 
@@ -45,7 +34,9 @@ _T = TypeVar("_T")
 Changes = tuple[StageBuffers, Arrays]
 """The buffers that an item changed, and the values that it shows to all stages."""
 
-InputsOf = Callable[[jax.Array, Arrays], LayerInputs[jax.Array]]
+Inputs = LayerInputs[jax.Array]
+
+InputsOf = Callable[[jax.Array, Arrays], Inputs]
 """(a position in the item's chunk, what travels) → what the layer at that position reads."""
 
 
@@ -83,15 +74,12 @@ class Stage:
             saved=zeros(travel, saved) if self.keep_input else zeros(self.layer.saved_shapes, saved, num_layers),
             inbox_back=zeros(Floats.among(travel).select(travel), slots.backward.inbox.num_slots),
             stashed=zeros([*self.layer.stashed_shapes, *also_stashed], slots.stashed.num_slots, num_layers),
-            sums=GradientSums(
-                weights=[wide_zeros(x) for x in weights if has_gradient(x)],
-                common=[wide_zeros(x) for x in common if has_gradient(x)],
-            ),
+            sums=[wide_zeros(x) for x in [*weights, *common] if has_gradient(x)],
         )
 
     # -- the items --------------------------------------------------------------------------------------------------------
 
-    def forward(self, own: OnStage[ForwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
+    def forward(self, own: OnStage[SendingItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
         """Runs a chunk on what waits in the inbox or enters the model, and sends its outputs on; what backward needs is saved.
 
         shown: the share of ticks in which the outputs of the last chunk are shown, if there are any.
@@ -106,20 +94,22 @@ class Stage:
         else:
             if self.trains:
                 saved = [_put(buffer, value, item.saved) for buffer, value in zip(saved, travel, strict=True)]
-            travel = self._evaluate(item, inputs_of, travel)
+            travel, _ = self._through(item, inputs_of, travel, self.layer.ahead)
         inbox = self._send(self.wire, item, sends.pairs, travel, own.buffers.inbox)
         return StageBuffers(inbox=inbox, saved=saved), self._show(self.wire, item.last, travel, everywhere, shown)
 
-    def _evaluate(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays) -> Arrays:
-        """A chunk's outputs, with nothing saved."""
+    def _through(
+        self, item: StageItem, inputs_of: InputsOf, travel: Arrays, run: Callable[[Inputs], tuple[Arrays, Arrays]]
+    ) -> tuple[Arrays, Arrays]:
+        """A chunk's outputs and what every layer saves, [layers of a chunk, ...]. run: `Layer.ahead` or `Layer.forward`."""
 
-        def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, None]:
+        def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
             inputs = inputs_of(i, travel)
-            return self._if_wanted(item, lambda: self.layer.ahead(inputs)), None
+            return self._if_wanted(item, lambda: run(inputs))
 
-        return jax.lax.scan(step, travel, self._positions)[0]
+        return jax.lax.scan(step, travel, self._positions)
 
-    def _save_residuals(self, item: ForwardItem, inputs_of: InputsOf, travel: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
+    def _save_residuals(self, item: StageItem, inputs_of: InputsOf, travel: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
         """A chunk's outputs, and the buffers with every layer's residuals in the item's slot."""
 
         def step(carry: tuple[Arrays, Arrays], i: jax.Array) -> tuple[tuple[Arrays, Arrays], None]:
@@ -130,16 +120,7 @@ class Stage:
 
         return jax.lax.scan(step, (travel, saved), self._positions)[0]
 
-    def _residuals_again(self, item: BackwardItem, inputs_of: InputsOf, saved: Arrays) -> Arrays:
-        """Every layer's residuals, [layers of a chunk, ...], computed from the chunk's input."""
-
-        def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
-            inputs = inputs_of(i, travel)
-            return self._if_wanted(item, lambda: self.layer.forward(inputs))
-
-        return jax.lax.scan(step, [_at(b, item.saved) for b in saved], self._positions)[1]
-
-    def backward(self, own: OnStage[BackwardItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
+    def backward(self, own: OnStage[SendingItem], everywhere: Everywhere, *, shown: Fraction | None) -> Changes:
         """Runs a chunk backward and sends the cotangents of its inputs on.
 
         shown: the share of ticks in which the cotangents of the first chunk's inputs are shown, if there are any.
@@ -151,15 +132,19 @@ class Stage:
             # The head's cotangents come straight from this tick, unless they too wait in the inbox.
             cotangents = [jnp.where(item.last, x, w) for x, w in zip(cotangents, waiting, strict=True)] if cotangents else waiting
         with scopes.recompute():
-            again = self._residuals_again(item, inputs_of, buffers.saved) if self.keep_input else None
+            again: Arrays = []
+            if self.keep_input:
+                chunk_input = [_at(b, item.saved) for b in buffers.saved]
+                _, again = self._through(item, inputs_of, chunk_input, self.layer.forward)
 
-        def step(carry: tuple[Arrays, Arrays, GradientSums], i: jax.Array) -> tuple[tuple[Arrays, Arrays, GradientSums], None]:
+        def step(carry: tuple[Arrays, Arrays, Arrays], i: jax.Array) -> tuple[tuple[Arrays, Arrays, Arrays], None]:
             cotangents, stashed, sums = carry
             inputs = inputs_of(i, [])
-            residuals = [_at(b, i) for b in again] if again is not None else [self._kept(b, item.saved, i) for b in buffers.saved]
+            residuals = [_at(b, i) for b in again] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
             cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
             sums = self._add(sums, ready, item, i, inputs.index)
             if self.ticks.apart:
+                assert item.stashed is not None
                 # Residuals that were computed again are gone after this item, so the weight gradients' item gets them too.
                 later = [*later, *(residuals if self.keep_input else [])]
                 stashed = [_put(b, x, item.stashed, i) for b, x in zip(stashed, later, strict=True)]
@@ -167,18 +152,18 @@ class Stage:
 
         cotangents, stashed, sums = jax.lax.scan(step, (cotangents, buffers.stashed, buffers.sums), self._positions, reverse=True)[0]
         inbox = self._send(self.wire_back, item, sends.pairs, cotangents, buffers.inbox_back)
-        return StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums), self._show(
-            self.wire_back, item.first, cotangents, everywhere, shown
-        )
+        new = StageBuffers(inbox_back=inbox, stashed=stashed, sums=sums)
+        return new, self._show(self.wire_back, item.first, cotangents, everywhere, shown)
 
-    def weight_gradients(self, own: OnStage[WeightItem], everywhere: Everywhere) -> Changes:
+    def weight_gradients(self, own: OnStage[StageItem], everywhere: Everywhere) -> Changes:
         """Adds the gradients that backward did not compute to the sums."""
         item, buffers, num_stashed = own.item, own.buffers, len(self.layer.stashed_shapes)
-        inputs_of = self._inputs(own, everywhere)
+        inputs_of, stashed = self._inputs(own, everywhere), item.stashed
+        assert stashed is not None
 
-        def step(sums: GradientSums, i: jax.Array) -> tuple[GradientSums, None]:
+        def step(sums: Arrays, i: jax.Array) -> tuple[Arrays, None]:
             inputs = inputs_of(i, [])
-            later = [self._kept(b, item.stashed, i) for b in buffers.stashed]
+            later = [self._kept(b, stashed, i) for b in buffers.stashed]
             residuals = later[num_stashed:] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
             gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
             return self._add(sums, gradients, item, i, inputs.index), None
@@ -192,12 +177,12 @@ class Stage:
         """The positions of a chunk's layers, to scan over."""
         return jnp.arange(self.chunks.layers_per_chunk)
 
-    def _inputs(self, own: OnStage[ForwardItem] | OnStage[BackwardItem] | OnStage[WeightItem], everywhere: Everywhere) -> InputsOf:
+    def _inputs(self, own: OnStage[SendingItem] | OnStage[StageItem], everywhere: Everywhere) -> InputsOf:
         """The inputs of the layers of the item's chunk. Values that are the same for all layers are computed here, once."""
         item: StageItem = own.item
         local = call(self.local, everywhere.batch.known(self.split, item.microbatch))
 
-        def inputs_of(i: jax.Array, travel: Arrays) -> LayerInputs[jax.Array]:
+        def inputs_of(i: jax.Array, travel: Arrays) -> Inputs:
             at = item.chunk * self.chunks.layers_per_chunk + i
             # One layer at a time: a slice of the whole chunk would copy all of its weights in every tick.
             sliced = [_at(w, at) for w in own.weights]
@@ -218,23 +203,19 @@ class Stage:
         if not self.ticks.skips:
             return run()
 
-        def nothing() -> _T:
-            return jax.tree.map(_zeros_of, jax.eval_shape(run))
+        return cast(_T, jax.lax.cond(item.on, run, lambda: jax.tree.map(_zeros_of, jax.eval_shape(run))))
 
-        return cast(_T, jax.lax.cond(item.on, run, nothing))
-
-    def _add(self, sums: GradientSums, gradients: Gradients[jax.Array], item: StageItem, i: jax.Array, layer: jax.Array) -> GradientSums:
-        at = item.chunk * self.chunks.layers_per_chunk + i
-        is_real = item.on & (layer >= 0)
-        variables, weights, common = float_variables(self.split.weights), list(sums.weights), list(sums.common)
-        for index, gradient in gradients.weights.items():
-            total = weights[index]
+    def _add(self, sums: Arrays, gradients: Gradients, item: StageItem, i: jax.Array, layer: jax.Array) -> Arrays:
+        """The sums with the gradients of the layer at a position of the item's chunk, if there is an item and the layer is not padding."""
+        at, is_real, new = item.chunk * self.chunks.layers_per_chunk + i, item.on & (layer >= 0), list(sums)
+        weights = dict(enumerate(float_variables(self.split.weights)))
+        for index, gradient in gradients.items():
+            total, wide = sums[index], gradient.astype(sums[index].dtype)
+            part = self.moves.scatter_layer(weights[index], wide) if index in weights else wide
             # Garbage may be infinite: it is dropped, not multiplied away.
-            part = jnp.where(is_real, self.moves.scatter_layer(variables[index], gradient.astype(total.dtype)), 0)
-            weights[index] = _put(total, _at(total, at) + part, at)
-        for index, gradient in gradients.common.items():
-            common[index] = common[index] + jnp.where(is_real, gradient.astype(common[index].dtype), 0)
-        return GradientSums(weights=weights, common=common)
+            part = jnp.where(is_real, part, 0)
+            new[index] = _put(total, _at(total, at) + part, at) if index in weights else total + part
+        return new
 
     def _send(self, wire: Wire, item: SendingItem, pairs: Mapping[int, Pairs], values: Arrays, inbox: Arrays) -> Arrays:
         """The inbox after every stage sent its values along each shift of the table.

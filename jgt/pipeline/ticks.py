@@ -75,52 +75,32 @@ class EndItem:
 class StageItem:
     """One microbatch in one of a stage's chunks. on: False where the stage is idle.
 
-    chunk: the position among the stage's chunks. saved: the buffer slot of the residuals.
+    chunk: the position among the stage's chunks. saved: the buffer slot of the residuals. stashed: the slot for what a backward item leaves
+    for the weight gradients besides residuals; None for forward items.
     """
 
     chunk: Integers
     microbatch: Integers
     on: Flags
     saved: Integers
-
-
-@_register
-@dataclass(frozen=True, kw_only=True)
-class WeightItem(StageItem):
-    """Weight gradients, computed in a later tick than their backward item, which left its part in the slot `stashed`."""
-
-    stashed: Integers
+    stashed: Integers | None = None
 
 
 @_register
 @dataclass(frozen=True, kw_only=True)
 class SendingItem(StageItem):
-    """An item that reads what another stage sent, and sends something itself.
+    """A forward or backward item, which reads what another stage sent, and sends something itself.
 
     first, last: whether the chunk is the model's first or last. read: the inbox slot of its input. into[shift]: the inbox
-    slot for what arrives from the stage that is `shift` stages before.
+    slot for what arrives from the stage that is `shift` stages before. from_head: the slot of the backward inbox for the head's cotangent,
+    for forward items of tables where that waits for a later tick.
     """
 
     first: Flags
     into: dict[int, Integers]
     last: Flags
     read: Integers
-
-
-@_register
-@dataclass(frozen=True, kw_only=True)
-class ForwardItem(SendingItem):
-    """from_head: the slot of the backward inbox for the head's cotangent, in tables where that waits for a later tick."""
-
-    from_head: Integers | None
-
-
-@_register
-@dataclass(frozen=True, kw_only=True)
-class BackwardItem(SendingItem):
-    """stashed: the slot for what the weight gradients read besides residuals."""
-
-    stashed: Integers
+    from_head: Integers | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -135,9 +115,9 @@ class Work:
     embed: EndItem | None
     embed_back: EndItem | None
     head: EndItem | None
-    backward: BackwardItem | None
-    forward: ForwardItem | None
-    weight: WeightItem | None
+    backward: SendingItem | None
+    forward: SendingItem | None
+    weight: StageItem | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +190,12 @@ def _work(table: Table, buffers: Buffers) -> Work:
         embed=_end(forward, 0),
         embed_back=_end(backward, 0),
         head=_end(forward, last),
-        forward=ForwardItem(
+        forward=SendingItem(
             **_sending(table, forward, buffers.saved, buffers.forward),
-            from_head=_slots(buffers.backward.inbox.at(only_last)) if buffers.head_waits else None,
+            from_head=_slots(buffers.backward.inbox, only_last) if buffers.head_waits else None,
         ),
-        backward=BackwardItem(**_sending(table, backward, buffers.saved, buffers.backward), stashed=_slots(buffers.stashed.at(backward))),
-        weight=WeightItem(**_staged(table, weight, buffers.saved), stashed=_slots(buffers.stashed.at(weight))),
+        backward=SendingItem(**_sending(table, backward, buffers.saved, buffers.backward), stashed=_slots(buffers.stashed, backward)),
+        weight=StageItem(**_staged(table, weight, buffers.saved), stashed=_slots(buffers.stashed, weight)),
     )
 
 
@@ -223,9 +203,9 @@ def _sending(table: Table, rows: tuple[Row, ...], saved: Buffer, sends: Sends) -
     """The fields of a SendingItem."""
     return _staged(table, rows, saved) | {
         "first": _grid(rows, lambda item: item.chunk == 0, np.bool_),
-        "into": {shift: _slots(grid) for shift, grid in sends.into.items()},
+        "into": {shift: np.asarray(grid, np.int32) for shift, grid in sends.into.items()},
         "last": _grid(rows, lambda item: item.chunk == table.num_chunks - 1, np.bool_),
-        "read": _slots(sends.inbox.at(rows)),
+        "read": _slots(sends.inbox, rows),
     }
 
 
@@ -235,7 +215,7 @@ def _staged(table: Table, rows: tuple[Row, ...], saved: Buffer) -> dict[str, Any
         "chunk": _grid(rows, lambda item: table.local_chunk(item.chunk), np.int32),
         "microbatch": _grid(rows, lambda item: item.microbatch, np.int32),
         "on": _grid(rows, lambda item: True, np.bool_),
-        "saved": _slots(saved.at(rows)),
+        "saved": _slots(saved, rows),
     }
 
 
@@ -250,8 +230,8 @@ def _end(rows: Sequence[Row], chunk: int) -> EndItem:
     )
 
 
-def _slots(grid: Sequence[Sequence[int]]) -> Integers:
-    return np.asarray(grid, np.int32)
+def _slots(buffer: Buffer, rows: Sequence[Row]) -> Integers:
+    return np.asarray(buffer.at(rows), np.int32)
 
 
 def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar]) -> NDArray[_Scalar]:
@@ -261,32 +241,23 @@ def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class GradientSums:
-    """The gradients of a stage's stacked weights and of the common values that its layers read, added up over microbatches.
-
-    Only weights and common values that are floats have an entry. The common values are summed over the stage's layers; the
-    sum over the stages follows after the loop.
-    """
-
-    weights: Arrays = field(default_factory=Arrays)
-    common: Arrays = field(default_factory=Arrays)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
 class StageBuffers:
-    """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed."""
+    """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed.
+
+    sums: the gradients of a stage's weights that are floats, then of the common values that its layers read and that are floats, added up
+    over microbatches; those of common values over the stage's layers, too.
+    """
 
     inbox: Arrays = field(default_factory=Arrays)
     inbox_back: Arrays = field(default_factory=Arrays)
     saved: Arrays = field(default_factory=Arrays)
     stashed: Arrays = field(default_factory=Arrays)
-    sums: GradientSums = field(default_factory=GradientSums)
+    sums: Arrays = field(default_factory=Arrays)
 
     def updated(self, changed: StageBuffers) -> StageBuffers:
         """These buffers, with the ones in `changed` in place of their old values."""
         # An item gets and returns only the buffers that it touches. Its other lists are empty.
-        return replace(self, **{name: buffer for name, buffer in vars(changed).items() if jax.tree.leaves(buffer)})
+        return replace(self, **{name: buffer for name, buffer in vars(changed).items() if buffer})
 
 
 @jax.tree_util.register_dataclass
