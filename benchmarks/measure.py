@@ -30,7 +30,7 @@ from train.processes.processes import start_jax
 from train.run.start import Feed
 from train.setup import prepare
 from train.step.optimizer import Settings
-from train.step.state import State, Trained
+from train.step.state import State
 
 _TRACES = 7
 
@@ -62,9 +62,8 @@ class Programs:
         def stepped(state: State, batch: Any, numbers: Any) -> Any:
             optimizer = setup.make_optimizer(Settings(*numbers))
             step = make_step(setup.mesh, optimizer, self.run.config.optimizer.clip, self._sizes)  # pyright: ignore[reportArgumentType]
-            params, opt_state, loss, grad_norm = step(state.trained.params, state.trained.opt_state, batch)
-            trained = Trained(params, opt_state, state.trained.variables)
-            return replace(state, step=state.step + 1, trained=trained), {"loss": loss, "grad_norm": grad_norm}
+            params, opt_state, loss, grad_norm = step(state.params, state.opt_state, batch)
+            return replace(state, step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss, "grad_norm": grad_norm}
 
         return jax.jit(
             stepped,
@@ -76,7 +75,7 @@ class Programs:
     def losses(self) -> dict[str, Callable[[], Any]]:
         """Functions that build each loss from scratch."""
         return {
-            "jgt": lambda: lambda params, batch: self.setup.objective.loss(params, self.setup.shapes.trained.variables, batch)[0],
+            "jgt": lambda: lambda params, batch: self.setup.objective.loss(params, self.setup.shapes.variables, batch)[0],
             "by_hand": lambda: make_loss(self.setup.mesh, self._sizes),  # pyright: ignore[reportArgumentType]
         }
 
@@ -158,7 +157,7 @@ def _traces(bench: Programs) -> dict[str, Any]:
 
     def trace(make: Callable[[], Any]) -> None:
         jax.clear_caches()
-        jax.jit(jax.value_and_grad(make())).trace(bench.setup.shapes.trained.params, bench.setup.batch_shapes)
+        jax.jit(jax.value_and_grad(make())).trace(bench.setup.shapes.params, bench.setup.batch_shapes)
 
     samples = interleave({name: lambda make=make: trace(make) for name, make in bench.losses().items()}, _TRACES)
     return compared(samples)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def overloaded(method: str, num_steps: int, seed: int) -> dict[str, float]:
             return jax.device_put(x.at[:, 0].set(2 * jnp.abs(x).max()), x.sharding)
         return jax.device_put(x.at[:, 0, :2].set(OVERLOAD), x.sharding) if name.endswith("moe/router/kernel") else x
 
-    state = state.with_parts(params=jax.tree_util.tree_map_with_path(biased, state.trained.params))
+    state = replace(state, params=jax.tree_util.tree_map_with_path(biased, state.params))
     model = run.config.model
     feed = Feed(open_data(run.config.data, seq=model.seq, vocab=model.vocab, seed=seed, cache_dir=Path("runs/benchmark/data")), setup)
     loads, batches = list[float](), feed.train(0)
@@ -47,8 +48,8 @@ def overloaded(method: str, num_steps: int, seed: int) -> dict[str, float]:
         state, metrics = train_step(state, next(batches), setup.settings(number + 1))
         loads.append(float(metrics["load_max"]))
     evaluate = setup.compile_eval_step(run.config.train.batch)
-    trained, batches = state.trained, feed.evaluation(run.config.train.eval_batches)
-    sums = [evaluate(trained.params, trained.variables, batch)["loss"] for batch in batches]
+    batches = feed.evaluation(run.config.train.eval_batches)
+    sums = [evaluate(state.params, state.variables, batch)["loss"] for batch in batches]
     loss = sum(float(total) for total, _ in sums) / sum(float(weight) for _, weight in sums)
     course = {f"load_max at step {number}": loads[number - 1] for number in (1, *range(50, num_steps, 50))}
     return {**course, "load_max": statistics.mean(loads[-10:]), "loss": loss}

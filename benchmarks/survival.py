@@ -29,7 +29,7 @@ from train.processes.watch import Watch
 from train.run.start import Feed
 from train.run.train import open_run
 from train.sections import CheckpointConfig, WatchdogConfig
-from train.step.state import State, Trained
+from train.step.state import State
 
 _ARRAYS = 24
 _STEPS = 20_000
@@ -53,7 +53,7 @@ def saves(folder: Path, megabytes: int, repeats: int) -> dict[str, Any]:
     size = megabytes * 1_000_000 // 4 // _ARRAYS // 1024
     keys = jax.random.split(jax.random.key(0), _ARRAYS)
     params = {f"kernel{i}": jax.random.normal(key, (size, 1024)) for i, key in enumerate(keys)}
-    state = jax.block_until_ready(State(jnp.zeros((), jnp.int32), Trained(params, {"count": jnp.zeros((), jnp.int32)})))
+    state = jax.block_until_ready(State(jnp.zeros((), jnp.int32), params, {"count": jnp.zeros((), jnp.int32)}))
     manifests: list[float] = []
     plain = checkpoint.file_entries
 

@@ -15,7 +15,7 @@ from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.sections import CheckpointConfig
-from train.step.state import State, Trained
+from train.step.state import State
 
 TEN_THOUSAND_FILES = [{"path": f"{i}", "size": 1, "crc32": 1} for i in range(10_000)]
 MANIFESTS = table("manifests") | {
@@ -124,7 +124,7 @@ def test_a_checkpoint_folder_that_is_not_a_folder_has_no_steps(tmp_path):
 
 
 def test_a_checkpoint_with_pickles_is_set_aside(empty):
-    state = State(jnp.asarray(3), Trained({"kernel": jnp.ones((4, 4))}, {"mu": jnp.ones((4, 4))}))
+    state = State(jnp.asarray(3), {"kernel": jnp.ones((4, 4))}, {"mu": jnp.ones((4, 4))})
     with contextlib.closing(Checkpoints(empty / "checkpoints", CheckpointConfig())) as checkpoints:
         for number in (1, 2):
             checkpoints.save(state, number, samples=number)

@@ -158,5 +158,5 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
     monkeypatch.setattr(program, "make_loss", make)
     made = prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
     made.train_step().lower(*made.step_shapes)
-    jax.eval_shape(made.objective.evaluated, made.shapes.trained.params, made.shapes.trained.variables, made.batch_shapes)
+    jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)
     assert len(counted) == calls

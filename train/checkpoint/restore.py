@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
     checkpoint's arrays differ from `shapes`, UnusableError if they cannot be restored, and DiskError if the disk cannot be read; each on
     all processes.
     """
-    return shapes.with_parts(**restore_parts(saved, shapes.arrays(), shardings.arrays(), cast=cast))
+    return replace(shapes, **restore_parts(saved, shapes.arrays(), shardings.arrays(), cast=cast))
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:

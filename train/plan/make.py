@@ -100,7 +100,7 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     flags, _ = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     programs = setup.exchanges
     assert programs is not None
-    sizes = [fragment.numbers(setup.shapes.exchanged.anchor, setup.shardings.exchanged.anchor) for fragment in programs.fragments]
+    sizes = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in programs.fragments]
     largest = sizes.index(max(sizes))
     plan = jgt.plan(programs.exchange(largest), setup.shapes, target=target, rules=run.rules, flags=flags)
     formula = formula_bytes(sizes[largest], setup.mesh.shape[sync.axis], sync.wire)

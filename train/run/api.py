@@ -33,7 +33,7 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
-from ..step.state import Trained
+from ..step.state import State
 from .identity import check_places, read_resume
 from .replicas import restored_of_one
 from .start import Position
@@ -59,9 +59,9 @@ class RunResult:
         return self.position.step
 
     @property
-    def state(self) -> Trained:
+    def state(self) -> State:
         """The parameters, the optimizer's state, and what the model keeps beside its parameters."""
-        return self.position.state.trained
+        return self.position.state
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +71,7 @@ class RunResult:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        anchor = self.position.state.exchanged.anchor
+        anchor = self.position.state.anchor
         own = self.state.params if anchor is None else anchor
         return _module(self.setup, self.setup.model_params(own), self.setup.eval_variables(self.position.state))
 
@@ -161,12 +161,12 @@ def load_model(
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
     # An average of the parameters is the model that was evaluated.
     one, shardings = setup.saved_of_one
-    if setup.shapes.kept.average is None:
-        params = setup.stored_params(restore_params(saved, one.trained.params, shardings.trained.params))
+    if setup.shapes.average is None:
+        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
     else:
         average = restored_of_one(saved, one, shardings, "average")
         params = setup.averaged_params(setup.stored_params(average))
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.trained.variables) else {}
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 

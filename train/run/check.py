@@ -33,7 +33,7 @@ def dry_run(run: Run) -> None:
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
-    shapes, places = setup.shapes.trained, setup.shardings.trained
+    shapes, places = setup.shapes, setup.shardings
     rows = [
         ["parameters", amount(_bytes_per_device(shapes.params, places.params), "B")],
         ["optimizer state", amount(_bytes_per_device(shapes.opt_state, places.opt_state), "B")],

@@ -109,7 +109,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
             before = jax.tree.map(jnp.copy, state) if number == step else None
             state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=int(_digest((state.trained, state.kept.average))))
+            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=int(_digest(((state.params, state.opt_state, state.variables), state.average))))
         passes.append(replayed)
     assert before is not None
     # Two batches: the step's own samples, and the next step's for comparison.
@@ -193,7 +193,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
-    return [np.asarray(compiled(state.trained.params, state.trained.variables, batch)) for batch in batches]
+    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
 
 
 @jax.jit

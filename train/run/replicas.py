@@ -6,6 +6,7 @@ continue with their mean. In the middle of a phase the replicas differ, and only
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -60,9 +61,9 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
         return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
 
     def lifted(state: State, fn: Any) -> State:
-        anchor = state.trained.params
+        anchor = state.params
         # Right after an exchange, all replicas' parameters are the anchor's.
-        return of_replicas(fn, state.with_parts(params=())).with_parts(anchor=anchor, momentum=anchor if momentum else None)
+        return replace(of_replicas(fn, replace(state, params=())), anchor=anchor, momentum=anchor if momentum else None)
 
     return lifted(one, shape), lifted(shardings, sharding)
 
@@ -82,9 +83,8 @@ def with_replicas(setup: Setup, saved: State, *, has_replicas: bool) -> State:
 
     def convert(state: State) -> State:
         if has_replicas:
-            one = of_replicas(mean_of_replicas, state.with_parts(params=()))
-            state = one.with_parts(params=state.exchanged.anchor, anchor=None)
+            state = replace(of_replicas(mean_of_replicas, replace(state, params=())), params=state.anchor, anchor=None)
         return state if phases is None else phases.begin(state)
 
     absent = without_arrays(jax.eval_shape(convert, saved))
-    return jax.jit(convert, out_shardings=setup.saved_shardings.with_parts(**absent), compiler_options=COMPILED_ONCE)(saved)
+    return jax.jit(convert, out_shardings=replace(setup.saved_shardings, **absent), compiler_options=COMPILED_ONCE)(saved)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from ..checkpoint.signature import read_key
 from ..command_line import say
 from ..data.batches import Data
 from ..setup import Setup
-from ..step.state import State
+from ..step.state import OPTIONAL, State
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, saved_replicas, with_replicas
 
@@ -120,7 +120,7 @@ class Start:
     def _restore_params(self, saved: SavedStep) -> Any:
         with self._phase("restore", step=0):
             try:
-                shapes, shardings = (state.trained.params for state in self._setup.saved_of_one)
+                shapes, shardings = (state.params for state in self._setup.saved_of_one)
                 return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
@@ -141,11 +141,11 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
     else:
         shapes, shardings = setup.saved_of_one
         if before:
-            shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.exchanged.momentum is not None)
+            shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.momentum is not None)
     absent = _absent(saved, shapes)
-    state = restore(saved, shapes.with_parts(**absent), shardings.with_parts(**absent), cast=setup.run.config.checkpoint.cast)
+    state = restore(saved, replace(shapes, **absent), replace(shardings, **absent), cast=setup.run.config.checkpoint.cast)
     state = setup.from_saved(state if before == now else with_replicas(setup, state, has_replicas=before > 0))
-    state = state.with_parts(**_first_values(setup, [name for name in absent if name != "average"]))
+    state = replace(state, **_first_values(setup, [name for name in absent if name != "average"]))
     return setup.with_average(state) if "average" in absent else state
 
 
@@ -153,8 +153,9 @@ def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
     """The optional parts of a state that a checkpoint lacks, or has in another shape."""
     entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
     absent: dict[str, None] = {}
-    for name, part in {**vars(shapes.kept), **vars(shapes.exchanged)}.items():
-        wanted = {"/".join(filter(None, (name, path_text(path)))): x.shape for path, x in jax.tree.leaves_with_path(part)}
+    for name in OPTIONAL:
+        part = jax.tree.leaves_with_path(getattr(shapes, name))
+        wanted = {"/".join(filter(None, (name, path_text(path)))): x.shape for path, x in part}
         if wanted.items() - entries.items():
             absent[name] = None
     return absent

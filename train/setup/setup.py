@@ -139,9 +139,9 @@ class Setup(StateLayout):
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
         whole, shapes = self.placement.replicated(), self.shapes
-        params = shapes.trained.params if self.phases is None else shapes.exchanged.anchor
+        params = shapes.params if self.phases is None else shapes.anchor
         # Only parameters may have other shapes in checkpoints.
-        one, shardings = (state.trained.variables for state in self.saved_of_one)
+        one, shardings = (state.variables for state in self.saved_of_one)
         jitted = jax.jit(
             make_eval_step(self.objective),
             in_shardings=(self.stored.params, shardings, self.batch_shardings),

@@ -154,14 +154,14 @@ class StateLayout:
     def _shardings_of_one(self, place: Placement, used: Placement, one: State) -> State:
         """place: the parameters' placement. used: the placement of gradients that wait for the next step."""
         whole = place.replicated()
-        moments = place.optimizer(one.trained.opt_state, "pinned_host" if self.offload else None)
-        trained = Trained(place.params, moments, place.inputs(one.trained.variables, "variables"))
+        moments = place.optimizer(one.opt_state, "pinned_host" if self.offload else None)
+        trained = Trained(place.params, moments, place.inputs(one.variables, "variables"))
         # The window of losses is a few numbers, which every device keeps. The average is laid out as the moments: an update reads both, and
         # with ZeRO each device keeps its part alone.
-        losses = jax.tree.map(lambda _: whole, one.kept.losses)
-        kept = Kept(losses=losses, average=None if one.kept.average is None else place.gradients)
+        losses = jax.tree.map(lambda _: whole, one.losses)
+        kept = Kept(losses=losses, average=None if one.average is None else place.gradients)
         sync = self.gradients.sync
-        waiting = None if sync is None or one.exchanged.waiting is None else jax.tree.map(sync.lift, used.params)
+        waiting = None if sync is None or one.waiting is None else jax.tree.map(sync.lift, used.params)
         return State(cast(Any, whole), trained, kept, Exchanged(waiting=waiting))
 
     def to_save(self, state: State) -> State:
@@ -195,7 +195,7 @@ class StateLayout:
 
     def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Any]]) -> State:
         storage = cast(Storage, self.storage)
-        one, sync, waiting = functools.partial(_converted, convert=conversion(storage)), self.gradients.sync, state.exchanged.waiting
+        one, sync, waiting = functools.partial(_converted, convert=conversion(storage)), self.gradients.sync, state.waiting
         if self.phases is not None:
             return self.phases.convert(state, one)
         if sync is not None and waiting is not None:
@@ -209,36 +209,36 @@ class StateLayout:
 
     def eval_params(self, state: State) -> Tree:
         """The parameters to evaluate, as the state has them: its own, with phases the last exchange's, or their average."""
-        average, anchor = state.kept.average, state.exchanged.anchor
+        average, anchor = state.average, state.anchor
         if average is None:
-            return state.trained.params if anchor is None else anchor
+            return state.params if anchor is None else anchor
         # The mean of the replicas' averages is the average of their means.
         return self.averaged_params(average if self.phases is None else _mean(average, self.stored.gradients))
 
     def eval_variables(self, state: State) -> Tree:
         """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
-        variables = state.trained.variables
-        return variables if self.phases is None else _mean(variables, self.saved_of_one[1].trained.variables)
+        variables = state.variables
+        return variables if self.phases is None else _mean(variables, self.saved_of_one[1].variables)
 
     def with_params(self, state: State, params: Tree) -> State:
         """A state before the first step, with other parameters, as the state has them."""
         phases = self.phases
         if phases is None:
             return self.with_average(state.with_parts(params=params))
-        spread = jax.jit(phases.spread, out_shardings=self.shardings.trained.params)
+        spread = jax.jit(phases.spread, out_shardings=self.shardings.params)
         return self.with_average(state.with_parts(params=spread(params), anchor=params))
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
-        first = jax.jit(self.features.first_average, out_shardings=self.shardings.kept.average)
-        return state.with_parts(average=first(state.trained.params))
+        first = jax.jit(self.features.first_average, out_shardings=self.shardings.average)
+        return state.with_parts(average=first(state.params))
 
     @functools.cached_property
     def averaged_params(self) -> Callable[[Any], Any]:
         """A function from an average, in f32 and laid out like moments, to parameters."""
 
         def to_parameters(average: Any) -> Any:
-            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.trained.params)
+            return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
         return jax.jit(to_parameters, out_shardings=self.stored.params)
 
@@ -256,7 +256,7 @@ def _mean(tree: Tree, shardings: Any) -> Tree:
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
-    trained = replace(state.trained, params=convert(state.trained.params), opt_state=convert(state.trained.opt_state, as_state=True))
-    average = state.kept.average
+    trained = replace(state.trained, params=convert(state.params), opt_state=convert(state.opt_state, as_state=True))
+    average = state.average
     kept = replace(state.kept, average=None if average is None else convert(average, as_state=True))
     return replace(state, trained=trained, kept=kept)

@@ -9,6 +9,7 @@ of the loss) is computed and dropped: the step is one program whatever happens, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,15 +18,52 @@ import optax
 
 from jgt import signal
 
-from .features import StepFeatures
+from ..sections import SpikesConfig
 from .gradients import GradientSum
 from .objective import Arrays, Objective, mean_of_parts, with_weight
 from .optimizer import MakeOptimizer, Settings
-from .state import Exchanged, Kept, State, Trained
+from .state import State, Tree
 from .update import Update, update_all
 
-_NO_FEATURES = StepFeatures()
 StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFeatures:
+    """Features of a step that keep arrays from step to step: it skips spikes of the loss, and averages the parameters with the decay ema."""
+
+    spikes: SpikesConfig | None = None
+    ema: float | None = None
+
+    def first_losses(self) -> jax.Array | None:
+        """The window of losses before the first step."""
+        return None if self.spikes is None else jnp.full(self.spikes.window, jnp.nan, jnp.float32)
+
+    def first_average(self, params: Tree) -> Tree | None:
+        """The average before the first step."""
+        return None if self.ema is None else jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    def judge(
+        self, losses: jax.Array | None, step: jax.Array, loss: jax.Array, finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Whether to apply a step's update, and the window of losses after the step. finite: whether the loss is."""
+        if self.spikes is None or losses is None:
+            return finite, losses
+        # A spike enters the window. If the loss stays high, it is soon no longer a spike.
+        applied = finite & ~_is_spike(loss, losses, self.spikes.deviations)
+        # A ring buffer. A loss that is not finite does not enter it: NaN means a step still to come.
+        return applied, jnp.where(finite, losses.at[step % self.spikes.window].set(loss), losses)
+
+    def averaged(self, average: Tree | None, params: Tree, step: jax.Array, applied: jax.Array) -> Tree | None:
+        """The average after a step, from the new parameters."""
+        if self.ema is None:
+            return None
+        # As TensorFlow's ExponentialMovingAverage with num_updates: a short run's average would otherwise be its first parameters.
+        weight = jnp.where(applied, 1 - jnp.minimum(self.ema, (1 + step) / (10 + step)), 0.0)
+        return jax.tree.map(lambda a, p: a + weight * (p.astype(jnp.float32) - a), average, params)
+
+
+_NO_FEATURES = StepFeatures()
 
 
 def make_train_step(
@@ -52,8 +90,7 @@ def make_train_step(
         if objective.is_token_loss:
             # Not below 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        old, waiting = state.trained, state.exchanged.waiting
-        (total, part), gradient, waiting = gradients.differentiate(objective, old.params, old.variables, batch, waiting)
+        (total, part), gradient, waiting = gradients.differentiate(objective, state.params, state.variables, batch, state.waiting)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
@@ -62,21 +99,19 @@ def make_train_step(
             norm = optax.tree.norm(gradient)
             # A single element that is not finite makes the norm so. A late gradient is not this loss's.
             finite = jnp.isfinite(norm) if gradients.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
-            applied, losses = features.judge(state.kept, state.step, value, finite)
+            applied, losses = features.judge(state.losses, state.step, value, finite)
             if clips:
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
                 gradient = jax.tree.map(lambda g: g * factor, gradient)
             # In the first step the late gradient is zero; applying it would fade moments and decay weights.
             moves = applied & (norm > 0) if gradients.is_late else applied
-            params, opt_state = update(make_optimizer(settings), gradient, old.params, old.opt_state, moves)
+            params, opt_state = update(make_optimizer(settings), gradient, state.params, state.opt_state, moves)
             settled, more = objective.settle(part.variables)
-            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, old.variables)
-            average = features.averaged(state.kept, params, state.step, applied)
+            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
+            average = features.averaged(state.average, params, state.step, applied)
             metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
-        after = State(
-            state.step + 1, Trained(params, opt_state, variables), Kept(losses=losses, average=average), Exchanged(waiting=waiting)
-        )
+        after = State(state.step + 1, params, opt_state, variables, losses=losses, average=average, waiting=waiting)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step
@@ -96,3 +131,12 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
         return {name: with_weight(*pair, rows) for name, pair in {"loss": (total, part.weight), **part.metrics}.items()}
 
     return eval_step
+
+
+def _is_spike(loss: jax.Array, before: jax.Array, deviations: float) -> jax.Array:
+    """Whether a loss lies more than `deviations` standard deviations above the mean of the losses `before`.
+
+    Never before half a window of losses is known. As OLMo-core's SkipStepOptimizer (olmo_core/optim/skip_step_optimizer.py).
+    """
+    known = jnp.sum(~jnp.isnan(before)) >= max(2, before.size // 2)
+    return known & (loss > jnp.nanmean(before) + deviations * jnp.nanstd(before, ddof=1))

@@ -31,7 +31,7 @@ class ExchangePrograms:
     def exchange(self, part: int | None = None) -> Any:
         """The exchange of all parameters, or of one fragment by its number."""
         fragment = self._fragments(1)[0] if part is None else self.fragments[part]
-        run = functools.partial(self.phases.exchange, shardings=self.shardings.exchanged.anchor, fragment=fragment)
+        run = functools.partial(self.phases.exchange, shardings=self.shardings.anchor, fragment=fragment)
         return jax.jit(run, in_shardings=(self.shardings,), out_shardings=self.shardings, donate_argnums=0)
 
     def compile(self) -> Exchanges:
@@ -41,7 +41,7 @@ class ExchangePrograms:
         return Exchanges(sync=self.phases.config, whole=whole, parts=tuple(parts))
 
     def _fragments(self, count: int) -> tuple[Fragment, ...]:
-        return fragments_of(self.shapes.exchanged.anchor, self.shardings.exchanged.anchor, count)
+        return fragments_of(self.shapes.anchor, self.shardings.anchor, count)
 
     def _compile(self, part: int | None) -> Any:
         return self.exchange(part).lower(self.shapes).compile()

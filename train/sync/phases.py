@@ -23,13 +23,13 @@ import numpy as np
 
 from jgt.replacements.replicas import Replicas
 
-from ..step.state import Exchanged, Kept, State, Trained, Tree
+from ..step.state import State, Tree
 from ..step.step import StepFn
 from .config import SyncConfig
 from .fragments import Fragment
 
 _ZERO = cast(Any, 0)
-_AXES = State(cast(Any, None), Trained(_ZERO, _ZERO, _ZERO), Kept(_ZERO, _ZERO))
+_AXES = State(cast(Any, None), _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
 """For jax.vmap: the parts of a state that have a dim of replicas."""
 
 
@@ -42,12 +42,12 @@ class Phases:
 
     def begin(self, state: State) -> State:
         """A state with phases at an exchange, from one without: all replicas are equal. The momentum is zero if the state has none."""
-        params, momentum = state.trained.params, state.exchanged.momentum
+        params, momentum = state.params, state.momentum
         if self.config.outer is None:
             momentum = None
         elif momentum is None:
             momentum = jax.tree.map(jnp.zeros_like, params)
-        return replace(of_replicas(self._for_all, state), exchanged=Exchanged(anchor=params, momentum=momentum))
+        return replace(of_replicas(self._for_all, state), anchor=params, momentum=momentum, waiting=None)
 
     def spread(self, tree: Tree) -> Tree:
         """The arrays of all replicas, [R, ...], from one replica's arrays: all have the same."""
@@ -55,39 +55,36 @@ class Phases:
 
     def of_one(self, shapes: State) -> State:
         """The shapes of one replica's state, without phases."""
-        one = of_replicas(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-        return replace(one, exchanged=Exchanged())
+        return of_replicas(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), _alone(shapes))
 
     def lift(self, shardings: State) -> State:
         """The shardings of a state, from the shardings of one replica's."""
-        params = shardings.trained.params
-        exchanged = Exchanged(anchor=params, momentum=None if self.config.outer is None else params)
-        return replace(of_replicas(self.replicas.lift, shardings), exchanged=exchanged)
+        params = shardings.params
+        momentum = None if self.config.outer is None else params
+        return replace(of_replicas(self.replicas.lift, shardings), anchor=params, momentum=momentum, waiting=None)
 
     def convert(self, state: State, convert: Callable[[State], State]) -> State:
         """The state with each replica's part converted, and its anchor and momentum as parameters are."""
 
         def params(params: Tree | None) -> Tree | None:
-            return None if params is None else convert(State(state.step, Trained(params, ()))).trained.params
+            return None if params is None else convert(State(state.step, params, ())).params
 
-        after = self.replicas.map(convert, (_AXES,), _AXES)(replace(state, exchanged=Exchanged()))
-        exchanged = Exchanged(anchor=params(state.exchanged.anchor), momentum=params(state.exchanged.momentum))
-        return replace(after, exchanged=exchanged)
+        after = self.replicas.map(convert, (_AXES,), _AXES)(_alone(state))
+        return replace(after, anchor=params(state.anchor), momentum=params(state.momentum))
 
     def step(self, step: StepFn) -> StepFn:
         """The step of every replica, on its own rows. Metrics are [R]."""
 
         def run(state: State, batch: dict[str, jax.Array], settings: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-            one = replace(state, exchanged=Exchanged())
-            after, metrics = self.replicas.map(step, (_AXES, 0, None), (_AXES, 0))(one, self.replicas.rows(batch), settings)
-            return replace(after, exchanged=state.exchanged), metrics
+            after, metrics = self.replicas.map(step, (_AXES, 0, None), (_AXES, 0))(_alone(state), self.replicas.rows(batch), settings)
+            return replace(after, anchor=state.anchor, momentum=state.momentum, waiting=state.waiting), metrics
 
         return run
 
     def exchange(self, state: State, shardings: Any, fragment: Fragment) -> State:
         """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: the anchor's."""
-        outer, params, momentum = self.config.outer, state.trained.params, state.exchanged.momentum
-        old, own = fragment.cut(state.exchanged.anchor), fragment.cut(params, lead=1)
+        outer, params, momentum = self.config.outer, state.params, state.momentum
+        old, own = fragment.cut(state.anchor), fragment.cut(params, lead=1)
         change = [(a[None] - p).astype(jnp.float32) for a, p in zip(old, own, strict=True)]
         sums = self.replicas.exchange(change, fragment.of_shardings(shardings), self.config.wire)
         mean = [x / self.replicas.count for x in sums]
@@ -97,10 +94,10 @@ class Phases:
             # Nesterov: with the momentum as the next step would have it.
             mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(moved, mean, strict=True)]
         new = [(a - g).astype(a.dtype) for a, g in zip(old, mean, strict=True)]
-        anchor = fragment.paste(state.exchanged.anchor, new)
-        variables = jax.tree.map(self._mean_for_all, state.trained.variables)
+        anchor = fragment.paste(state.anchor, new)
+        variables = jax.tree.map(self._mean_for_all, state.variables)
         params = fragment.paste(params, [self._for_all(a) for a in new], lead=1)
-        return state.with_parts(params=params, variables=variables, anchor=anchor, momentum=momentum)
+        return replace(state, params=params, variables=variables, anchor=anchor, momentum=momentum)
 
     def _mean_for_all(self, x: jax.Array) -> jax.Array:
         """The mean of all replicas' statistics. Counts and random keys remain."""
@@ -112,7 +109,13 @@ class Phases:
 
 def of_replicas(fn: Callable[[Any], Any], state: State) -> State:
     """The state with `fn` applied to the arrays that each replica has for itself."""
-    return replace(state, trained=jax.tree.map(fn, state.trained), kept=jax.tree.map(fn, state.kept))
+    own = ("params", "opt_state", "variables", "losses", "average")
+    return replace(state, **{name: jax.tree.map(fn, getattr(state, name)) for name in own})
+
+
+def _alone(state: State) -> State:
+    """The state without the arrays that replicas exchange."""
+    return replace(state, anchor=None, momentum=None, waiting=None)
 
 
 def mean_of_replicas(x: jax.Array) -> jax.Array:

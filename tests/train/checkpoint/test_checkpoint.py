@@ -1,6 +1,7 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,13 @@ from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
 from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
 from train.sections import CheckpointConfig
-from train.step.state import State, Trained
+from train.step.state import State
 
 
 def state_on(spec):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), spec)
     kernel = jax.device_put(jax.random.normal(jax.random.key(0), (8, 16)), sharding)
-    return State(jnp.asarray(3), Trained({"kernel": kernel}, {"mu": kernel * 2, "count": jnp.asarray(3)}))
+    return State(jnp.asarray(3), {"kernel": kernel}, {"mu": kernel * 2, "count": jnp.asarray(3)})
 
 
 def shapes_of(state):
@@ -41,7 +42,7 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints):
     assert (found.manifest.step, found.manifest.samples, reports) == (3, 48, [])
     restored = restore(found, *shapes_of(other))
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
-    assert restored.trained.params["kernel"].sharding == other.trained.params["kernel"].sharding
+    assert restored.params["kernel"].sharding == other.params["kernel"].sharding
 
 
 def test_the_newest_is_the_last_finished_and_old_ones_go(checkpoints, tmp_path):
@@ -133,7 +134,7 @@ def test_another_tree_is_refused_array_by_array(checkpoints):
     found, _ = checkpoints.find()
     shapes, shardings = shapes_of(state_on(PartitionSpec()))
     params = {"kernel": jax.ShapeDtypeStruct((8, 15), "bfloat16"), "bias": shapes.step}
-    other = State(shapes.step, Trained(params, {"mu": shapes.trained.opt_state["mu"]}))
+    other = State(shapes.step, params, {"mu": shapes.opt_state["mu"]})
     with pytest.raises(InputError) as caught:
         restore(found, other, shardings)
     assert [problem.split(": ")[1:3] for problem in caught.value.problems] == [
@@ -153,15 +154,15 @@ def test_another_type_is_converted_on_request_alone(checkpoints):
     checkpoints.wait()
     found, _ = checkpoints.find()
     shapes, shardings = shapes_of(saved)
-    narrow = shapes.with_parts(params={"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16")})
+    narrow = replace(shapes, params={"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16")})
     with pytest.raises(
         InputError,
         match=r"params/kernel: is float32\[8, 16\] in the checkpoint, but bfloat16\[8, 16\] in this run. checkpoint.cast=true converts it",
     ):
         restore(found, narrow, shardings)
     cast = restore(found, narrow, shardings, cast=True)
-    np.testing.assert_array_equal(cast.trained.params["kernel"], saved.trained.params["kernel"].astype("bfloat16"))
-    count = shapes.with_parts(opt_state=shapes.trained.opt_state | {"count": jax.ShapeDtypeStruct((), "float32")})
+    np.testing.assert_array_equal(cast.params["kernel"], saved.params["kernel"].astype("bfloat16"))
+    count = replace(shapes, opt_state=shapes.opt_state | {"count": jax.ShapeDtypeStruct((), "float32")})
     with pytest.raises(InputError, match="opt_state/count: is int32"):
         restore(found, count, shardings, cast=True)
 
@@ -172,14 +173,14 @@ def test_parameters_come_alone(checkpoints, tmp_path):
     checkpoints.wait()
     found, _ = find_checkpoint(tmp_path)
     shapes, shardings = shapes_of(saved)
-    restored = restore_params(found, shapes.trained.params, shardings.trained.params)
-    jax.tree.map(np.testing.assert_array_equal, restored, saved.trained.params)
+    restored = restore_params(found, shapes.params, shardings.params)
+    jax.tree.map(np.testing.assert_array_equal, restored, saved.params)
 
 
 def test_names_that_would_be_one_are_not_saved(checkpoints):
     x = jnp.zeros(2)
     with pytest.raises(ValueError, match=r"cannot tell these names apart: params/a/b, params/a.b"):
-        checkpoints.save(State(x, Trained({"a.b": x, "a": {"b": x}}, {"mu": x})), 1, samples=1)
+        checkpoints.save(State(x, {"a.b": x, "a": {"b": x}}, {"mu": x}), 1, samples=1)
 
 
 def test_a_foreign_checkpoint_is_read_and_not_touched(checkpoints, tmp_path):

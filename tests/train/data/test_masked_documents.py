@@ -138,7 +138,7 @@ def first_steps(run, number=3):
     for count, batch in enumerate(islice(feed.train(0), number), 1):
         state, metrics = step(state, batch, setup.settings(count))
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    total, weight = setup.compile_eval_step(16)(state.trained.params, state.trained.variables, next(feed.evaluation(None)))["loss"]
+    total, weight = setup.compile_eval_step(16)(state.params, state.variables, next(feed.evaluation(None)))["loss"]
     return np.array([*found, total / weight])
 
 

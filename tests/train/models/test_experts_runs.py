@@ -22,7 +22,7 @@ def batch_of(setup, seed=0):
 
 
 def layer_of(state):
-    return jax.device_get(state.trained.variables["layers"]["moe"])
+    return jax.device_get(state.variables["layers"]["moe"])
 
 
 def test_a_step_moves_the_bias_by_the_loads_of_the_whole_batch(tiny):
@@ -60,7 +60,7 @@ def test_losses_of_the_router_are_trained_and_not_evaluated(tiny):
     for parts in (1, 4):
         setup = prepare(tiny(LOSS, f"train.accumulate={parts}"))
         state, batch = setup.init(), batch_of(setup)
-        total, weight = setup.compile_eval_step(16)(state.trained.params, state.trained.variables, batch)["loss"]
+        total, weight = setup.compile_eval_step(16)(state.params, state.variables, batch)["loss"]
         nats = float(total) / float(weight)
         state, metrics = setup.compile_train_step()(state, batch, setup.settings(1))
         found[parts] = {name: float(metrics[name]) for name in ("loss", "balance_loss", "z_loss")}
@@ -115,7 +115,7 @@ def test_experts_in_eight_bits_have_the_loss_of_one_device(tiny, rules_dir):
     for options in (["model.fp8=false"], ["model.fp8=true"], ["model.fp8=true", *split]):
         setup = prepare(tiny(BIAS, *options))
         state = setup.init()
-        total, weight = setup.compile_eval_step(16)(state.trained.params, state.trained.variables, batch_of(setup))["loss"]
+        total, weight = setup.compile_eval_step(16)(state.params, state.variables, batch_of(setup))["loss"]
         found.append(float(total) / float(weight))
     plain, alone, exchanged = found
     assert exchanged == pytest.approx(alone, rel=1e-5)

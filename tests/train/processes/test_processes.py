@@ -88,7 +88,7 @@ from train.processes.processes import start_jax
 from train.setup import prepare
 config, port, process, folder, *overrides = sys.argv[1:]
 start_jax(Cluster(coordinator=f"localhost:{port}", num_processes=2, process=int(process)), 4)
-leaves = jax.tree.leaves(prepare(load(config, overrides, num_processes=2)).init().trained.params)
+leaves = jax.tree.leaves(prepare(load(config, overrides, num_processes=2)).init().params)
 shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
 np.savez(f"{folder}/{process}.npz", *[shard.data for shard in shards])
 index = [np.array([[s.start or 0, -1 if s.stop is None else s.stop] for s in shard.index]) for shard in shards]
@@ -103,7 +103,7 @@ def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, 
         lambda port, i: ["-c", INIT, str(tiny_file), str(port), str(i), str(tmp_path), *overrides, "devices.virtual_cpu=4"],
         pytestconfig.rootpath,
     )
-    alone = jax.device_get(jax.tree.leaves(prepare(load(tiny_file)).init().trained.params))
+    alone = jax.device_get(jax.tree.leaves(prepare(load(tiny_file)).init().params))
     for process in range(2):
         shards, indices = (list(np.load(tmp_path / f"{process}{name}.npz").values()) for name in ("", "-index"))
         for place, (shard, index) in enumerate(zip(shards, indices, strict=True)):
@@ -119,7 +119,7 @@ def restored(run):
     state = restore(found, setup.saved_shapes, setup.saved_shardings)
     checkpoints.close()
     assert found.manifest.step == STEPS
-    return jax.device_get(state.trained.params), found.manifest.samples
+    return jax.device_get(state.params), found.manifest.samples
 
 
 # -- rows --------------------------------------------------------------------------------------------------------

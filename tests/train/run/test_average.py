@@ -23,23 +23,23 @@ def batch_of(setup):
 def test_the_average_is_that_of_a_plain_loop(tiny, layout):
     setup = prepare(tiny("train.ema=0.3", *layout))
     state, step, batch = setup.init(), setup.compile_train_step(), batch_of(setup)
-    expected = jax.device_get(state.trained.params)
+    expected = jax.device_get(state.params)
     for number in range(4):
         state, _ = step(state, batch, setup.settings(number + 1))
         decay = min(0.3, (1 + number) / (10 + number))
-        expected = jax.tree.map(lambda a, p, decay=decay: decay * a + (1 - decay) * p, expected, jax.device_get(state.trained.params))
+        expected = jax.tree.map(lambda a, p, decay=decay: decay * a + (1 - decay) * p, expected, jax.device_get(state.params))
     evaluated = setup.eval_params(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(evaluated), expected)
-    assert jax.tree.map(lambda x: x.sharding, evaluated) == setup.shardings.trained.params
+    assert jax.tree.map(lambda x: x.sharding, evaluated) == setup.shardings.params
 
 
 def test_an_update_that_is_not_applied_changes_no_average(tiny):
     setup = prepare(tiny("train.ema=0.9"))
     state, step = setup.init(), setup.compile_train_step()
-    before, batch = jax.device_get(state.kept.average), batch_of(setup)
+    before, batch = jax.device_get(state.average), batch_of(setup)
     state, metrics = step(state, batch | {"weights": batch["weights"] * np.inf}, setup.settings(1))
     assert not metrics["applied"]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.kept.average), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.average), before)
 
 
 def test_a_run_evaluates_its_average_and_goes_on_with_it(tiny, tmp_path, read_rows):

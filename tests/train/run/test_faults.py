@@ -12,7 +12,7 @@ from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.steps import FOLDER
 from train.run.faults import Faults, InjectedError
 from train.sections import CheckpointConfig, Fault
-from train.step.state import State, Trained
+from train.step.state import State
 
 BATCH = {"inputs": jnp.arange(12).reshape(4, 3), "weights": jnp.ones((4, 3))}
 
@@ -114,7 +114,7 @@ def test_a_full_disk_fails_the_first_save_from_its_step_on(start, tmp_path):
 def test_one_bit_of_the_newest_checkpoint_is_flipped_which_is_not_used(start, tmp_path):
     checkpoints = Checkpoints(tmp_path / FOLDER, CheckpointConfig())
     for step in (2, 4):
-        checkpoints.save(State(jnp.int32(step), Trained({"w": jnp.arange(1000.0)}, ())), step, step * 8)
+        checkpoints.save(State(jnp.int32(step), {"w": jnp.arange(1000.0)}, ()), step, step * 8)
         checkpoints.wait()
 
     def content():

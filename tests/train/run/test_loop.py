@@ -49,7 +49,7 @@ def last_params():
         checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
         state = restore(checkpoints.find()[0], setup.shapes, setup.shardings)
         checkpoints.close()
-        return jax.device_get(state.trained.params)
+        return jax.device_get(state.params)
 
     return _last_params
 

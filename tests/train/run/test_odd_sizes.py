@@ -120,7 +120,7 @@ def test_a_checkpoint_has_the_model_s_shapes_and_its_bits_everywhere(made, tmp_p
         restored = restore_state(other, found)
         assert [x.shape for x in jax.tree.leaves(restored)] == [x.shape for x in jax.tree.leaves(other.shapes)]
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.to_save(restored)), expected)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.model_params(restored.trained.params)), expected.trained.params)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.model_params(restored.params)), expected.params)
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 7])

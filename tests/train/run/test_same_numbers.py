@@ -68,13 +68,13 @@ def _curve(run, steps):
     data = open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=Path("unused"))
     feed = Feed(data, setup)
     state = setup.init()
-    params, gradients, losses = jax.device_get(state.trained.params), None, []
+    params, gradients, losses = jax.device_get(state.params), None, []
     step = setup.compile_train_step()
     for number, batch in enumerate(islice(feed.train(0), steps), 1):
         state, metrics = step(state, batch, setup.settings(number))
         losses.append(float(metrics["loss"]))
         if gradients is None:
-            moment = jax.device_get(optax.tree.get(state.trained.opt_state, "mu"))
+            moment = jax.device_get(optax.tree.get(state.opt_state, "mu"))
             gradients = jax.tree.map(lambda m: m / (1 - B1), moment)
     return Curve(params, gradients, np.array(losses))
 

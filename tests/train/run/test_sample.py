@@ -33,7 +33,7 @@ def test_without_temperature_the_likeliest_token_follows(sample):
     apply = jax.jit(setup.model.apply)
     for _ in range(9):
         padded = np.array([tokens + [0] * (32 - len(tokens))])
-        tokens.append(int(np.argmax(apply(state.trained.params, state.trained.variables, padded)[0, len(tokens) - 1])))
+        tokens.append(int(np.argmax(apply(state.params, state.variables, padded)[0, len(tokens) - 1])))
     assert text == data.tokenizer.decode(tokens)
 
 

@@ -14,8 +14,8 @@ from train.run.start import Feed, restore_state
 from train.run.train import train
 from train.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
-from train.step.features import StepFeatures
-from train.step.state import Kept, State, Trained
+from train.step.state import State
+from train.step.step import StepFeatures
 
 WINDOW = 8
 OVERRIDES = ("train.steps=9", "checkpoint.every=3", "train.skip_spikes={window: 4, deviations: 2}", "model.layers=1", "optimizer.lr=0.01")
@@ -39,8 +39,7 @@ def run():
 
     def _run(*losses, norms=None):
         params = {"w": jnp.float32(1.0)}
-        kept = Kept(losses=features.first_losses())
-        states, applied = [State(jnp.zeros((), jnp.int32), Trained(params, optimizer.init(params)), kept)], []
+        states, applied = [State(jnp.zeros((), jnp.int32), params, optimizer.init(params), losses=features.first_losses())], []
         for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
             state, metrics = step(states[-1], {"weights": jnp.ones(1), "loss": jnp.float32(loss), "norm": jnp.float32(norm)})
             applied.append(bool(metrics["applied"]))
@@ -54,9 +53,9 @@ def test_a_spike_changes_nothing_but_the_window(run):
     applied, states = run(*NOISE, 10.0)
     assert applied == [True] * 8 + [False]
     before, after = states[-2:]
-    jax.tree.map(np.testing.assert_array_equal, after.trained, before.trained)
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
     assert after.step == 9
-    np.testing.assert_array_equal(after.kept.losses, np.float32([10.0, *NOISE[1:]]))
+    np.testing.assert_array_equal(after.losses, np.float32([10.0, *NOISE[1:]]))
 
 
 def test_losses_within_the_deviations_are_applied(run):
@@ -80,13 +79,13 @@ def test_a_new_level_is_accepted_after_a_while(run):
 def test_losses_that_are_not_finite_stay_out_of_the_window(run, loss):
     applied, states = run(*NOISE, loss, loss, 2.0, 10.0)
     assert applied == [True] * 8 + [False, False, True, False]
-    np.testing.assert_array_equal(states[-3].kept.losses, np.float32(NOISE))
+    np.testing.assert_array_equal(states[-3].losses, np.float32(NOISE))
 
 
 def test_the_loss_of_a_gradient_that_is_not_finite_stays_out_too(run):
     applied, states = run(*NOISE, 2.0, norms=[1.0] * 8 + [np.inf])
     assert not applied[-1]
-    np.testing.assert_array_equal(states[-1].kept.losses, np.float32(NOISE))
+    np.testing.assert_array_equal(states[-1].losses, np.float32(NOISE))
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ def test_a_run_skips_a_spike_and_goes_on_bit_for_bit_when_it_is_started_again(ti
         train(other)
     train(other)
     expected, found = last_state(run), last_state(other)
-    assert np.isfinite(expected.kept.losses).all()
+    assert np.isfinite(expected.losses).all()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -143,10 +142,10 @@ def test_the_option_may_be_turned_on_changed_and_turned_off(tiny, tmp_path):
         checkpoints.wait()
         found = restore_state(after, checkpoints.find()[0])
         checkpoints.close()
-        jax.tree.map(np.testing.assert_array_equal, found.trained, state.trained)
+        jax.tree.map(np.testing.assert_array_equal, (found.params, found.opt_state), (state.params, state.opt_state))
         assert jax.tree.map(lambda x: x.sharding, found) == after.shardings
         assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), after.shapes)
-        assert found.kept.losses is None if asked == "off" else not np.isfinite(jnp.asarray(found.kept.losses)).any()
+        assert found.losses is None if asked == "off" else not np.isfinite(jnp.asarray(found.losses)).any()
 
 
 # -- the guard -------------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ def test_where_no_checkpoint_is_there_is_nothing_to_go_on_from(tiny, position, t
 def test_a_run_starts_with_the_parameters_of_another_one_alone(earlier, tiny, position):
     found, said = position(tiny(f"checkpoint.weights={earlier}", "run.seed=5"))
     assert (found.step, found.samples, found.state.step) == (0, 0, 0)
-    same(found.state.trained.params, state_of(tiny(), earlier).trained.params)
-    assert not any(np.any(x) for x in jax.tree.leaves(found.state.trained.opt_state))
+    same(found.state.params, state_of(tiny(), earlier).params)
+    assert not any(np.any(x) for x in jax.tree.leaves(found.state.opt_state))
     assert said == [f"Starts with the parameters of {earlier}/checkpoints/6"]
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_step_is_passed_over_and_left_as_it_is(copied, tiny, position,
     before = content(copied)
     found, said = position(tiny(f"checkpoint.weights={copied}"))
     assert said == [f"Starts with the parameters of {copied}/checkpoints/4"]
-    same(found.state.trained.params, state_of(tiny(), copied / "checkpoints" / "4").trained.params)
+    same(found.state.params, state_of(tiny(), copied / "checkpoints" / "4").params)
     assert f"jgt: the checkpoint {copied}/checkpoints/6 is damaged (" in capsys.readouterr().err
     assert content(copied) == before
 

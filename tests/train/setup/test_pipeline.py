@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -123,13 +123,13 @@ def test_matmuls_in_eight_bits_have_the_scales_of_a_microbatch(small, schedule):
     state = jax.device_get(plain.init())
 
     def gradients(setup, params, rows):
-        (loss, _), found = jax.jit(jax.value_and_grad(setup.objective.loss, has_aux=True))(params, state.trained.variables, rows)
+        (loss, _), found = jax.jit(jax.value_and_grad(setup.objective.loss, has_aux=True))(params, state.variables, rows)
         return jax.device_get((loss, found if setup.storage is None else setup.model_params(found)))
 
     # 4 microbatches on each of 4 data shards have one row each.
-    parts = [gradients(plain, state.trained.params, {name: x[n : n + 1] for name, x in batch.items()}) for n in range(16)]
+    parts = [gradients(plain, state.params, {name: x[n : n + 1] for name, x in batch.items()}) for n in range(16)]
     expected = jax.tree.map(lambda *x: np.sum(x, axis=0), *parts)
-    found = gradients(setup, setup.stored_params(state.trained.params), batch)
+    found = gradients(setup, setup.stored_params(state.params), batch)
     assert_close(found, expected, 1e-5)
 
 
@@ -159,7 +159,7 @@ def start(small):
     def _start(*overrides):
         if overrides not in known:
             setup, feed = opened(small(*overrides))
-            params, evaluate = setup.init().trained.params, setup.compile_eval_step(feed.eval_batch)
+            params, evaluate = setup.init().params, setup.compile_eval_step(feed.eval_batch)
             sums = np.sum(
                 [jax.device_get(evaluate(params, {}, batch)["loss"]) for batch in feed.evaluation(None)], axis=0, dtype=np.float64
             )
@@ -233,14 +233,14 @@ def test_a_checkpoint_of_chunks_has_the_bits_of_the_model_everywhere(small, tmp_
     assert setup.storage is not None
     state = setup.init()
     # The first dims of a stack, and those of its moments: 2 chunks on 2 stages, 2 layers each, one of them padding.
-    stacks = [x.shape[:3] for x in jax.tree.leaves((state.trained.params, state.trained.opt_state, state.kept.average)) if x.ndim >= 4]
+    stacks = [x.shape[:3] for x in jax.tree.leaves((state.params, state.opt_state, state.average)) if x.ndim >= 4]
     assert set(stacks) == {(2, 2, 2)}
     assert len(stacks) % 4 == 0
     # Moments that are not zero.
-    state = state.with_parts(opt_state=setup.from_saved(jax.tree.map(lambda x: x + 1, setup.to_save(state))).trained.opt_state)
+    state = replace(state, opt_state=setup.from_saved(jax.tree.map(lambda x: x + 1, setup.to_save(state))).opt_state)
     found = saved(setup, state, tmp_path / "checkpoints")
     expected = jax.device_get(setup.to_save(state))
-    assert all(x.shape[0] == 7 for x in jax.tree.leaves(expected.trained.params["layers"]))
+    assert all(x.shape[0] == 7 for x in jax.tree.leaves(expected.params["layers"]))
     for other in OTHERS.values():
         elsewhere = prepare(small("train.ema=0.9", *other))
         restored = jax.device_get(elsewhere.to_save(restore_state(elsewhere, found)))

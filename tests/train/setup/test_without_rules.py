@@ -34,7 +34,7 @@ def test_all_devices_share_the_batch_and_the_losses_are_those_of_one(tiny, tmp_p
 def test_each_device_has_its_rows_and_the_whole_model(tiny):
     setup = prepare(tiny("mesh=null"))
     assert setup.batch_shardings["inputs"].shard_shape((16, 32)) == (2, 32)
-    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(setup.shardings.trained.params))
+    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(setup.shardings.params))
 
 
 def test_an_axis_that_needs_rules_is_refused(tiny_file):

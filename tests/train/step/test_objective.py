@@ -11,7 +11,7 @@ from jgt.document import InputError
 from train.models.model import of_flax
 from train.step.gradients import GradientSum
 from train.step.objective import Objective, own_objective
-from train.step.state import State, Trained
+from train.step.state import State
 from train.step.step import make_eval_step, make_train_step
 
 BATCH = {
@@ -50,17 +50,17 @@ def stepped(make, loss, accumulate=1, steps=1, batch=BATCH):
     optimizer = optax.sgd(1.0)
     step = jax.jit(make_train_step(objective, lambda settings: optimizer, gradients=GradientSum(parts=accumulate, pin=lambda g: g)))
     params, variables = model.init(jax.random.key(0))
-    state = State(jnp.zeros((), jnp.int32), Trained(params, optimizer.init(params), variables))
+    state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), variables)
     for _ in range(steps):
         state, metrics = step(state, batch, np.zeros(3, np.float32))
-    return model, objective, state, metrics, jax.tree.map(jnp.subtract, params, state.trained.params)
+    return model, objective, state, metrics, jax.tree.map(jnp.subtract, params, state.params)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize(("loss", "weights"), [(mean, np.ones(8)), (weighted, BATCH["weight"])], ids=["mean", "weighted"])
 def test_a_loss_is_the_whole_batchs_in_parts_too(loss, weights, accumulate):
     _, objective, state, metrics, gradient = stepped(Linear, loss, accumulate)
-    w = state.trained.params["w"] + gradient["w"]
+    w = state.params["w"] + gradient["w"]
 
     def expected(w):
         return jnp.sum(jnp.asarray(weights) * jnp.sum((BATCH["x"] @ w - BATCH["y"]) ** 2, axis=1)) / weights.sum()
@@ -69,7 +69,7 @@ def test_a_loss_is_the_whole_batchs_in_parts_too(loss, weights, accumulate):
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     np.testing.assert_allclose(gradient["w"], slope, rtol=1e-4, atol=1e-5)
     assert float(metrics.get("share", 3)) == 3 and float(metrics.get("largest", 2 * value)) == pytest.approx(2 * float(value), rel=1e-5)
-    sums = make_eval_step(objective)({"w": w}, state.trained.variables, BATCH)
+    sums = make_eval_step(objective)({"w": w}, state.variables, BATCH)
     np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], value, rtol=1e-5)
 
 
@@ -114,13 +114,13 @@ def linen_loss(model, batch, train=True):
 def test_statistics_and_random_keys_are_state(make, loss):
     model, objective, state, _, _ = stepped(make, loss, steps=3)
     _, before = model.init(jax.random.key(0))
-    assert jax.tree.structure(before) == jax.tree.structure(state.trained.variables)
-    assert all(x.dtype in (np.float32, np.uint32) for x in jax.tree.leaves(state.trained.variables))
-    counts = [x for x in jax.tree.leaves(state.trained.variables) if x.shape == () and x.dtype == np.uint32]
+    assert jax.tree.structure(before) == jax.tree.structure(state.variables)
+    assert all(x.dtype in (np.float32, np.uint32) for x in jax.tree.leaves(state.variables))
+    counts = [x for x in jax.tree.leaves(state.variables) if x.shape == () and x.dtype == np.uint32]
     assert 3 in [int(x) for x in counts]
-    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.trained.variables), strict=True))
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.variables), strict=True))
     # An evaluation draws nothing: the same twice.
-    twice = [float(make_eval_step(objective)(state.trained.params, state.trained.variables, BATCH)["loss"][0]) for _ in range(2)]
+    twice = [float(make_eval_step(objective)(state.params, state.variables, BATCH)["loss"][0]) for _ in range(2)]
     assert twice[0] == twice[1]
 
 
@@ -131,8 +131,8 @@ def test_an_nnx_model_trains_as_its_own_loop_does():
     for _ in range(3):
         optimizer.update(module, nnx.grad(lambda m: errors(m, BATCH).mean())(module))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.trained.params, nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, nnx.to_pure_dict(nnx.state(module, nnx.Param))
     )
-    found = state.trained.variables["norm"]
+    found = state.variables["norm"]
     np.testing.assert_allclose(found["mean"], module.norm.mean[...], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["var"], module.norm.var[...], rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from steps import objective_of, step_of
 
-from train.step.state import State, Trained
+from train.step.state import State
 from train.step.step import make_eval_step
 
 RNG = np.random.default_rng(0)
@@ -31,8 +31,8 @@ def step(batch=BATCH, accumulate=1, clip=None):
     """One step of gradient descent with rate 1, which subtracts the gradient from the parameters."""
     optimizer = optax.sgd(1.0)
     train_step = jax.jit(step_of(loss, optimizer, clip, accumulate=accumulate))
-    state, metrics = train_step(State(jnp.zeros((), jnp.int32), Trained(PARAMS, optimizer.init(PARAMS))), batch)
-    return state, metrics, PARAMS["w"] - state.trained.params["w"]
+    state, metrics = train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch)
+    return state, metrics, PARAMS["w"] - state.params["w"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
@@ -64,7 +64,7 @@ def test_parts_take_every_so_many_th_row():
     optimizer = optax.sgd(1.0)
     batch = BATCH | {"inputs": np.broadcast_to(np.arange(8.0, dtype=np.float32)[:, None, None], (8, 4, 5))}
     train_step = step_of(spy, optimizer, accumulate=4)
-    jax.block_until_ready(train_step(State(jnp.zeros((), jnp.int32), Trained(PARAMS, optimizer.init(PARAMS))), batch))
+    jax.block_until_ready(train_step(State(jnp.zeros((), jnp.int32), PARAMS, optimizer.init(PARAMS)), batch))
     jax.effects_barrier()
     assert sorted(seen) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

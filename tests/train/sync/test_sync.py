@@ -47,7 +47,7 @@ def plain(made):
 def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, plain, sync, tolerance):
     state, losses = first_steps(made(*HYBRID, sync), 4)
     np.testing.assert_allclose(losses, plain[1], rtol=0, atol=tolerance)
-    assert_equal_on_all_devices(state.trained.params)
+    assert_equal_on_all_devices(state.params)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_replicas_with_equal_rows_are_the_plain_run(made, sync):
     state, losses = first_steps(setup, 4, repeat=True)
     expected, whole = first_steps(one, 4, repeat=True)
     np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.trained.params, expected.trained.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.params, expected.params)
 
 
 def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
@@ -71,10 +71,10 @@ def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
     assert over(setup.compile_train_step(), setup) == {"fsdp"}
     assert over(setup.compile_exchanges().whole, setup) == {"replica"}
     inside, _ = first_steps(setup, 2)
-    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(inside.trained.params)))
+    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(inside.params)))
     after, losses = first_steps(setup, 3)
     assert losses.shape == (3, 2)
-    for x, anchor in zip(jax.tree.leaves(after.trained.params), jax.tree.leaves(after.exchanged.anchor), strict=True):
+    for x, anchor in zip(jax.tree.leaves(after.params), jax.tree.leaves(after.anchor), strict=True):
         np.testing.assert_array_equal(x, np.stack([anchor, anchor]))
     # What is evaluated in the middle of a phase is the last exchange's.
     begun = setup.eval_params(inside)
@@ -85,10 +85,10 @@ def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
 def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
     means, outer = made(*HYBRID, PHASES), made(*HYBRID, DILOCO)
     (mean, _), (moved, _) = first_steps(means, 3), first_steps(outer, 3)
-    start = jax.device_get(means.init().exchanged.anchor)
-    assert mean.exchanged.momentum is None
+    start = jax.device_get(means.init().anchor)
+    assert mean.momentum is None
     for a, new, m, first in zip(
-        *(jax.tree.leaves(jax.device_get(t)) for t in (mean.exchanged.anchor, moved.exchanged.anchor, moved.exchanged.momentum, start)),
+        *(jax.tree.leaves(jax.device_get(t)) for t in (mean.anchor, moved.anchor, moved.momentum, start)),
         strict=True,
     ):
         change = first - a
@@ -108,23 +108,23 @@ def test_replicas_with_experts_send_rows_inside_of_a_replica_only(made):
     expected, whole = first_steps(one, 3, repeat=True)
     np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
     # The bias of the router is the model's, and no parameter.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.trained.variables, expected.trained.variables)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.variables, expected.variables)
 
 
 @pytest.mark.slow
 def test_moments_in_the_hosts_memory_give_the_same_bits(made):
     state, losses = first_steps(made(*HYBRID, PHASES, "optimizer.offload=host"), 4)
     np.testing.assert_array_equal(losses, first_steps(made(*HYBRID, PHASES), 4)[1])
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.trained.opt_state) if x.ndim > 2} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2} == {"pinned_host"}
 
 
 def test_the_average_of_replicas_is_the_average_of_their_means(made):
     setup = made(*HYBRID, PHASES, "train.ema=0.5")
-    expected = jax.device_get(setup.init().exchanged.anchor)
+    expected = jax.device_get(setup.init().anchor)
     for step in range(4):
         state, _ = first_steps(setup, step + 1)
         weight = 1 - min(0.5, (1 + step) / (10 + step))
-        mean = jax.tree.map(lambda x: np.asarray(x).mean(0), state.trained.params)
+        mean = jax.tree.map(lambda x: np.asarray(x).mean(0), state.params)
         expected = jax.tree.map(lambda a, p, weight=weight: a + weight * (p - a), expected, mean)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), setup.eval_params(state), expected)
 
@@ -132,7 +132,7 @@ def test_the_average_of_replicas_is_the_average_of_their_means(made):
 def test_replicas_continue_with_the_mean_of_their_statistics(made):
     setup = made(*EXPERTS, "sync={axis: data, every: 3}")
     (inside, _), (after, _) = first_steps(setup, 2), first_steps(setup, 3)
-    bias, later = (np.asarray(state.trained.variables["layers"]["moe"]["bias"]) for state in (inside, after))
+    bias, later = (np.asarray(state.variables["layers"]["moe"]["bias"]) for state in (inside, after))
     assert not np.array_equal(bias[0], bias[1])
     np.testing.assert_array_equal(later[0], later[1])
     np.testing.assert_allclose(setup.eval_variables(inside)["layers"]["moe"]["bias"], bias.mean(0), rtol=1e-6)
@@ -190,7 +190,7 @@ def test_fragments_are_exchanged_one_after_another(made):
         """Whether all replicas have the anchor, by fragment."""
         found = []
         for fragment in (first, second):
-            pairs = zip(fragment.cut(state.trained.params, lead=1), fragment.cut(state.exchanged.anchor), strict=True)
+            pairs = zip(fragment.cut(state.params, lead=1), fragment.cut(state.anchor), strict=True)
             found.append(all(np.array_equal(p, np.stack([a, a])) for p, a in pairs))
         return found
 
@@ -200,7 +200,7 @@ def test_fragments_are_exchanged_one_after_another(made):
 
 def test_a_fragment_is_at_most_its_share_of_a_tenth_more(made):
     setup = made(*HYBRID, "sync={axis: replica, every: 8, fragments: 5}", "model.layers=3")
-    shapes, places = setup.shapes.exchanged.anchor, setup.shardings.exchanged.anchor
+    shapes, places = setup.shapes.anchor, setup.shardings.anchor
     sizes = [fragment.numbers(shapes, places) for fragment in setup.exchanges.fragments]
     whole = sum(place.bytes_per_device(setup.mesh) // 4 for place in setup.stored.parameters)
     assert sum(sizes) == whole
@@ -214,7 +214,7 @@ def test_the_exchange_of_a_fragment_sends_its_share(made, wire):
     size = ("model.embed=64", "model.ffn=192", "model.heads=4")
     setup = made(*HYBRID, f"sync={{axis: replica, every: 8, fragments: 4, wire: {wire}}}", *size)
     found = [jgt.plan(setup.exchanges.exchange(part), setup.shapes).sent_bytes for part in (*range(4), None)]
-    numbers = [fragment.numbers(setup.shapes.exchanged.anchor, setup.shardings.exchanged.anchor) for fragment in setup.exchanges.fragments]
+    numbers = [fragment.numbers(setup.shapes.anchor, setup.shardings.anchor) for fragment in setup.exchanges.fragments]
     if wire == "f32":
         assert found[:4] == [4 * n for n in numbers]
     assert max(found[:4]) <= (1 / 4 + 0.1) * found[4]
@@ -236,14 +236,14 @@ def test_a_late_gradient_is_applied_in_the_next_step(made, more):
     late, plain = made(*HYBRID, *CONSTANT, *more), made(*HYBRID, *CONSTANT)
     start = late.init()
     first, second = (first_steps(late, steps) for steps in (1, 2))
-    jax.tree.map(np.testing.assert_array_equal, first[0].trained.params, start.trained.params)
+    jax.tree.map(np.testing.assert_array_equal, first[0].params, start.params)
     expected, losses = first_steps(plain, 1)
     is_exact = "wire" not in more[0]
     np.testing.assert_allclose(second[1][0], losses[0], rtol=0, atol=2e-6)
     # AdamW divides by the gradient's own size, so that its rounding matters where it is small.
     close = [
         np.isclose(x, y, rtol=0, atol=5e-5)
-        for x, y in zip(*map(jax.tree.leaves, (second[0].trained.params, expected.trained.params)), strict=True)
+        for x, y in zip(*map(jax.tree.leaves, (second[0].params, expected.params)), strict=True)
     ]
     assert sum(map(np.sum, close)) >= (1 if is_exact else 0.9) * sum(x.size for x in close)
 

@@ -68,7 +68,7 @@ def test_replicas_with_equal_rows_are_the_plain_run(made, mesh, schedule, more):
     state, losses = first_steps(made(*options, PHASES), 4, repeat=True)
     expected, whole = first_steps(made(*options), 4, repeat=True)
     np.testing.assert_allclose(losses, np.stack([whole, whole], 1), rtol=0, atol=5e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.trained.params, expected.trained.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.params, expected.params)
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_an_exchange_makes_all_replicas_equal(made, mesh, schedule):
     setup = made(inside(**mesh), pipeline(schedule), "sync={axis: replica, every: 3, outer: {}}")
     assert over(setup.compile_exchanges().whole, setup) == {"replica"}
     before, _ = first_steps(setup, 2)
-    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(before.trained.params)))
+    assert any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, jax.tree.leaves(before.params)))
     after, _ = first_steps(setup, 3)
-    for x, anchor in zip(jax.tree.leaves(after.trained.params), jax.tree.leaves(after.exchanged.anchor), strict=True):
+    for x, anchor in zip(jax.tree.leaves(after.params), jax.tree.leaves(after.anchor), strict=True):
         np.testing.assert_array_equal(x, np.stack([anchor, anchor]))
 
 
@@ -118,7 +118,7 @@ def test_gradients_of_every_step_give_the_losses_of_the_plain_step(made, mesh, s
     options = (inside(**mesh), pipeline(schedule))
     state, losses = first_steps(made(*options, f"sync={sync}"), 20)
     np.testing.assert_allclose(losses, first_steps(made(*options), 20)[1], rtol=0, atol=tolerance)
-    assert_equal_on_all_devices(state.trained.params)
+    assert_equal_on_all_devices(state.params)
 
 
 @pytest.mark.slow
@@ -126,10 +126,10 @@ def test_a_late_gradient_is_applied_in_the_next_step(made):
     constant = ("optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0")
     options = (inside(stage=2, fsdp=2), pipeline("interleaved"), *constant)
     late, plain = made(*options, "sync={axis: replica, late: 1}"), made(*options)
-    jax.tree.map(np.testing.assert_array_equal, first_steps(late, 1)[0].trained.params, late.init().trained.params)
+    jax.tree.map(np.testing.assert_array_equal, first_steps(late, 1)[0].params, late.init().params)
     expected, found = first_steps(plain, 1)[0], first_steps(late, 2)[0]
     # AdamW divides by the gradient's own size, so that its rounding matters where it is small.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5), found.trained.params, expected.trained.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5), found.params, expected.params)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, ru
     found = []
     checked = load(tiny_file, [f"run.dir={tmp_path}/run", *options])
     train(
-        checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.exchanged.anchor)))
+        checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.anchor)))
     )
     saved, _ = find_checkpoint(tmp_path / "run")
     fsdp = f"rules={ROOT / 'configs' / 'rules' / 'hybrid.yaml'}"

@@ -62,9 +62,9 @@ def test_a_run_that_is_stopped_at_any_step_has_the_bits_of_one_that_is_not(whole
 
 def test_a_run_ends_with_an_exchange_and_its_model_is_what_all_replicas_have(whole):
     folder, setup, position = whole
-    anchor = position.state.exchanged.anchor
+    anchor = position.state.anchor
     assert position.phase == 0
-    jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, np.stack([a, a])), *jax.device_get((position.state.trained.params, anchor)))
+    jax.tree.map(lambda x, a: np.testing.assert_array_equal(x, np.stack([a, a])), *jax.device_get((position.state.params, anchor)))
     same(jgt.load(folder).params, setup.model_params(anchor))
 
 
@@ -74,9 +74,9 @@ def test_another_run_starts_from_the_last_exchange(whole, tiny_file):
     for sync in (OUTER, "sync=null"):
         setup = prepare(load(tiny_file, [RULES, MESH, sync]))
         one, shardings = setup.saved_of_one
-        params = setup.stored_params(restore(find_checkpoint(folder)[0], one.trained.params, shardings.trained.params))
+        params = setup.stored_params(restore(find_checkpoint(folder)[0], one.params, shardings.params))
         state = setup.with_params(setup.init(), params)
-        same(setup.eval_params(state), position.state.exchanged.anchor)
+        same(setup.eval_params(state), position.state.anchor)
 
 
 @pytest.mark.parametrize(("mesh", "sync", "replicas"), [("{replica: 4, fsdp: 2}", OUTER, 4), ("{replica: 2, fsdp: 4}", "sync=null", 0)])
@@ -84,12 +84,12 @@ def test_another_number_of_replicas_continues_from_an_exchange(whole, tiny_file,
     folder, _, position = whole
     setup = prepare(load(tiny_file, [RULES, f"mesh={mesh}", sync]))
     state = restore_state(setup, find_checkpoint(folder)[0])
-    same(setup.eval_params(state), position.state.exchanged.anchor)
-    means = [np.asarray(x).mean(0) for x in jax.tree.leaves(position.state.trained.opt_state)]
-    for x, mean in zip(jax.tree.leaves(state.trained.opt_state), means, strict=True):
+    same(setup.eval_params(state), position.state.anchor)
+    means = [np.asarray(x).mean(0) for x in jax.tree.leaves(position.state.opt_state)]
+    for x, mean in zip(jax.tree.leaves(state.opt_state), means, strict=True):
         np.testing.assert_allclose(x[0] if replicas else x, mean, rtol=1e-5, atol=1e-8)
     if replicas:
-        same(state.exchanged.momentum, position.state.exchanged.momentum)
+        same(state.momentum, position.state.momentum)
     assert jax.tree.map(lambda x: x.sharding, state) == setup.shardings
 
 
@@ -128,11 +128,11 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
     _, position = trained(tiny_file, tmp_path / "plain", "train.steps=2", "data.eval_tokens=0")
     setup = prepare(load(tiny_file, [RULES, MESH, OUTER]))
     state = restore_state(setup, find_checkpoint(tmp_path / "plain")[0])
-    same(state.exchanged.anchor, position.state.trained.params)
+    same(state.anchor, position.state.params)
     jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.trained.opt_state, position.state.trained.opt_state))
+        lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.opt_state, position.state.opt_state))
     )
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.exchanged.momentum))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.momentum))
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_an_average_of_the_parameters_goes_to_another_number_of_replicas(tiny_fi
 def test_late_gradients_are_in_the_checkpoint(tiny_file, tmp_path):
     more = ("sync={axis: replica, late: 1}", "checkpoint.every=2", "train.steps=4", "data.eval_tokens=0")
     _, expected = trained(tiny_file, tmp_path / "run", *more)
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(expected.state.exchanged.waiting))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(expected.state.waiting))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, position = trained(tiny_file, tmp_path / "run", *more)
     same(position.state, expected.state)
