@@ -49,7 +49,7 @@ class Programs:
             kv_heads=model.num_kv_heads,
             remat=self.run.config.train.remat == "block",
             dtype=compute_type(model),
-            attention=self.setup.attention.kernel.name,
+            attention=self.setup.program.attention.kernel.name,
         )
 
     def steps(self) -> dict[str, Any]:

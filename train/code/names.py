@@ -112,6 +112,20 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
         raise InputError([f"{where('')}: {title} failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
 
 
+def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code, where: Callable[[str], str]) -> Callable[..., Any]:
+    """The object that a key such as `model.kind` names, as a function of the values of the run, which passes the section's other keys too.
+
+    arguments: these keys. where(key): file and line of a key of the config. Raises InputError, also when it is called.
+    """
+    function, section = load_object(name, key, code, where(key)), key.partition(".")[0]
+
+    def place(argument: str) -> str:
+        full = f"{section}.{argument}" if argument else key
+        return f"{where(full)}: {full}"
+
+    return lambda **offered: call_with(function, arguments, offered, place)
+
+
 def own_line(error: BaseException) -> str:
     """The file and line of the user's own code in which an error was raised, for a message; empty if it was raised elsewhere."""
     frames = traceback.extract_tb(error.__traceback__)

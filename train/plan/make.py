@@ -21,9 +21,10 @@ from ..code.files import read_code
 from ..command_line import say
 from ..config import Run, load
 from ..records.summary import tokens_per_sample
+from ..run.fit import with_remat
 from ..run.xla import planned_flags
 from ..search.plans import Answer, Question
-from ..setup import AUTO, Remat, Setup, prepare, with_remat
+from ..setup import AUTO, Remat, Setup, prepare
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
 
@@ -54,7 +55,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
 
     setup = again(None)
     if run.config.train.remat == AUTO:
-        say(f"train.remat: auto takes {with_remat(setup, again, fits).remat}")
+        say(f"train.remat: auto takes {with_remat(setup, again, fits).program.remat}")
     else:
         fits(setup)
     return plans[-1]
@@ -83,9 +84,9 @@ def _settings(setup: Setup) -> dict[str, Setting]:
     for key in _SETTINGS:
         with contextlib.suppress(AttributeError):
             values[key] = attrgetter(key)(run.config)
-    values["train.remat"] = setup.remat
-    if setup.attention is not None:
-        values["model.attention"] = setup.attention.kernel.name
+    values["train.remat"] = setup.program.remat
+    if setup.program.attention is not None:
+        values["model.attention"] = setup.program.attention.kernel.name
     if run.pipeline is not None:
         values |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("microbatches", "schedule", "remat")}
     return {key: Setting(value=value, where=run.where(key)) for key, value in values.items()}

@@ -54,7 +54,7 @@ class Screen:
         """Prints the mesh, the attention kernel, the pipeline, and each parameter with its spec and its bytes per device."""
         lines = [describe_mesh(setup), describe_kernels(setup)]
         if setup.run.config.train.remat == AUTO:
-            lines.append(f"Recompute: {setup.remat}, by train.remat: auto")
+            lines.append(f"Recompute: {setup.program.remat}, by train.remat: auto")
         if setup.run.pipeline is not None:
             lines.append(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         self.say("\n".join(filter(None, lines)))
@@ -116,9 +116,10 @@ def describe_pipeline(pipeline: PipelineConfig, num_stages: int) -> str:
 
 def describe_kernels(setup: Setup) -> str:
     """A line with the kernels of attention and of experts, the reasons for them, and the number of chunks of the loss."""
-    chunks = "" if setup.loss_chunks == 1 else f"; loss in {setup.loss_chunks} chunks of the sequence"
-    experts = f"; experts: {setup.grouped}" if setup.grouped else ""
-    return f"Attention: {setup.attention.text}{experts}{chunks}" if setup.attention is not None else ""
+    program = setup.program
+    chunks = "" if program.loss_chunks == 1 else f"; loss in {program.loss_chunks} chunks of the sequence"
+    experts = f"; experts: {program.grouped}" if program.grouped else ""
+    return f"Attention: {program.attention.text}{experts}{chunks}" if program.attention is not None else ""
 
 
 def describe_storage(setup: Setup) -> Iterator[str]:

@@ -171,7 +171,7 @@ def load_model(
 
 
 def _module(setup: Setup, params: Any, variables: Any) -> Any:
-    module, _ = setup.model.run(lambda module: module, params, variables, False)
+    module, _ = setup.program.model.run(lambda module: module, params, variables, False)
     return module
 
 

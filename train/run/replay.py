@@ -109,7 +109,8 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
             before = jax.tree.map(jnp.copy, state) if number == step else None
             state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=int(_digest(((state.params, state.opt_state, state.variables), state.average))))
+            digest = int(_digest((state.params, state.opt_state, state.variables, state.average)))
+            replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=digest)
         passes.append(replayed)
     assert before is not None
     # Two batches: the step's own samples, and the next step's for comparison.

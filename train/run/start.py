@@ -178,7 +178,7 @@ class Feed:
     """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads its devices' rows."""
 
     def __init__(self, data: Data, setup: Setup):
-        self._data, self._shardings, self._element = data, setup.batch_shardings, setup.element
+        self._data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
         self._batch = setup.run.config.train.batch
         # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
         shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())

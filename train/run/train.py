@@ -35,8 +35,9 @@ from ..records.records import Records, open_loggers
 from ..records.sink import describe_lost
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
-from ..setup import Setup, compiled_to_fit, prepare, with_remat
+from ..setup import Setup, prepare
 from .faults import Faults
+from .fit import compiled_to_fit, with_remat
 from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints
@@ -191,6 +192,6 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
             check_data(run, data.fingerprint, resume or Resume())
     agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
     assert setup is not None and data is not None
-    element = setup.element
+    element = setup.program.element
     setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
     return setup.with_epochs(data.train_sequences), data

@@ -38,9 +38,9 @@ _MOST_EXPERTS = 16
 def compare_layouts(small: Run, run: Run) -> Verification:
     """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
     setup = prepare(small, devices=jax.devices()[: math.prod(small.mesh.values())])
-    loss = setup.objective.of_model
+    loss = setup.program.objective.loss
     assert isinstance(loss, Sharded)
-    params, variables = setup.model.init(jax.random.key(0))
+    params, variables = setup.program.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
     comparison = verify_sharded(
@@ -64,7 +64,7 @@ def _without_mesh(setup: Setup) -> MakeOptimizer:
     if isinstance(config, OwnOptimizer):
         return setup.make_optimizer
     sizes = {place.path: place.shape[-2:] for place in setup.placement.parameters}
-    return build_optimizer(config, roles_of(setup.model, setup.placement), sizes=sizes)
+    return build_optimizer(config, roles_of(setup.program.model, setup.placement), sizes=sizes)
 
 
 def is_verified(run: Run) -> bool:

@@ -1,10 +1,13 @@
-"""The model of a run and its loss, as functions of arrays that rules lay out."""
+"""The model of a run and its loss, as functions of arrays that rules lay out.
+
+The model is the trainer's own, with the kernels that the run's devices have, or one of the user's own, by its name.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,21 +17,32 @@ import jax.numpy as jnp
 import jgt
 from jgt.document import InputError
 from jgt.pipeline.staging import Pipeline
+from jgt.replacements.experts.experts import exchange_at
+from jgt.replacements.experts.grouped import mosaic_obstacle
 
 from ..code.files import Code
-from ..code.names import load_object
+from ..code.names import load_callable, load_object
 from ..config import Config
-from ..data.config import OwnData
+from ..data.config import DataConfig, OwnData
 from ..data.own import open_own
-from ..models.config import OwnModel
-from ..models.kernels import AttentionChoice
-from ..models.model import Model, takes_segments
+from ..models.config import ModelConfig, OwnModel
+from ..models.decoder import build
+from ..models.experts.config import ExpertsConfig
+from ..models.kernels import AttentionChoice, choose_attention
+from ..models.linear import compute_type
+from ..models.model import Model, Terms, of_flax, takes_segments
 from ..step.config import OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .layout import MeshLayout
-from .model import Where, built_model, own_model
 from .remat import AUTO, Remat, remat_settings, with_remat_of
+
+Where = Callable[[str], str]
+"""The file and line of a key of the run."""
+Element = Mapping[str, jax.ShapeDtypeStruct]
+"""The arrays of one row of a batch, by name."""
+_EXPERTS, _RANK = "layers/moe", 3
+"""The signal of the decoders' experts, and the dims of what they read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +50,11 @@ class ModelProgram:
     """A run's model and loss, traced from shapes.
 
     attention, grouped: how attention and the matmuls of experts are computed, for the log; None and empty where the model has none. remat:
-    `train.remat`, or the setting that `auto` begins with. pipeline: the step's. init: from a key to parameters and variables, whose shapes
-    are `params` and `variables`. rows: the arrays of a batch that the loss gets at a time.
+    `train.remat`, or the setting that `auto` begins with. objective: the loss of the model's own parameters. pipeline: the step's. init:
+    from a key to parameters and variables. shapes: of parameters, variables, and the rows of a batch that the loss gets at a time.
     """
 
+    element: Element
     model: Model
     attention: AttentionChoice | None
     grouped: str
@@ -48,15 +63,11 @@ class ModelProgram:
     objective: Objective
     pipeline: Pipeline | None
     init: Callable[[jax.Array], Any]
-    params: Any
-    variables: Any
-    rows: Mapping[str, jax.ShapeDtypeStruct]
+    shapes: tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]
 
 
-def program_of(
-    config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Mapping[str, jax.ShapeDtypeStruct], remat: Remat
-) -> ModelProgram:
-    """The model and the loss of a config. element: the arrays of one row of a batch. Raises InputError."""
+def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Element, remat: Remat) -> ModelProgram:
+    """The model and the loss of a config. Raises InputError."""
     train, own = config.train, config.train.loss
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
     # whole batch, and runs the parts itself.
@@ -65,9 +76,13 @@ def program_of(
     loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
     attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
-        model = own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
+        model = _own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
     else:
-        model, attention, grouped = built_model(config.model, layout, where)
+        attention = _attention(config.model, layout, where)
+        model = build(config.model, attention.kernel)
+        if config.model.experts is not None:
+            model = _with_exchange_metrics(model, config.model.experts, config.model.seq, layout)
+            grouped = _grouped_matmuls(config.model, layout.device)
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
@@ -76,9 +91,8 @@ def program_of(
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
-    # Even the key is only a shape: nothing is computed where the devices may be absent.
-    params, variables = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     return ModelProgram(
+        element=element,
         model=model,
         attention=attention,
         grouped=grouped,
@@ -87,25 +101,24 @@ def program_of(
         objective=_objective(config, layout, pipeline, model, loss, chunks, recompute, where),
         pipeline=pipeline,
         init=init,
-        params=params,
-        variables=variables,
-        rows=rows,
+        # Even the key is only a shape: nothing is computed where the devices may be absent.
+        shapes=(*jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), rows),
     )
 
 
-def rows_of(element: Mapping[str, jax.ShapeDtypeStruct], rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def rows_of(element: Element, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a batch of rows, [rows, ...] each."""
     return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
-def element_of(config: Config, code: Code, where: Where) -> Mapping[str, jax.ShapeDtypeStruct]:
+def element_of(data: DataConfig | OwnData, model: ModelConfig | OwnModel, code: Code, where: Where) -> Element:
     """The arrays of one row of a batch. Data of the user's own is opened."""
-    if isinstance(config.data, OwnData):
-        return open_own(config.data, code, where, seq=config.model.seq, vocab=config.model.vocab).element
+    if isinstance(data, OwnData):
+        return open_own(data, code, where, seq=model.seq, vocab=model.vocab).element
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if config.data.documents == "mask":
+    if data.documents == "mask":
         kinds["segments"] = jnp.int32
-    return {name: jax.ShapeDtypeStruct((config.model.seq,), kind) for name, kind in kinds.items()}
+    return {name: jax.ShapeDtypeStruct((model.seq,), kind) for name, kind in kinds.items()}
 
 
 def may_reshape(config: Config) -> bool:
@@ -114,17 +127,59 @@ def may_reshape(config: Config) -> bool:
     return not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.offload != "host"
 
 
-def has_wide_gradients(config: Config, layout: MeshLayout) -> bool:
-    """Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway."""
-    return config.optimizer.gradients == "f32" and layout.pipeline is None
+def _own_model(config: OwnModel, code: Code, where: Where, call: Callable[[Any], Any]) -> Model:
+    """A model of the user's own. call: see `of_flax`. Raises InputError."""
+    own = load_callable("model.kind", config.kind, config.arguments, code, where)
+    try:
+        return of_flax(lambda rngs: own(vocab=config.vocab, seq=config.seq, dtype=compute_type(config), rngs=rngs), call)
+    except TypeError as error:
+        raise InputError([f"{where('model.kind')}: model.kind: {config.kind}: {error}"]) from error
 
 
-def _call_on_zeros(batch: Mapping[str, jax.ShapeDtypeStruct], loss: Callable[..., Any] | None, module: Any) -> Any:
+def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any) -> Any:
     """The loss of a batch of zeros, or the model's result without a loss of the user's own."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
     if loss is not None:
         return loss(module, zeros)
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
+
+
+def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
+    """The attention kernel. Raises InputError where the file asks for one that is not available."""
+    choice = choose_attention(model, layout.device, sharing=layout.devices_of_stage)
+    if model.attention not in ("auto", choice.kernel.name):
+        why = f"{model.attention} is not available here: {choice.why}. Use auto, which takes it where it is available, or xla"
+        raise InputError([f"{where('model.attention')}: model.attention: {why}"])
+    return choice
+
+
+def _grouped_matmuls(model: ModelConfig, device: Any) -> str:
+    """The way in which the matmuls of experts run, as in the log."""
+    if model.fp8:
+        return "blocks of rows in eight bits"
+    obstacle = mosaic_obstacle(compute_type(model), device)
+    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
+
+
+def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layout: MeshLayout) -> Model:
+    """The model with metrics of the exchange of its experts: `exchange_rounds`, or `exchange_dropped` where rows may be dropped.
+
+    The model itself where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
+    """
+    exchange = exchange_at(layout.rules, _EXPERTS, _RANK, layout.mesh.shape) if layout.pipeline is None else None
+    if exchange is None:
+        return model
+
+    def terms(decoder: Any) -> Terms:
+        own, counts = model.terms(decoder), decoder.counts  # [L, b, E]
+        if not exchange.can_count(*counts.shape[-2:]):
+            return own
+        rounds, dropped = exchange.served(counts, seq, experts.choose)
+        name, value = ("exchange_dropped", jnp.mean(dropped)) if exchange.drops else ("exchange_rounds", jnp.max(rounds))
+        # Terms without a factor are metrics alone.
+        return {**own, name: (value.astype(jnp.float32), 0.0)}
+
+    return replace(model, terms=terms, is_trained_differently=True)
 
 
 def _objective(
@@ -142,7 +197,9 @@ def _objective(
     pipeline: the step's. An evaluation has the run's own, since its batches have no parts. recompute: lets layers keep what `train.remat`
     says.
     """
-    whole, widens = Pipeline.of(layout.pipeline), has_wide_gradients(config, layout)
+    whole = Pipeline.of(layout.pipeline)
+    # Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway.
+    widens = config.optimizer.gradients == "f32" and layout.pipeline is None
     pads = config.train.uneven == "pad" and may_reshape(config)
     tokens = loss_of_logits
     if model.has_features:

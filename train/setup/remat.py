@@ -29,7 +29,7 @@ Remat = str | tuple[str, ...]
 """What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
 
 AUTO = "auto"
-"""The value of `train.remat` that leaves the setting to `fit.py`."""
+"""The value of `train.remat` that leaves the setting to `train.run.fit`."""
 
 ATTENDED = "heads"
 """The name of attention's result."""

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
 
 from ..config import Run
-from ..models.kernels import AttentionChoice
-from ..models.model import Model
 from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer, Settings, settings_of_step
 from ..step.state import State
 from ..step.step import make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
 from ..sync.exchanges import ExchangePrograms, Exchanges
-from .program import rows_of
-from .remat import Remat
+from .program import ModelProgram, rows_of
 from .state import COMPILED_ONCE, StateLayout
 
 
@@ -33,26 +30,22 @@ from .state import COMPILED_ONCE, StateLayout
 class Setup(StateLayout):
     """A run's parts, their shapes and where they go; built by `prepare`, nothing allocated.
 
-    make_state: makes the state before the first step from a seed, uint32[]. It is one function, so that JAX traces it once. element: the
-    arrays of one row of a batch, by name. attention, grouped, remat: see `ModelProgram`. compiled: the step, if it is compiled already.
+    make_state: makes the state before the first step from a seed, uint32[]. It is one function, so that JAX traces it once. objective: the
+    loss of parameters as the state has them. compiled: the step, if it is compiled already.
     """
 
     run: Run
-    model: Model
-    attention: AttentionChoice | None
-    grouped: str
-    remat: Remat
-    loss_chunks: int
+    mesh: Mesh | AbstractMesh
+    program: ModelProgram
     make_optimizer: MakeOptimizer
     objective: Objective
     make_state: Callable[[Any], State]
-    element: Mapping[str, jax.ShapeDtypeStruct]
     compiled: Any = None
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a batch."""
-        return rows_of(self.element, self.run.config.train.batch)
+        return rows_of(self.program.element, self.run.config.train.batch)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -122,8 +115,9 @@ class Setup(StateLayout):
         if self.compiled is not None:
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
-        has_foreign_mask = None if self.attention is None else self.attention.kernel.has_foreign_mask
-        if has_foreign_mask is not None and "segments" in self.element and has_foreign_mask(compiled.as_text() or ""):
+        attention = self.program.attention
+        has_foreign_mask = None if attention is None else attention.kernel.has_foreign_mask
+        if has_foreign_mask is not None and "segments" in self.program.element and has_foreign_mask(compiled.as_text() or ""):
             why = (
                 "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it with "
                 "data.documents: mask. Split both over the same axes, or use model.attention: xla"
@@ -147,4 +141,4 @@ class Setup(StateLayout):
             in_shardings=(self.stored.params, shardings, self.batch_shardings),
             out_shardings=whole,
         )
-        return jitted.lower(params, one, rows_of(self.element, batch)).compile()
+        return jitted.lower(params, one, rows_of(self.program.element, batch)).compile()

@@ -12,85 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
-from jgt.document import InputError
-from jgt.replacements.replicas import Replicas
 from jgt.sharding.placement import Placement
 from jgt.sharding.storage import Storage
 
-from ..code.files import Code
-from ..config import Config
-from ..models.linear import compute_type
-from ..step.config import OwnOptimizer
-from ..step.features import StepFeatures
 from ..step.gradients import GradientSum
-from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, own_optimizer, roles_of
-from ..step.state import Exchanged, Kept, State, Trained, Tree
+from ..step.state import OPTIONAL, State, Tree
+from ..step.step import StepFeatures
 from ..sync.phases import Phases, mean_of_replicas
-from .layout import MeshLayout
-from .model import Where
-from .place import Placed
-from .program import ModelProgram
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewState:
-    """The maker of a run's state. make(seed, uint32[]) returns the state before the first step, whose shapes are `shapes`."""
-
-    make_optimizer: MakeOptimizer
-    features: StepFeatures
-    phases: Phases | None
-    make: Callable[[Any], State]
-    shapes: State
-
-
-def new_state(program: ModelProgram, placed: Placed, config: Config, layout: MeshLayout, code: Code, where: Where) -> NewState:
-    """The optimizer and the optional features of a run, and the state that they begin with. Raises InputError."""
-    optimizer = config.optimizer
-    if isinstance(optimizer, OwnOptimizer):
-        make_optimizer = own_optimizer(optimizer, code, where)
-    else:
-        make_optimizer = build_optimizer(
-            optimizer,
-            roles_of(program.model, placed.stored),
-            dtype=compute_type(config.model),
-            map_matrices=placed.stored.map_matrices,
-            sizes={p.path: p.shape[-2:] for p in placed.placement.parameters},
-        )
-    features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
-    phases = _phases(layout, program.variables, where)
-    storage = placed.storage
-
-    def make(seed: jax.Array) -> State:
-        params, variables = program.init(jax.random.key(seed))
-        params = params if storage is None else storage.entered(params)
-        # The state does not depend on the settings.
-        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
-        kept = features.first(params)
-        waiting = placed.gradients.first_waiting(params if storage is None else jax.eval_shape(storage.used, params))
-        state = State(jnp.zeros((), jnp.int32), Trained(params, opt_state, variables), kept, Exchanged(waiting=waiting))
-        return state if phases is None else phases.begin(state)
-
-    shapes = jax.eval_shape(make, jax.ShapeDtypeStruct((), jnp.uint32))
-    return NewState(make_optimizer=make_optimizer, features=features, phases=phases, make=make, shapes=shapes)
-
-
-def _phases(layout: MeshLayout, variables: Any, where: Where) -> Phases | None:
-    """The phases of a run with `sync.every` above 1. Raises InputError for a model that keeps more than parameters, with `every: 1`."""
-    if layout.sync is None:
-        return None
-    if layout.has_phases:
-        return Phases(replicas=Replicas(mesh=layout.mesh, axes=(layout.sync.axis,), batch=layout.batch), config=layout.sync)
-    if jax.tree.leaves(variables):
-        text = "the model keeps more than parameters from step to step (statistics, loads of experts, random keys)"
-        remedy = "sync.every: 1 exchanges gradients only. Use a larger every, or remove sync:"
-        raise InputError([f"{where('model.kind')}: model.kind: {text}. {remedy}"])
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +33,6 @@ class StateLayout:
     above 1. offload: whether moments are in the host's memory between steps. shapes: the state's.
     """
 
-    mesh: Mesh | AbstractMesh
     placement: Placement
     storage: Storage | None
     gradients: GradientSum
@@ -155,14 +86,14 @@ class StateLayout:
         """place: the parameters' placement. used: the placement of gradients that wait for the next step."""
         whole = place.replicated()
         moments = place.optimizer(one.opt_state, "pinned_host" if self.offload else None)
-        trained = Trained(place.params, moments, place.inputs(one.variables, "variables"))
+        variables = place.inputs(one.variables, "variables")
         # The window of losses is a few numbers, which every device keeps. The average is laid out as the moments: an update reads both, and
         # with ZeRO each device keeps its part alone.
         losses = jax.tree.map(lambda _: whole, one.losses)
-        kept = Kept(losses=losses, average=None if one.average is None else place.gradients)
+        average = None if one.average is None else place.gradients
         sync = self.gradients.sync
         waiting = None if sync is None or one.waiting is None else jax.tree.map(sync.lift, used.params)
-        return State(cast(Any, whole), trained, kept, Exchanged(waiting=waiting))
+        return State(cast(Any, whole), place.params, moments, variables, losses=losses, average=average, waiting=waiting)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
@@ -172,7 +103,7 @@ class StateLayout:
         """The inverse of `to_save`. The state may lack optional parts."""
         if not self._reshapes:
             return state
-        shardings = self.shardings.with_parts(**without_arrays(state))
+        shardings = replace(self.shardings, **without_arrays(state))
         return jax.jit(self._enter, out_shardings=shardings, compiler_options=COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
@@ -201,7 +132,7 @@ class StateLayout:
         if sync is not None and waiting is not None:
             # Gradients have the form of the parameters in use.
             waiting = sync.map(conversion(storage.in_use))(waiting)
-        return replace(one(state), exchanged=Exchanged(waiting=waiting))
+        return replace(one(state), anchor=None, momentum=None, waiting=waiting)
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
@@ -224,14 +155,14 @@ class StateLayout:
         """A state before the first step, with other parameters, as the state has them."""
         phases = self.phases
         if phases is None:
-            return self.with_average(state.with_parts(params=params))
+            return self.with_average(replace(state, params=params))
         spread = jax.jit(phases.spread, out_shardings=self.shardings.params)
-        return self.with_average(state.with_parts(params=spread(params), anchor=params))
+        return self.with_average(replace(state, params=spread(params), anchor=params))
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
         first = jax.jit(self.features.first_average, out_shardings=self.shardings.average)
-        return state.with_parts(average=first(state.params))
+        return replace(state, average=first(state.params))
 
     @functools.cached_property
     def averaged_params(self) -> Callable[[Any], Any]:
@@ -245,7 +176,7 @@ class StateLayout:
 
 def without_arrays(state: State) -> dict[str, None]:
     """The optional parts that a state lacks, for the shardings of such a state."""
-    return dict.fromkeys({**vars(state.kept), **vars(state.exchanged)}.keys() - state.arrays().keys())
+    return dict.fromkeys(OPTIONAL - state.arrays().keys())
 
 
 def _mean(tree: Tree, shardings: Any) -> Tree:
@@ -256,7 +187,5 @@ def _mean(tree: Tree, shardings: Any) -> Tree:
 
 def _converted(state: State, convert: Callable[..., Any]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
-    trained = replace(state.trained, params=convert(state.params), opt_state=convert(state.opt_state, as_state=True))
-    average = state.average
-    kept = replace(state.kept, average=None if average is None else convert(average, as_state=True))
-    return replace(state, trained=trained, kept=kept)
+    average = None if state.average is None else convert(state.average, as_state=True)
+    return replace(state, params=convert(state.params), opt_state=convert(state.opt_state, as_state=True), average=average)

@@ -59,8 +59,7 @@ class Objective:
     """The loss that a run minimises, and the one that it evaluates, of a model that is not being trained.
 
     is_token_loss: the loss is the trainer's own, a sum of nats over the batch's `weights`. used(params): the parameters that both take,
-    from a state's. settle: see `Model`. unstored: the loss of the model's own parameters, if `loss` takes stored ones.
-    is_of_whole_batches: an evaluation on a smaller batch has other results, because rows meet.
+    from a state's. settle: see `Model`. is_of_whole_batches: an evaluation on a smaller batch has other results, because rows meet.
     """
 
     loss: ShardedLoss
@@ -68,20 +67,14 @@ class Objective:
     is_token_loss: bool
     used: Callable[[Any], Any] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
-    unstored: ShardedLoss | None = None
     is_of_whole_batches: bool = False
-
-    @property
-    def of_model(self) -> ShardedLoss:
-        """The loss of the model's own parameters."""
-        return self.loss if self.unstored is None else self.unstored
 
     def on_stored(self, storage: Storage) -> Objective:
         """The same of parameters that are stored in other forms."""
         assert isinstance(self.loss, Sharded)
         assert isinstance(self.evaluated, Sharded)
         loss, evaluated = self.loss.on_used(storage), self.evaluated.on_used(storage)
-        return replace(self, loss=loss, evaluated=evaluated, used=storage.used, unstored=self.loss)
+        return replace(self, loss=loss, evaluated=evaluated, used=storage.used)
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:

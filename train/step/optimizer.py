@@ -19,11 +19,10 @@ import numpy as np
 import optax
 
 from jgt.document import InputError
-from jgt.sharding.paths import path_text
 from jgt.sharding.placement import Placement
 
 from ..code.files import Code
-from ..code.names import call_with, load_object
+from ..code.names import load_callable
 from ..models.model import Model, Role
 from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
@@ -74,17 +73,14 @@ def build_optimizer(
 
 def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str]) -> MakeOptimizer:
     """An optimizer of the user's own. where(key): file and line of a key of the config. Raises InputError, also when it is called."""
-    function = load_object(config.name, "optimizer.name", code, where("optimizer.name"))
-
-    def place(key: str) -> str:
-        return f"{where(f'optimizer.{key}')}: optimizer.{key}"
+    own = load_callable("optimizer.name", config.name, config.arguments, code, where)
 
     def make(settings: Settings) -> optax.GradientTransformation:
-        offered = {"learning_rate": settings.lr, "weight_decay": settings.weight_decay}
-        optimizer = call_with(function, config.arguments, offered, lambda key: place(key or "name"))
+        optimizer = own(learning_rate=settings.lr, weight_decay=settings.weight_decay)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             kind = type(optimizer).__name__
-            raise InputError([f"{place('name')}: {config.name} returned a value of type {kind}, not an optax transformation"])
+            why = f"{config.name} returned a value of type {kind}, not an optax transformation"
+            raise InputError([f"{where('optimizer.name')}: optimizer.name: {why}"])
         return optax.with_extra_args_support(optimizer)
 
     return make
@@ -100,8 +96,8 @@ def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable
 
     A parameter is looked up by its path, because optax also calls this with trees in which some parameters are left out.
     """
-    by_path = {path_text(path): labels.get(role, default) for path, role in jax.tree.leaves_with_path(roles)}
-    return lambda params: jax.tree.map_with_path(lambda path, _: by_path[path_text(path)], params)
+    by_path = {path: labels.get(role, default) for path, role in jax.tree.leaves_with_path(roles)}
+    return lambda params: jax.tree.map_with_path(lambda path, _: by_path[path], params)
 
 
 def with_moments_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:

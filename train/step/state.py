@@ -14,7 +14,7 @@ import optax
 Tree = optax.Params
 """Arrays in nested containers; in a tree of shapes or shardings, these."""
 
-OPTIONAL = ("losses", "average", "anchor", "momentum", "waiting")
+OPTIONAL = frozenset(("losses", "average", "anchor", "momentum", "waiting"))
 """The parts of a state that some runs lack."""
 
 

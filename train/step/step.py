@@ -30,7 +30,10 @@ StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepFeatures:
-    """Features of a step that keep arrays from step to step: it skips spikes of the loss, and averages the parameters with the decay ema."""
+    """Features of a step that keep arrays from step to step: skipped spikes of the loss, and an average of the parameters.
+
+    ema: the decay of the average, if the run has one.
+    """
 
     spikes: SpikesConfig | None = None
     ema: float | None = None
@@ -43,9 +46,7 @@ class StepFeatures:
         """The average before the first step."""
         return None if self.ema is None else jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
-    def judge(
-        self, losses: jax.Array | None, step: jax.Array, loss: jax.Array, finite: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def judge(self, losses: jax.Array | None, step: jax.Array, loss: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Whether to apply a step's update, and the window of losses after the step. finite: whether the loss is."""
         if self.spikes is None or losses is None:
             return finite, losses

@@ -90,7 +90,7 @@ def planned_text(tiny_file, rules, *overrides):
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_cudnns_kernel_gets_the_mask_of_its_devices_rows(tiny_file, rules_dir, remat):
     text, setup = planned_text(tiny_file, str(rules_dir / "fsdp_tensor.yaml"), f"train.remat={remat}")
-    assert setup.attention.kernel is CUDNN
+    assert setup.program.attention.kernel is CUDNN
     calls = [line for line in text.splitlines() if 'custom_call_target="__cudnn$fmha' in line]
     # 16 rows on 4 devices, and no score of a head in memory.
     assert len(calls) >= 2

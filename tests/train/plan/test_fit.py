@@ -5,8 +5,8 @@ import pytest
 from plugin import needs_plugin
 
 from train.plan.__main__ import main
+from train.run import fit
 from train.run.train import open_run
-from train.setup import fit
 
 ORDER = ["none", "attention", "matmuls", "block"]
 
@@ -35,27 +35,27 @@ NEEDS = {"none": 100, "attention": 80, "matmuls": 60, "block": 40}
 @pytest.mark.parametrize(("memory", "wanted"), [(1000, "none"), (85, "attention"), (50, "block"), (10, "block")])
 def test_the_first_setting_that_fits_is_taken(taken, memory, wanted):
     setup, tried = taken(NEEDS, memory)
-    assert setup.remat == wanted and tried == ORDER[: ORDER.index(wanted) + 1]
+    assert setup.program.remat == wanted and tried == ORDER[: ORDER.index(wanted) + 1]
     # What was compiled to find out is the step of the run.
     assert (setup.compile_train_step() is setup.compiled) == (NEEDS[wanted] <= memory)
 
 
 def test_devices_that_report_no_memory_recompute_nothing(tiny, capsys):
     setup, _ = open_run(tiny("train.remat=auto"))
-    assert setup.remat == "none" and setup.compiled is None
+    assert setup.program.remat == "none" and setup.compiled is None
 
 
 def test_a_step_that_xla_cannot_compile_for_lack_of_memory_does_not_fit(taken, monkeypatch):
     plain = fit.Setup.compile_train_step
 
     def compile_train_step(self):
-        if self.remat == "none":
+        if self.program.remat == "none":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return plain(self)
 
     monkeypatch.setattr(fit.Setup, "compile_train_step", compile_train_step)
     setup, _ = taken({"none": 1}, 1000)
-    assert setup.remat == "attention"
+    assert setup.program.remat == "attention"
 
 
 @needs_plugin

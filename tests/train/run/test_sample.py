@@ -30,7 +30,7 @@ def sample(tiny):
 def test_without_temperature_the_likeliest_token_follows(sample):
     text, setup, state, data = sample(SAMPLE)
     tokens = data.tokenizer.encode("1 4 9 ")
-    apply = jax.jit(setup.model.apply)
+    apply = jax.jit(setup.program.model.apply)
     for _ in range(9):
         padded = np.array([tokens + [0] * (32 - len(tokens))])
         tokens.append(int(np.argmax(apply(state.params, state.variables, padded)[0, len(tokens) - 1])))

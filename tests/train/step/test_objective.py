@@ -130,9 +130,7 @@ def test_an_nnx_model_trains_as_its_own_loop_does():
     optimizer = nnx.Optimizer(module, optax.sgd(1.0), wrt=nnx.Param)
     for _ in range(3):
         optimizer.update(module, nnx.grad(lambda m: errors(m, BATCH).mean())(module))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     found = state.variables["norm"]
     np.testing.assert_allclose(found["mean"], module.norm.mean[...], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["var"], module.norm.var[...], rtol=1e-5, atol=1e-6)

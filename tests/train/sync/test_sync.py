@@ -241,10 +241,7 @@ def test_a_late_gradient_is_applied_in_the_next_step(made, more):
     is_exact = "wire" not in more[0]
     np.testing.assert_allclose(second[1][0], losses[0], rtol=0, atol=2e-6)
     # AdamW divides by the gradient's own size, so that its rounding matters where it is small.
-    close = [
-        np.isclose(x, y, rtol=0, atol=5e-5)
-        for x, y in zip(*map(jax.tree.leaves, (second[0].params, expected.params)), strict=True)
-    ]
+    close = [np.isclose(x, y, rtol=0, atol=5e-5) for x, y in zip(*map(jax.tree.leaves, (second[0].params, expected.params)), strict=True)]
     assert sum(map(np.sum, close)) >= (1 if is_exact else 0.9) * sum(x.size for x in close)
 
 

@@ -129,9 +129,7 @@ def test_a_run_without_replicas_gets_them(whole, tiny_file, tmp_path):
     setup = prepare(load(tiny_file, [RULES, MESH, OUTER]))
     state = restore_state(setup, find_checkpoint(tmp_path / "plain")[0])
     same(state.anchor, position.state.params)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.opt_state, position.state.opt_state))
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), *jax.device_get((state.opt_state, position.state.opt_state)))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.momentum))
 
 

@@ -15,8 +15,8 @@ import jax
 from jgt.planner.hardware import USABLE
 
 from ..processes.processes import true_on_all_processes
-from .remat import AUTO, Remat, remat_settings
-from .setup import Setup
+from ..setup import AUTO, Remat, Setup
+from ..setup.remat import remat_settings
 
 
 def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Setup], Setup | None]) -> Setup:
@@ -27,8 +27,9 @@ def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Se
     """
     if setup.run.config.train.remat != AUTO:
         return setup
-    for remat in remat_settings(keeps_scores=setup.attention is None or setup.attention.kernel.keeps_scores):
-        setup = setup if remat == setup.remat else again(remat)
+    attention = setup.program.attention
+    for remat in remat_settings(keeps_scores=attention is None or attention.kernel.keeps_scores):
+        setup = setup if remat == setup.program.remat else again(remat)
         if (fitting := fits(setup)) is not None:
             return fitting
     return setup
