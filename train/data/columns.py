@@ -17,24 +17,24 @@ from typing import Any
 
 from jgt.document import shown
 
-from .documents import MAX_LINE_BYTES, Unreadable
-from .packed import BadTextError, is_too_much
+from .documents import MAX_LINE_BYTES
+from .packed import TextError, is_too_much
 
 _ROWS = 128
 """Rows that become Python objects together. A text has at most MAX_LINE_BYTES, and this many of them must fit the memory."""
 
 
-def read_parquet(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+def read_parquet(path: Path, *, field: str) -> Iterator[str | TextError]:
     """The text of each row in the column `field`."""
     return _documents(path, field, "Parquet", _parquet_rows)
 
 
-def read_arrow(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+def read_arrow(path: Path, *, field: str) -> Iterator[str | TextError]:
     """The text of each row in the column `field` of an Arrow IPC file or stream."""
     return _documents(path, field, "Arrow", _arrow_rows)
 
 
-def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str], Iterator[Any]]) -> Iterator[str | Unreadable]:
+def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str], Iterator[Any]]) -> Iterator[str | TextError]:
     pyarrow: Any = importlib.import_module("pyarrow")
     row, total, size = 0, 0, path.stat().st_size
     try:
@@ -46,15 +46,15 @@ def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str],
                 text = _text(f"{path}: row {row}", field, value)
                 total += len(text) if isinstance(text, str) else 0
                 if is_too_much(total, size):
-                    raise BadTextError(f"row {row}: the texts are {total // size:,} times as large as the file, too much for text")
+                    raise TextError(f"row {row}: the texts are {total // size:,} times as large as the file, too much for text")
                 yield text
         if row == 0:
-            raise BadTextError("the file is empty: it contains no documents")
-    except BadTextError as error:
-        yield Unreadable(f"{path}: {error}", error.fields)
+            raise TextError("the file is empty: it contains no documents")
+    except TextError as error:
+        yield TextError(f"{path}: {error}", error.fields)
     # Damage is an error of Arrow's, of the system or, in the text of a message, of Python's.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        yield Unreadable(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
+        yield TextError(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def _arrow_rows(path: Path, field: str) -> Iterator[Any]:
     with path.open("rb") as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
-        raise BadTextError("a Feather file of version 1. Write it as version 2 (pyarrow.feather.write_feather)")
+        raise TextError("a Feather file of version 1. Write it as version 2 (pyarrow.feather.write_feather)")
     if not magic:
         return
     with pyarrow.memory_map(str(path)) as source:
@@ -88,14 +88,14 @@ def _arrow_rows(path: Path, field: str) -> Iterator[Any]:
 
 
 def _check_column(schema: Any, field: str) -> None:
-    """Raises BadTextError if the schema does not have exactly one column of this name, or if it is not text."""
+    """Raises TextError if the schema does not have exactly one column of this name, or if it is not text."""
     fields = tuple((column.name, _is_text(column.type)) for column in schema)
     if (count := schema.names.count(field)) > 1:
-        raise BadTextError(f"has {count} columns {shown(field)}")
+        raise TextError(f"has {count} columns {shown(field)}")
     if count == 0:
-        raise BadTextError(f"has no column {shown(field)}", fields)
+        raise TextError(f"has no column {shown(field)}", fields)
     if not _is_text(kind := schema.field(field).type):
-        raise BadTextError(f"the column {shown(field)} is {shown(str(kind))[1:-1]}, not text", fields)
+        raise TextError(f"the column {shown(field)} is {shown(str(kind))[1:-1]}, not text", fields)
 
 
 def _is_text(kind: Any) -> bool:
@@ -106,12 +106,12 @@ def _is_text(kind: Any) -> bool:
     return any(getattr(types, f"is_{name}")(kind) for name in ("string", "large_string", "string_view", "binary", "large_binary"))
 
 
-def _text(where: str, field: str, value: str | bytes | None) -> str | Unreadable:
+def _text(where: str, field: str, value: str | bytes | None) -> str | TextError:
     if value is None:
-        return Unreadable(f"{where}: the column {shown(field)} is null. Remove the row")
+        return TextError(f"{where}: the column {shown(field)} is null. Remove the row")
     if len(value) > MAX_LINE_BYTES:
-        return Unreadable(f"{where}: the text is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
+        return TextError(f"{where}: the text is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it")
     try:
         return value if isinstance(value, str) else value.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Unreadable(f"{where}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start} of the text")
+        return TextError(f"{where}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start} of the text")

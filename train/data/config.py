@@ -9,6 +9,7 @@ show (a bad line, an id outside the vocabulary) is left to `open_data`.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import Counter
@@ -21,7 +22,7 @@ from jgt.document import Bound, InputError, Node, path_problem, shown
 
 from ..code.names import is_name
 from ..sections import is_installed
-from . import files
+from .files import Finder, standard_library
 
 Problem = tuple[str, str]
 """A key of the section, and what is wrong with it."""
@@ -84,7 +85,7 @@ class MixturePart(_SourceKeys):
         """The part in metrics: its name or, without one, the last part of its path that is not a pattern."""
         if self.name is not None:
             return self.name
-        parts = [part for part in Path(self.path or self.source).parts if not files.is_glob(part)]
+        parts = [part for part in Path(self.path or self.source).parts if not glob.has_magic(part)]
         stem = re.sub(r"[^\w-]+", "-", parts[-1].split(".")[0] if parts else "", flags=re.ASCII).strip("-")
         return stem[:_MAX_NAME] or self.source
 
@@ -207,7 +208,7 @@ def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
     if isinstance(config, OwnData):
         return
     # One finder for all paths: its budget of names is for the whole config.
-    finder = files.Finder()
+    finder = Finder()
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
         yield from ((prefix + key, message) for key, message in (*_missing(part), *_part_path_problems(part, finder)))
@@ -221,11 +222,11 @@ def _missing(part: MixturePart) -> Iterator[Problem]:
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):
             yield "tokenizer", f"no permission to read {part.tokenizer}"
-    if part.source == "stdlib" and not files.standard_library().paths:
+    if part.source == "stdlib" and not standard_library().paths:
         yield "source", "this Python has no standard library in source form. Use the source text and a path"
 
 
-def _part_path_problems(part: MixturePart, finder: files.Finder) -> Iterator[Problem]:
+def _part_path_problems(part: MixturePart, finder: Finder) -> Iterator[Problem]:
     whole: dict[str, tuple[Path, ...]] = {}
     for key, path in (("path", part.path), ("eval_path", part.eval_path)):
         if path is None:
@@ -253,7 +254,7 @@ def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterato
         if not path_problem(path, "folder"):
             yield f"the folder {path} has no files"
         else:
-            yield f"no file matches {path} {here}" if files.is_glob(path) else f"no such file or folder: {path} {here}"
+            yield f"no file matches {path} {here}" if glob.has_magic(path) else f"no such file or folder: {path} {here}"
     for file in matches:
         if problem := path_problem(file):
             yield f"{file} cannot be read: {problem}"

@@ -2,7 +2,7 @@
 
 A data set of text is read once, from one end to the other, and can be larger than memory. So a plain file is read in blocks of about a
 megabyte that end at a line end, and a JSON lines file line by line, each line one document. A line that cannot be used does not end the
-reading: the reader yields an `Unreadable` in its place, so that a user sees all bad lines of a file at once. A wrong name of the field with
+reading: the reader yields an `TextError` in its place, so that a user sees all bad lines of a file at once. A wrong name of the field with
 the text would fill the screen with equal lines; so a document without the field says which fields it has, and the caller makes one problem
 of all such documents (`missing_field`).
 
@@ -15,12 +15,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import Node, shown
 
-from .packed import BadTextError, read_blocks
+from .packed import TextError, read_blocks
 
 MAX_LINE_BYTES = 1 << 24
 _MOST_FIELDS = 12
@@ -28,18 +27,7 @@ _MAX_NAME = 100
 _LIMIT = f"is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it"
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """Takes the place of a text that could not be read. The message is `file:line: what is wrong. What to change`.
-
-    fields: the fields of a document without the field that was asked for; see `packed.BadTextError`.
-    """
-
-    message: str
-    fields: tuple[tuple[str, bool], ...] | None = None
-
-
-def read_texts(path: Path, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+def read_texts(path: Path, *, as_bytes: bool = False) -> Iterator[str | TextError]:
     """The text of a UTF-8 file in blocks of about a megabyte, each ending at a line end.
 
     as_bytes: bytes that are not UTF-8 become surrogates, which the byte tokenizer turns into these bytes again.
@@ -52,27 +40,27 @@ def read_texts(path: Path, *, as_bytes: bool = False) -> Iterator[str | Unreadab
                 # A block has thousands of lines; the user needs the one with the bad byte.
                 at = first + block[: error.start].count(b"\n")
                 bad = f"not UTF-8: byte {block[error.start]:#04x}. Save the file as UTF-8, or set the tokenizer to bytes"
-                yield Unreadable(f"{path}:{at}: {bad}")
+                yield TextError(f"{path}:{at}: {bad}")
                 return
-    except BadTextError as error:
-        yield Unreadable(str(error))
+    except TextError as error:
+        yield error
 
 
-def read_file(path: Path, *, as_bytes: bool = False) -> Iterator[str | Unreadable]:
+def read_file(path: Path, *, as_bytes: bool = False) -> Iterator[str | TextError]:
     """As `read_texts`, but the whole file as one document."""
     pieces: list[str] = []
     for text in read_texts(path, as_bytes=as_bytes):
-        if isinstance(text, Unreadable):
+        if isinstance(text, TextError):
             yield text
             return
         pieces.append(text)
         if sum(map(len, pieces)) > MAX_LINE_BYTES:
-            yield Unreadable(f"{path}: the file {_LIMIT}")
+            yield TextError(f"{path}: the file {_LIMIT}")
             return
     yield "".join(pieces)
 
 
-def read_documents(path: Path, *, field: str) -> Iterator[str | Unreadable]:
+def read_documents(path: Path, *, field: str) -> Iterator[str | TextError]:
     """The text in `field` of every JSON line that is not blank. A file that ends in .gz or .zst is unpacked."""
     is_empty = True
     try:
@@ -84,13 +72,13 @@ def read_documents(path: Path, *, field: str) -> Iterator[str | Unreadable]:
                     yield _text(f"{path}:{number}", line, field)
         # An empty file among many is most likely a failed download.
         if is_empty:
-            yield Unreadable(f"{path}: the file is empty: it contains no documents")
-    except BadTextError as error:
-        yield Unreadable(str(error))
+            yield TextError(f"{path}: the file is empty: it contains no documents")
+    except TextError as error:
+        yield error
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Blocks of about a megabyte that end at a line end, and the number of their first line. Raises BadTextError with path and line."""
+    """Blocks of about a megabyte that end at a line end, and the number of their first line. Raises TextError with path and line."""
     line, rest = 1, b""
     try:
         for block in read_blocks(path):
@@ -100,41 +88,41 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield line, whole + newline
                 line += whole.count(b"\n") + 1
             if len(rest) > MAX_LINE_BYTES:
-                raise BadTextError(f"the line {_LIMIT}")
-    except BadTextError as error:
-        raise BadTextError(f"{path}:{line}: {error}") from None
+                raise TextError(f"the line {_LIMIT}")
+    except TextError as error:
+        raise TextError(f"{path}:{line}: {error}") from None
     if rest:
         yield line, rest
 
 
-def _text(where: str, line: bytes, field: str) -> str | Unreadable:
+def _text(where: str, line: bytes, field: str) -> str | TextError:
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Unreadable(f"{where}: not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line")
+        return TextError(f"{where}: not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line")
     except RecursionError:
         # Python's JSON parser recurses once per level of nesting.
-        return Unreadable(f"{where}: the JSON is nested too deeply")
+        return TextError(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
-        return Unreadable(f"{where}: not valid JSON: {error}")
+        return TextError(f"{where}: not valid JSON: {error}")
     if not isinstance(document, dict):
-        return Unreadable(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
+        return TextError(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
     if field not in document:
         # The longest text first: it is the likeliest to be meant.
         known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)
-        return Unreadable(f"{where}: has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
+        return TextError(f"{where}: has no field {shown(field)}", tuple((name, isinstance(document[name], str)) for name in known))
     text = document[field]
     if not isinstance(text, str):
-        return Unreadable(f"{where}: the field {field!r} must be text, not {Node(text, where).in_words()}")
+        return TextError(f"{where}: the field {field!r} must be text, not {Node(text, where).in_words()}")
     try:
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return Unreadable(f"{where}: the field {field!r} contains half of a surrogate pair, which is not a character")
+        return TextError(f"{where}: the field {field!r} contains half of a surrogate pair, which is not a character")
     return text
 
 
-def missing_field(documents: Sequence[Unreadable], field: str, *, stopped: bool) -> tuple[str, str | None]:
+def missing_field(documents: Sequence[TextError], field: str, *, stopped: bool) -> tuple[str, str | None]:
     """The message about all documents without the field, and the name of a field that they have and that is text.
 
     stopped: whether the reading ended before the last document.
@@ -144,6 +132,4 @@ def missing_field(documents: Sequence[Unreadable], field: str, *, stopped: bool)
     others = len(documents) - 1
     more = f" (and {others}{' or more' if stopped else ''} other{'s' if others > 1 else ''})" if others else ""
     has = f"It has: {', '.join(map(shown, list(fields)[:_MOST_FIELDS])) or 'none'}{'' if texts else '. None of them is text'}"
-    return f"{documents[0].message}{more}. {has}", next(
-        iter([*difflib.get_close_matches(field[:_MAX_NAME], texts, n=1, cutoff=0.5), *texts]), None
-    )
+    return f"{documents[0]}{more}. {has}", next(iter([*difflib.get_close_matches(field[:_MAX_NAME], texts, n=1, cutoff=0.5), *texts]), None)

@@ -31,8 +31,8 @@ import numpy as np
 
 from jgt.document import InputError
 
-from .documents import Unreadable
 from .files import FileSet
+from .packed import TextError
 from .stream import Stream
 from .tokenizer import Tokenizer
 from .tokens import map_bin
@@ -43,13 +43,13 @@ _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
 
-Reader = Callable[[Path], Iterator[str | Unreadable]]
+Reader = Callable[[Path], Iterator[str | TextError]]
 
 
 class UnreadableError(InputError):
     """Texts that could not be read. missing: documents without their field. stopped: whether others were not read because of them."""
 
-    def __init__(self, problems: list[str], missing: list[Unreadable], *, stopped: bool):
+    def __init__(self, problems: list[str], missing: list[TextError], *, stopped: bool):
         super().__init__(problems)
         self.missing, self.stopped = missing, stopped
 
@@ -88,7 +88,7 @@ def remove_leftovers(cache_dir: Path) -> None:
 
 def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
     """The contents of the cache file, one piece per text. Raises UnreadableError at the end, after all texts were tried."""
-    problems = list[Unreadable]()
+    problems = list[TextError]()
     # The separator is appended to each text; without one, nothing is.
     end = np.asarray([] if separator is None else [separator], dtype)
     num_tokens = 0
@@ -101,13 +101,13 @@ def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator
         raise InputError([f"{path}: the file is empty: it contains no tokens" for path in files.paths])
     if problems:
         missing = [problem for problem in problems if problem.fields is not None]
-        others = [problem.message for problem in problems if problem.fields is None]
+        others = [str(problem) for problem in problems if problem.fields is None]
         if (stopped := len(problems) == _MAX_PROBLEMS) and others:
             others.append(f"{_MAX_PROBLEMS} problems; the rest was not read")
         raise UnreadableError(others, missing, stopped=stopped)
 
 
-def _readable(files: FileSet, reader: Reader, problems: list[Unreadable]) -> Iterator[str]:
+def _readable(files: FileSet, reader: Reader, problems: list[TextError]) -> Iterator[str]:
     """The texts that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
     for text in (text for path in files.paths for text in reader(path)):
         if isinstance(text, str):

@@ -44,78 +44,53 @@ class FileSet:
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def find_files(path: str) -> FileSet:
-    """The files of one path, as `Finder.files` finds them."""
-    return Finder().files(path)
-
-
 @functools.cache
 def standard_library() -> FileSet:
     """The modules of the running Python's standard library, without their tests."""
     # Present on every machine with Python: the default data needs no download.
     root = Path(sysconfig.get_paths()["stdlib"])
-    modules = (Path(folder, name) for folder, names in Finder().walk(str(root), _NOT_LIBRARY) for name in names if name.endswith(".py"))
+    modules = (path for path in Finder().below(str(root), _NOT_LIBRARY) if path.suffix == ".py")
     return FileSet(root=root, paths=tuple(sorted(modules)))
-
-
-def is_glob(path: str) -> bool:
-    """Whether a path contains *, ? or [."""
-    return glob.has_magic(path)
 
 
 class Finder:
     """Finds the files of a config's paths, and bounds the number of names that it looks at for all of them."""
 
     def __init__(self) -> None:
-        self._found: dict[str, FileSet] = {}
-        self._names_left = MAX_NAMES
+        self._path, self._names_left = "", MAX_NAMES
 
     def files(self, path: str) -> FileSet:
         """The file; or the visible files below the folder; or the matches of the glob that are not folders. Sorted, possibly empty.
 
         The result may contain pipes, devices and broken links: their kind is not examined. Raises InputError if there are too many names.
         """
-        if path not in self._found:
-            try:
-                self._found[path] = self._find(path)
-            except _TooManyError:
-                many = f"more than {MAX_NAMES:,} names in all would have to be looked at"
-                raise InputError([f"{path}: {many}. Name folders further down"]) from None
-        return self._found[path]
-
-    def _find(self, path: str) -> FileSet:
+        self._path = path
         # A path that exists is never read as a glob: its name may contain brackets.
         if not path_problem(path, "folder"):
-            paths = (Path(folder, name) for folder, names in self.walk(path) for name in names if not name.startswith("."))
+            paths = (file for file in self.below(path) if not file.name.startswith("."))
             return FileSet(root=Path(path), paths=tuple(sorted(paths)))
         if os.path.lexists(path):
             return FileSet(root=Path(path).parent, paths=(Path(path),))
-        matches = sorted(self._matches(path)) if is_glob(path) and "\0" not in path else []
+        matches = sorted(self._matches(path)) if glob.has_magic(path) and "\0" not in path else []
         # The digest of names is taken below this root, so that a moved data set keeps its identity.
         return FileSet(root=Path(os.path.commonpath([p.parent for p in matches])) if matches else Path(), paths=tuple(matches))
 
-    def walk(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
-        """Each folder from `root` down, except hidden and `skipped` ones, with the names in it that are not folders."""
+    def below(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+        """What is below a folder and no folder itself, except in hidden and `skipped` folders."""
+        return (Path(folder, name) for folder, names in self._walk(root, skipped) for name in names)
+
+    def _walk(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
         # os.walk does not enter links to folders, and yields nothing for a folder that cannot be read.
         for folder, folders, names in os.walk(root):
             self._count(len(folders) + len(names))
             folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
             yield folder, names
 
-    def _names(self, folder: str) -> list[str]:
-        try:
-            with os.scandir(folder) as entries:
-                names = [entry.name for entry in entries]
-        except OSError:
-            # Not permitted, or no folder.
-            return []
-        self._count(len(names))
-        return names
-
     def _count(self, number: int) -> None:
         self._names_left -= number
         if self._names_left < 0:
-            raise _TooManyError
+            many = f"more than {MAX_NAMES:,} names in all would have to be looked at"
+            raise InputError([f"{self._path}: {many}. Name folders further down"])
 
     def _matches(self, pattern: str) -> Iterator[Path]:
         """The matches of a glob that are not folders. Each level of the pattern turns the matches so far into their matching entries."""
@@ -124,23 +99,17 @@ class Finder:
         matches = {path.anchor or "."}
         for part in (*path.relative_to(path.anchor).parts, *(["*"] if path.name == "**" else [])):
             if part == "**":
-                matches = {below for folder in matches for below, _ in self.walk(folder)}
-            elif is_glob(part):
-                matches = {_below(folder, name) for folder in matches for name in self._names(folder) if _is_match(name, part)}
+                matches = {below for folder in matches for below, _ in self._walk(folder)}
+            elif glob.has_magic(part):
+                matches = {f"{folder.rstrip('/')}/{name}" for folder in matches for name in self._entries(folder, part)}
             else:
                 # Levels without magic are joined without listing a folder: `/data/*/train.bin` looks at the names in /data only.
-                matches = {_below(folder, part) for folder in matches}
+                matches = {f"{folder.rstrip('/')}/{part}" for folder in matches}
         # A broken link counts, so that it is reported instead of ignored.
         return (Path(path) for path in matches if os.path.lexists(path) and path_problem(path, "folder"))
 
-
-class _TooManyError(Exception):
-    """The search would look at more than MAX_NAMES names."""
-
-
-def _below(folder: str, name: str) -> str:
-    return f"{folder.rstrip('/')}/{name}"
-
-
-def _is_match(name: str, part: str) -> bool:
-    return fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
+    def _entries(self, folder: str, pattern: str) -> list[str]:
+        _, folders, names = next(os.walk(folder), ("", [], []))
+        self._count(len(folders) + len(names))
+        shows_hidden = pattern.startswith(".")
+        return [name for name in (*folders, *names) if fnmatchcase(name, pattern) and (shows_hidden or not name.startswith("."))]

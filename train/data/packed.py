@@ -23,8 +23,8 @@ MAX_RATIO = 200
 """How many times its size a file may unpack to. Text stays far below it; endless repetition reaches about a thousand."""
 
 
-class BadTextError(Exception):
-    """A text cannot be read. The message says why, and what to change.
+class TextError(Exception):
+    """A text cannot be read. The message says why, and what to change. Readers yield it in the place of the text, and continue.
 
     fields: if it is a document without the field that was asked for, its fields and whether each of them is text.
     """
@@ -40,7 +40,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """The contents of a file, unpacked, in blocks of about a megabyte. Raises BadTextError."""
+    """The contents of a file, unpacked, in blocks of about a megabyte. Raises TextError."""
     size, total = path.stat().st_size, 0
     unpack = _UNPACKERS.get(path.suffix, _plain)
     with path.open("rb") as file:
@@ -48,7 +48,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             total += len(block)
             if is_too_much(total, size):
                 ratio = f"the data is more than {MAX_RATIO} times as large as the file, too much for text"
-                raise BadTextError(f"{ratio}. Unpack the file if it is the right one")
+                raise TextError(f"{ratio}. Unpack the file if it is the right one")
             yield block
 
 
@@ -95,8 +95,8 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
         raise _damaged("Zstandard", "the last frame has no end")
 
 
-def _damaged(kind: str, error: object) -> BadTextError:
-    return BadTextError(f"the {kind} data is damaged or cut short: {error}. Create or download the file again")
+def _damaged(kind: str, error: object) -> TextError:
+    return TextError(f"the {kind} data is damaged or cut short: {error}. Create or download the file again")
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gzip, ".zst": _zstd}

@@ -20,7 +20,7 @@ from .columns import read_arrow, read_parquet
 from .config import BYTES, MixturePart, Problem
 from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
-from .files import FileSet, find_files, standard_library
+from .files import FileSet, Finder, standard_library
 from .headers import format_problem
 from .packed import is_packed
 from .stream import Stream, find_outside
@@ -73,7 +73,7 @@ def open_splits(
     also where files of text otherwise just follow each other; None if they shall.
     """
     open_files = partial(_open_files, part, prefix, tokenizer=tokenizer, vocab=vocab, end=end, cache_dir=cache_dir)
-    files = find_files(part.path) if part.path is not None else standard_library()
+    files = Finder().files(part.path) if part.path is not None else standard_library()
     train, too_small = open_files("path", files)
     fingerprint = {"source": part.source, **_identity(files)}
     # The ids of token files do not depend on a tokenizer.
@@ -81,7 +81,7 @@ def open_splits(
         fingerprint["tokenizer"] = tokenizer.identity
     held_out = None
     if part.eval_path is not None:
-        eval_files = find_files(part.eval_path)
+        eval_files = Finder().files(part.eval_path)
         held_out, more = open_files("eval_path", eval_files)
         too_small += more
         fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}

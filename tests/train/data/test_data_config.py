@@ -7,7 +7,7 @@ import pytest
 
 from jgt.document import bind, parse
 from train.data.config import DataConfig, MixturePart, path_problems
-from train.data.files import find_files, standard_library
+from train.data.files import Finder, standard_library
 
 
 def bound(text):
@@ -116,7 +116,7 @@ def test_a_path_is_a_file_a_folder_or_a_glob(tmp_path):
         (tmp_path / name).write_text(name)
 
     def names(path):
-        found = find_files(str(tmp_path / path))
+        found = Finder().files(str(tmp_path / path))
         return [file.relative_to(tmp_path).as_posix() for file in found.paths]
 
     assert names("b.txt") == ["b.txt"]
@@ -131,7 +131,7 @@ def test_the_digest_follows_names_and_sizes_but_not_the_place(tmp_path):
     for place in ("one", "two"):
         (tmp_path / place / "sub").mkdir(parents=True)
         (tmp_path / place / "sub/a.txt").write_text("text")
-    first, second = (find_files(str(tmp_path / place)) for place in ("one", "two"))
+    first, second = (Finder().files(str(tmp_path / place)) for place in ("one", "two"))
     assert first.digest() == second.digest()
     (tmp_path / "two/sub/a.txt").write_text("longer text")
     assert first.digest() != second.digest()
