@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgt.command.parser import CommandParser
-from jgt.document import InputError
-from jgt.document.files import read_bytes
+from jgt.document import InputError, read_bytes
 
 
 class Exit(enum.IntEnum):

@@ -39,6 +39,24 @@ def schema_of(cls: type[Any], *, in_list: bool = False) -> Schema:
     return mapping_of(properties) | ({"additionalProperties": True} if rest else {}) | ({"required": required} if required else {})
 
 
+def file_schema(
+    title: str, example: str, keys: Mapping[str, Schema], texts: Mapping[str, str], sections: type[Any] | None = None
+) -> Schema:
+    """The schema of a whole file, whose `extends` names a file that it overrides, and where null removes what that file has.
+
+    example: what `extends` may be beside a path. keys: their schemas. texts: their descriptions. sections: a class that `bind` reads, whose
+    fields are keys as well.
+    """
+    properties: dict[str, Schema] = {} if sections is None else schema_of(sections)["properties"]
+    entries: Schema = {"extends": {"type": "string", "description": f"A file that this one overrides, relative to this one, or {example}."}}
+    for name, schema in {**properties, **keys}.items():
+        text = texts.get(name) or schema.get("description", f"The `{name}:` section.")
+        # Every key may be null here.
+        is_optional = {"type": "null"} in schema.get("anyOf", ())
+        entries[name] = {"description": text, **or_null(schema["anyOf"][0] if is_optional else schema)}
+    return {"$schema": DIALECT, "title": title, **mapping_of(entries)}
+
+
 def mapping_of(properties: Mapping[str, Schema]) -> Schema:
     """The schema of a mapping with these keys and no others."""
     return {"type": "object", "properties": dict(properties), "additionalProperties": False}

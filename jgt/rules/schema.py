@@ -5,7 +5,7 @@ Rules are read entry by entry (`load.py`) and not into one dataclass, so their s
 
 from __future__ import annotations
 
-from jgt.document.schema import DIALECT, Schema, mapping_of, or_null
+from jgt.document.schema import Schema, file_schema, mapping_of, or_null
 from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
 
 _AXES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -36,8 +36,7 @@ _TEXTS = {
 
 def rules_schema() -> Schema:
     """The schema of a rules file."""
-    extends: Schema = {"type": "string", "description": "A file that this one overrides, relative to this one, or jgt:rules/NAME."}
-    return {"$schema": DIALECT, "title": "Rules of jgt", **mapping_of({"extends": extends, **_described(TOP_KEYS)})}
+    return file_schema("Rules of jgt", "jgt:rules/NAME", {key: _of_key(key) for key in TOP_KEYS}, _TEXTS)
 
 
 def _described(keys: tuple[str, ...]) -> dict[str, Schema]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from checkpoints import newest_of
 from hostile import Trap, assert_lines, content, diagonal, make_socket, read_step, table, watched
 
 from train.checkpoint import manifest
@@ -131,7 +132,7 @@ def test_a_checkpoint_with_pickles_is_set_aside(empty):
         checkpoints.wait()
         for name in ("evil.pkl", "state/checkpoint", "state/_CHECKPOINT_METADATA.pkl"):
             (empty / "checkpoints" / "2" / name).write_bytes(pickle.dumps(Trap()))
-        found, reports = checkpoints.find()
+        found, reports = newest_of(checkpoints)
         assert found.manifest.step == 1
         assert_lines(reports)
         assert find_checkpoint(empty / "nowhere") == find_checkpoint(Path("a" * 5_000)) == find_checkpoint(Path("a\0b")) == (None, [])

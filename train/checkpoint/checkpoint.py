@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,25 +35,12 @@ from ..step.state import State
 from .disk import DiskError, describe
 from .manifest import Manifest, file_entries
 from .restore import ARRAYS, first_line
-from .saved import SavedStep, Search, array_entries
+from .saved import Search, array_entries
 from .signature import read_key
 from .steps import Steps
 
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes free on a folder's disk."""
-    return shutil.disk_usage(folder).free
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """A manifest's facts about the run that wrote it: axis sizes of the mesh, fingerprints of config and data."""
-
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    fingerprints: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SaveError(EndError):
@@ -63,17 +50,18 @@ class SaveError(EndError):
 class Checkpoints:
     """The checkpoints of one run directory, written in the background; the last `keep` remain.
 
-    All processes make the same calls in the same order. Only the first one names and removes folders. free(folder): bytes free on its
-    disk. is_ours(): whether the run directory still belongs to this run; if not, nothing is named or removed.
+    All processes make the same calls in the same order. Only the first one names and removes folders. mesh, fingerprints: see `Manifest`.
+    free(folder): bytes free on its disk. is_ours(): whether the run directory still belongs to this run; if not, nothing changes there.
     """
 
     def __init__(
         self,
         folder: Path,
         config: CheckpointConfig,
-        identity: Identity | None = None,
         *,
-        free: Callable[[Path], int] = free_bytes,
+        mesh: Mapping[str, int] | None = None,
+        fingerprints: Mapping[str, Any] | None = None,
+        free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
         is_ours: Callable[[], bool] = lambda: True,
     ):
         key = read_key(config.key)
@@ -81,7 +69,7 @@ class Checkpoints:
         # A signature covers a file only by its SHA-256.
         self._sha256 = config.sha256 or key is not None
         self._keep = config.keep
-        self._identity = identity or Identity()
+        self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
         self._thread: threading.Thread | None = None
@@ -93,19 +81,9 @@ class Checkpoints:
             except OSError as error:
                 raise DiskError(f"{describe(error, self._steps.folder)}. No checkpoint was changed") from error
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the steps."""
-        return self._steps.folder
-
     def search(self) -> Search:
         """A search for the step to resume from. It sets bad steps aside."""
         return Search(self._steps, is_own=True)
-
-    def find(self) -> tuple[SavedStep | None, list[str]]:
-        """The newest whole step, and a line for each damaged step that was set aside to get to it."""
-        search = self.search()
-        return search.next(), search.reports
 
     def newest(self) -> int:
         """As `Steps.newest`."""
@@ -144,9 +122,9 @@ class Checkpoints:
             step=step,
             samples=samples,
             phase=phase,
-            mesh=dict(self._identity.mesh),
+            mesh=self._mesh,
             versions={name: metadata.version(name) for name in ("jax", "orbax-checkpoint")},
-            fingerprints=dict(self._identity.fingerprints),
+            fingerprints=self._fingerprints,
             arrays=arrays,
             files=(),
         )

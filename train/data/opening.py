@@ -22,7 +22,7 @@ from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
-from .sources import PartError, Splits, open_splits, spared_tokens
+from .sources import Opener, Splits, located, spared_tokens
 from .stream import Windows, num_windows
 from .tokenizer import open_tokenizer
 
@@ -43,17 +43,17 @@ def open_data(
         tokenizer = open_tokenizer(config.parts()[0].tokenizer)
     with _located(where, "data.documents"):
         end = end_of_documents(config, tokenizer, vocab)
-    open_part = partial(open_splits, eval_tokens=config.eval_tokens, tokenizer=tokenizer, seq=seq, vocab=vocab, end=end)
-    splits, problems = [], list[Problem]()
-    # Every part is opened, even after one has failed, so that the problems of all files are reported together.
+    opener = Opener(tokenizer=tokenizer, seq=seq, vocab=vocab, end=end, eval_tokens=config.eval_tokens, cache_dir=cache_dir, where=where)
+    splits, problems = [], list[str]()
     for part, prefix in zip(config.parts(), prefixes, strict=True):
-        try:
-            splits.append(open_part(part, prefix, cache_dir=cache_dir))
-        except PartError as error:
-            problems += [(prefix + key, message) for key, message in error.problems]
+        with InputError.collect(problems):
+            splits.append(opener.splits(part, prefix))
     too_small = [one for split in splits for one in split.too_small]
     remedy = f"Set model.vocab={max((needed for _, needed in too_small), default=0)}, or encode the data with a smaller vocabulary"
-    _raise_any([*problems, *(("model.vocab", f"{message}. {remedy}") for message, _ in too_small)], where)
+    with InputError.collect(problems):
+        _raise_any([("model.vocab", f"{message}. {remedy}") for message, _ in too_small], where)
+    if problems:
+        raise InputError(problems)
     _raise_any(list(_size_problems(config, prefixes, splits, seq)), where)
     with _located(where, "data.documents"):
         check_ends(config, [split.train for split in splits], end)
@@ -88,9 +88,8 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
 
 
 def _raise_any(problems: Sequence[Problem], where: Callable[[str], str]) -> None:
-    """Raises InputError for problems with dotted keys, each with the line of its key."""
     if problems:
-        raise InputError([f"{line}: {message}" if (line := where(key)) else message for key, message in problems])
+        raise located(problems, where)
 
 
 @contextlib.contextmanager
@@ -112,9 +111,9 @@ def _size_problems(config: DataConfig, prefixes: Sequence[str], splits: list[Spl
             held_out = 0
         if message := _too_short(part.label, train + held_out, seq):
             yield f"{prefix}path", message
-        elif config.eval_tokens and part.eval_path is None and (message := _bad_share(config.eval_tokens, train + held_out, seq)):
+        elif config.eval_tokens and part.eval_path is None and not seq < config.eval_tokens < train + held_out - seq:
             # One key holds out the tokens of all parts.
-            yield "data.eval_tokens", f"data.eval_tokens: {message.format(part.label)}"
+            yield "data.eval_tokens", f"data.eval_tokens: {_bad_share(config.eval_tokens, part.label, train + held_out, seq)}"
 
 
 def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
@@ -123,19 +122,13 @@ def _too_short(name: str, num_tokens: int, seq: int) -> str | None:
     return f"data: {name} has {num_tokens:,} tokens, but one window of seq {seq} needs {seq + 1:,}. Give more data, or lower model.seq"
 
 
-def _bad_share(held_out: int, num_tokens: int, seq: int) -> str | None:
-    """Why `held_out` of `num_tokens` tokens, which are at least one window, cannot be held out. `{}` is the name of the data."""
-    window = f"one window of seq {seq} needs {seq + 1:,}"
+def _bad_share(held_out: int, name: str, num_tokens: int, seq: int) -> str:
+    """Why so many of the tokens, which are at least one window, cannot be held out."""
+    why = f"{held_out:,} of the {num_tokens:,} tokens of {name} cannot be held out: one window of seq {seq} needs {seq + 1:,}"
     if num_tokens < 2 * (seq + 1):
-        none = "Set data.eval_tokens=0 for no evaluation, or lower model.seq"
-        return f"{{}} has {num_tokens:,} tokens, too few to train on some and hold others out: {window}. {none}"
-    if held_out <= seq:
-        enough = f"Set data.eval_tokens={seq + 1} or more, or 0 for no evaluation"
-        return f"{held_out:,} tokens are not enough to evaluate on: {window}. {enough}"
-    if num_tokens - held_out <= seq:
-        left = f"{max(num_tokens - held_out, 0):,} of the {num_tokens:,} tokens of {{}} remain to train on, but {window}"
-        return f"{left}. Remove the key, which holds out {spared_tokens(num_tokens, seq):,}, or set it to at most {num_tokens - seq - 1}"
-    return None
+        return f"{why}, to train on and to evaluate on. Set data.eval_tokens=0 for no evaluation, or lower model.seq"
+    fits = f"Set data.eval_tokens to a number from {seq + 1} to {num_tokens - seq - 1}, or to 0 for no evaluation"
+    return f"{why}. {fits}, or remove the key, which holds out {spared_tokens(num_tokens, seq):,}"
 
 
 def _train_samples(config: DataConfig, splits: list[Splits], seq: int, vocab: int, seed: int) -> grain.MapDataset:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt.console import Console
-from jgt.document import Node, override, read
-from jgt.document.reader import dump
+from jgt.document import Node, dump, override, read
 
 from ..search.estimate import usable_bytes
 from ..search.search import LayoutSearch, Try

@@ -17,7 +17,7 @@ import jax
 
 from jgt.document import InputError
 
-from ..checkpoint.checkpoint import Checkpoints, Identity
+from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.disk import DiskError
 from ..checkpoint.steps import FOLDER
 from ..command_line import Exit, say
@@ -102,9 +102,9 @@ def train(
             process,
             lambda fault: records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind),
         )
-        identity = Identity(mesh=dict(setup.mesh.shape), fingerprints=fingerprints(run, data.fingerprint))
+        of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
         is_ours = (lambda: True) if lock is None else lock.is_held
-        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, identity, free=faults.free, is_ours=is_ours)
+        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours)
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
             loop = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import newest_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
-from train.checkpoint.checkpoint import Checkpoints, Identity, SaveError
+from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
 from train.sections import CheckpointConfig
@@ -38,7 +39,7 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints):
     saved, other = state_on(PartitionSpec("data")), state_on(PartitionSpec(None, "data"))
     checkpoints.save(saved, 3, samples=48)
     checkpoints.wait()
-    found, reports = checkpoints.find()
+    found, reports = newest_of(checkpoints)
     assert (found.manifest.step, found.manifest.samples, reports) == (3, 48, [])
     restored = restore(found, *shapes_of(other))
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
@@ -46,19 +47,19 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints):
 
 
 def test_the_newest_is_the_last_finished_and_old_ones_go(checkpoints, tmp_path):
-    assert checkpoints.find() == (None, [])
+    assert newest_of(checkpoints) == (None, [])
     for step in (1, 2, 10):
         checkpoints.save(state_on(PartitionSpec()), step, samples=step)
     checkpoints.wait()
-    assert checkpoints.find()[0].manifest.step == 10
+    assert newest_of(checkpoints)[0].manifest.step == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
 
 
 def test_the_manifest_says_what_there_is(tmp_path):
-    opened = Checkpoints(tmp_path, CheckpointConfig(sha256=True), Identity(mesh={"data": 8}, fingerprints={"config": 7}))
+    opened = Checkpoints(tmp_path, CheckpointConfig(sha256=True), mesh={"data": 8}, fingerprints={"config": 7})
     opened.save(state_on(PartitionSpec()), 1, samples=5)
     opened.close()
-    found = opened.find()[0].manifest
+    found = newest_of(opened)[0].manifest
     assert (found.mesh, found.fingerprints) == ({"data": 8}, {"config": 7})
     assert {(a.path, a.shape, a.dtype) for a in found.arrays} == {
         ("step", (), "int32"),
@@ -105,7 +106,7 @@ def test_a_damaged_step_is_never_used(spoil, checkpoints, tmp_path):
         shutil.rmtree(tmp_path / "2", ignore_errors=True)
         shutil.copytree(tmp_path / "whole", tmp_path / "2")
         spoil(tmp_path / "2" / file)
-        found, reports = checkpoints.find()
+        found, reports = newest_of(checkpoints)
         assert found.manifest.step == 1, file
         (report,) = reports
         assert "the checkpoint of step 2 is damaged" in report
@@ -122,7 +123,7 @@ def test_what_was_never_finished_is_no_checkpoint(checkpoints, tmp_path):
     (tmp_path / "6.saving").mkdir()
     (tmp_path / "trash").mkdir()
     again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
-    found, (report,) = again.find()
+    found, (report,) = newest_of(again)
     assert found.manifest.step == 1 and "it was never finished" in report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "5.broken", "7"]
     again.close()
@@ -131,7 +132,7 @@ def test_what_was_never_finished_is_no_checkpoint(checkpoints, tmp_path):
 def test_another_tree_is_refused_array_by_array(checkpoints):
     checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
     checkpoints.wait()
-    found, _ = checkpoints.find()
+    found, _ = newest_of(checkpoints)
     shapes, shardings = shapes_of(state_on(PartitionSpec()))
     params = {"kernel": jax.ShapeDtypeStruct((8, 15), "bfloat16"), "bias": shapes.step}
     other = State(shapes.step, params, {"mu": shapes.opt_state["mu"]})
@@ -152,7 +153,7 @@ def test_another_type_is_converted_on_request_alone(checkpoints):
     saved = state_on(PartitionSpec())
     checkpoints.save(saved, 1, samples=1)
     checkpoints.wait()
-    found, _ = checkpoints.find()
+    found, _ = newest_of(checkpoints)
     shapes, shardings = shapes_of(saved)
     narrow = replace(shapes, params={"kernel": jax.ShapeDtypeStruct((8, 16), "bfloat16")})
     with pytest.raises(
@@ -212,4 +213,4 @@ def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
     checkpoints.wait()
-    assert checkpoints.find()[0].manifest.step == 2
+    assert newest_of(checkpoints)[0].manifest.step == 2

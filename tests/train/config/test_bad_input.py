@@ -278,10 +278,10 @@ def test_a_mesh_that_does_not_use_all_devices(tiny_file, refused, tmp_path):
 
 def test_a_split_without_a_window(tiny_file, refused, tmp_path):
     (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=20")
-    few = "20 tokens are not enough to evaluate on: one window of seq 32 needs 33. Set data.eval_tokens=33 or more, or 0"
-    assert problem.startswith(f"command line: data.eval_tokens=20: data.eval_tokens: {few}")
+    assert problem.startswith("command line: data.eval_tokens=20: data.eval_tokens: 20 of the ")
+    assert "cannot be held out: one window of seq 32 needs 33. Set data.eval_tokens to a number from 33 to " in problem
     (problem,) = refused(tiny_file, f"run.dir={tmp_path}/run", "data.eval_tokens=1000000")
-    assert "remain to train on, but one window of seq 32 needs 33. Remove the key, which holds out" in problem
+    assert "or to 0 for no evaluation, or remove the key, which holds out" in problem
 
 
 def test_values_that_would_do_are_named_with_the_line_of_their_key(write, refused, tmp_path):

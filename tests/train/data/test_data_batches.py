@@ -197,11 +197,19 @@ def test_held_out_data_of_its_own(opened, tmp_path):
     ("seq", "eval_tokens", "expected"),
     [
         (1200, 500, "{path} has 1,003 tokens, but one window of seq 1200 needs 1,201. Give more data, or lower model.seq"),
-        (600, 500, "{path} has 1,003 tokens, too few to train on some and hold others out: one window of seq 600 needs 601"),
-        (5, 5, "5 tokens are not enough to evaluate on: one window of seq 5 needs 6. Set data.eval_tokens=6 or more, or 0 for no"),
-        (5, 1000, "3 of the 1,003 tokens of {path} remain to train on, but one window of seq 5 needs 6. Remove the key, which"),
-        (5, 500_000, "0 of the 1,003 tokens of {path} remain"),
-        (5, 999, "Remove the key, which holds out 50, or set it to at most 997"),
+        (
+            600,
+            500,
+            "500 of the 1,003 tokens of {path} cannot be held out: one window of seq 600 needs 601, to train on",
+        ),
+        (
+            5,
+            5,
+            "5 of the 1,003 tokens of {path} cannot be held out: one window of seq 5 needs 6. Set data.eval_tokens to a number",
+        ),
+        (5, 1000, "1,000 of the 1,003 tokens of {path} cannot be held out: one window of seq 5 needs 6. Set"),
+        (5, 500_000, "500,000 of the 1,003 tokens of {path} cannot be held out"),
+        (5, 999, "to a number from 6 to 997, or to 0 for no evaluation, or remove the key, which holds out 50"),
     ],
 )
 def test_a_split_without_a_window_has_one_remedy(opened, token_file, seq, eval_tokens, expected):

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from checkpoints import newest_of
 
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
@@ -32,7 +33,7 @@ def rows(read_rows):
 def last_state(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    state = restore(checkpoints.find()[0], setup.shapes, setup.shardings)
+    state = restore(newest_of(checkpoints)[0], setup.shapes, setup.shardings)
     checkpoints.close()
     return jax.device_get(state)
 

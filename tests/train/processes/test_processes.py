@@ -6,6 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from checkpoints import newest_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runs import flags, run_both
 
@@ -115,7 +116,7 @@ def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, 
 def restored(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    found, _ = checkpoints.find()
+    found, _ = newest_of(checkpoints)
     state = restore(found, setup.saved_shapes, setup.saved_shardings)
     checkpoints.close()
     assert found.manifest.step == STEPS

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoints import newest_of
 from runs import Processes, flags, free_port
 
 from jgt.sharding.paths import path_text
@@ -88,7 +89,7 @@ def restored(run, devices=None):
     """The state of a run's newest checkpoint, on all devices or on `devices`, and its manifest."""
     setup = prepare(run, devices=devices)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    found, reports = checkpoints.find()
+    found, reports = newest_of(checkpoints)
     checkpoints.close()
     assert reports == []
     return restore(found, setup.saved_shapes, setup.saved_shardings), found.manifest

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import newest_of
 
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.steps import FOLDER
@@ -127,7 +128,7 @@ def test_one_bit_of_the_newest_checkpoint_is_flipped_which_is_not_used(start, tm
     assert changed.is_relative_to(f"{FOLDER}/4")
     flipped = np.frombuffer(before[changed], np.uint8) ^ np.frombuffer(after[changed], np.uint8)
     assert np.unpackbits(flipped).sum() == 1
-    found, (report,) = checkpoints.find()
+    found, (report,) = newest_of(checkpoints)
     checkpoints.close()
     assert found.manifest.step == 2
     assert "the checkpoint of step 4 is damaged" in report and "has other content than was written" in report

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoints import newest_of
 
 from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.restore import restore
@@ -47,7 +48,7 @@ def last_params():
     def _last_params(run):
         setup = prepare(run)
         checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-        state = restore(checkpoints.find()[0], setup.shapes, setup.shardings)
+        state = restore(newest_of(checkpoints)[0], setup.shapes, setup.shardings)
         checkpoints.close()
         return jax.device_get(state.params)
 

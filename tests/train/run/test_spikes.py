@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import newest_of
 from steps import step_of
 
 from train.checkpoint.checkpoint import Checkpoints
@@ -109,7 +110,7 @@ def strange(monkeypatch):
 def last_state(run):
     setup = prepare(run)
     checkpoints = Checkpoints(run.config.run.path / "checkpoints", run.config.checkpoint)
-    state = restore(checkpoints.find()[0], setup.shapes, setup.shardings)
+    state = restore(newest_of(checkpoints)[0], setup.shapes, setup.shardings)
     checkpoints.close()
     return jax.device_get(state)
 
@@ -140,7 +141,7 @@ def test_the_option_may_be_turned_on_changed_and_turned_off(tiny, tmp_path):
         checkpoints = Checkpoints(tmp_path / f"{saved}-{asked}", before.run.config.checkpoint)
         checkpoints.save(state, 1, 16)
         checkpoints.wait()
-        found = restore_state(after, checkpoints.find()[0])
+        found = restore_state(after, newest_of(checkpoints)[0])
         checkpoints.close()
         jax.tree.map(np.testing.assert_array_equal, (found.params, found.opt_state), (state.params, state.opt_state))
         assert jax.tree.map(lambda x: x.sharding, found) == after.shardings

@@ -9,7 +9,7 @@ import pytest
 from jgt import document
 from jgt.__main__ import main
 from train.__main__ import main as train_main
-from train.schema import SCHEMAS, schema_text
+from train.config.schema import SCHEMAS, schema_text
 
 jsonschema = pytest.importorskip("jsonschema")
 

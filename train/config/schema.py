@@ -14,14 +14,14 @@ from typing import Any
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
-from jgt.document.schema import DIALECT, Schema, mapping_of, or_null, schema_of
+from jgt.document.schema import file_schema
 from jgt.mesh.sizes import MAX_DEVICES
 from jgt.planner import Budget
 from jgt.rules.schema import rules_schema
 
 from .config import Config
 
-_NUMBER: Schema = {"type": "number", "minimum": 0}
+_NUMBER = {"type": "number", "minimum": 0}
 _TEXTS = {
     "mesh": "The axes of the mesh and their sizes, outermost first. One size may be -1: the remaining devices.",
     "rules": "The path of a rules file, relative to this one, jgt:NAME for one that jgt ships, or the rules themselves. null: one device.",
@@ -63,29 +63,20 @@ def _print_or_write(arguments: argparse.Namespace) -> None:
     print(f"Wrote {' and '.join(f'{name}.json' for name in SCHEMAS)} in {folder}", file=sys.stderr)
 
 
-def run_schema() -> Schema:
+def run_schema() -> dict[str, Any]:
     """The schema of a run file."""
-    sections: dict[str, Schema] = schema_of(Config)["properties"]
-    own: dict[str, Schema] = {
-        # null removes an axis that the extended file has.
-        "mesh": {"type": "object", "additionalProperties": or_null({"type": "integer", "minimum": -1, "maximum": MAX_DEVICES})},
+    # null removes an axis that the extended file has.
+    size = {"anyOf": [{"type": "integer", "minimum": -1, "maximum": MAX_DEVICES}, {"type": "null"}]}
+    limits = {"type": "object", "additionalProperties": _NUMBER}
+    keys: dict[str, dict[str, Any]] = {
+        "mesh": {"type": "object", "additionalProperties": size},
         "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
-        "budget": _budget(),
+        "budget": {**limits, "properties": dict.fromkeys(Budget.KEYS, _NUMBER), "additionalProperties": limits},
     }
-    # These two are optional in `Config`.
-    sections |= {name: sections[name]["anyOf"][0] for name in ("pipeline", "sync")}
-    extends: Schema = {"type": "string", "description": "A file that this one overrides, relative to this one, or jgt:NAME."}
-    texts = {name: _TEXTS.get(name, f"The `{name}:` section.") for name in sections}
-    described = {name: {"description": texts[name], **or_null(own.get(name, section))} for name, section in sections.items()}
-    return {"$schema": DIALECT, "title": "A run of jgt", **mapping_of({"extends": extends, **described})}
+    return file_schema("A run of jgt", "jgt:NAME", keys, _TEXTS, Config)
 
 
-def _budget() -> dict[str, Any]:
-    limits = dict.fromkeys(Budget.KEYS, _NUMBER)
-    return {"type": "object", "properties": limits, "additionalProperties": {"type": "object", "additionalProperties": _NUMBER}}
-
-
-SCHEMAS: Mapping[str, Callable[[], Schema]] = {"run": run_schema, "rules": rules_schema}
+SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {"run": run_schema, "rules": rules_schema}
 
 if __name__ == "__main__":
     sys.exit(main())
