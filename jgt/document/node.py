@@ -97,7 +97,7 @@ class Node:
         path = self.path(folder, shipped)
         if problem := path_problem(path):
             # A missing file needs no reason.
-            why = f": {problem}" if path.is_dir() else f".{similar_file(path)}"
+            why = f".{similar_file(path)}" if path_problem(path, "folder") else f": {problem}"
             raise InputError([self.problem(f"no such file: {path}{why}")])
         return path
 
