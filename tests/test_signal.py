@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.places import Place, place_of
 from jgt.signal import context, tensor
 
 RULES = jgt.make_rules({"default": "replicate"})
@@ -21,12 +22,12 @@ def paths(fn, *args):
 
     def walk(program, around):
         for equation in jx.body(program).eqns:
-            place = jx.place_of(equation, around)
+            place = place_of(equation, around)
             found.setdefault(equation.primitive.name, set()).add(place.path)
             for inner in jx.subprograms(equation):
                 walk(inner, place)
 
-    walk(jax.make_jaxpr(fn)(*args), jx.Place())
+    walk(jax.make_jaxpr(fn)(*args), Place())
     return found
 
 
@@ -192,5 +193,5 @@ def test_a_context_can_be_used_again_and_inside_of_itself():
         with again:
             return x * 2
 
-    places = [jx.place_of(e, jx.Place()).path for e in jx.body(jx.trace(model, 1.0)[0]).eqns]
+    places = [place_of(e, Place()).path for e in jx.body(jx.trace(model, 1.0)[0]).eqns]
     assert places == ["a", "a/a", "a"]

@@ -17,7 +17,8 @@ from typing import Any, cast
 import jax
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.places import Place, place_of
 
 
 @dataclass(frozen=True, order=True)
@@ -52,12 +53,12 @@ def _sites(program: Program, around: Place, loops: Iterator[int], loop: int = 0)
     readers: dict[Atom, list[Place]] = {var: [around] for var in inner.outvars if jx.is_var(var)}
     for equation in reversed(inner.eqns):
         # A constraint repeats a value, so its readers are readers of that value.
-        places = readers.get(equation.outvars[0], []) if _is_constraint(equation) else [jx.place_of(equation, around)]
+        places = readers.get(equation.outvars[0], []) if _is_constraint(equation) else [place_of(equation, around)]
         for atom in equation.invars:
             if jx.is_var(atom):
                 readers.setdefault(atom, []).extend(places)
     for equation in inner.eqns:
-        place, name = jx.place_of(equation, around), jx.tensor_name(equation)
+        place, name = place_of(equation, around), jx.tensor_name(equation)
         if _is_entered(equation):
             inside = loop or (next(loops) if jx.is_scan(equation) else 0)
             yield from (site for part in jx.subprograms(equation) for site in _sites(part, place, loops, inside))

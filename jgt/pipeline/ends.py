@@ -22,8 +22,9 @@ from jgt.pipeline.arrays import Arrays, Floats, Integers, call, fold_key, from_r
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Place, Program, Var
+from jgt.program.jaxpr import Program, Var
 from jgt.program.lookups import with_whole_positions
+from jgt.program.places import Place
 
 Rewrite = Callable[[Program, Place], Program]
 """Adds sharding constraints to a program whose equations are at a place in the user's program."""

@@ -42,6 +42,7 @@ from jgt.program import scopes
 from jgt.program.dims import Dims, num_parts
 from jgt.program.jaxpr import Var
 from jgt.program.manual import manual_of_replicas
+from jgt.program.places import mesh_around
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -70,7 +71,7 @@ class Moves:
         """`fn` in a shard_map over some axes; without axes `fn` itself."""
         if not axes:
             return fn
-        around = jx.mesh_around()
+        around = mesh_around()
         # Inside another shard_map, JAX takes the mesh from the context and rejects any other.
         mesh = self.layout.mesh if around is None else None
         # Gradients are taken inside, of local functions: no collective is ever differentiated, and programs that were
@@ -89,7 +90,7 @@ class Moves:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec over the axes that are not manual around."""
         # Inside a shard_map JAX accepts a constraint only on the abstract mesh of the context.
-        return NamedSharding(jx.mesh_around() or self.layout.mesh, spec)
+        return NamedSharding(mesh_around() or self.layout.mesh, spec)
 
     # -- over the batch's axes ------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Moves:
 
     def as_on_a_stage(self) -> AbstractContextManager[object]:
         """Programs that are traced inside get the constraints of `on_every_stage`, which depend on the mesh around them."""
-        around = jx.mesh_around() or self.layout.mesh.abstract_mesh
+        around = mesh_around() or self.layout.mesh.abstract_mesh
         return jax.sharding.use_abstract_mesh(around.update_axis_types(dict.fromkeys(self._stage_axes, AxisType.Manual)))
 
     @property

@@ -32,8 +32,9 @@ from jgt.pipeline.split import are_stacks_apart
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dataflow import nonlinear_source, result_depends_on
-from jgt.program.jaxpr import Atom, Place
+from jgt.program.jaxpr import Atom
 from jgt.program.parts import Part
+from jgt.program.places import Place
 
 _Gradients = tuple[list[jax.Array | None], list[None]]
 """By the parameters, where they are floats, and by the inputs, which have none."""

@@ -28,9 +28,10 @@ from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
+from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
 from jgt.program.peel import peeled
+from jgt.program.places import Place, place_of
 from jgt.program.reads import narrow_reads
 
 _ELEMENTWISE = ("convert_element_type", "copy", "name")
@@ -175,7 +176,7 @@ class _Splitter:
         whole.check_parts(before, after)
         return Split(
             scan=self.scan,
-            place=jx.place_of(self.scan, Place()),
+            place=place_of(self.scan, Place()),
             num_layers=self.scan.params["length"],
             arguments=self.flat.invars,
             full_arguments=whole.flat.invars,

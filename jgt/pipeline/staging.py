@@ -26,7 +26,8 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
 from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
-from jgt.program.jaxpr import Place, Program, Var
+from jgt.program.jaxpr import Program, Var
+from jgt.program.places import Place, mesh_around
 from jgt.replacements.experts.local import with_local_experts
 from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
@@ -76,7 +77,7 @@ def staged_call(
 
     Raises ValueError inside a shard_map, or a vmap over a mesh axis that does not split the batch.
     """
-    if jx.mesh_around() is not None:
+    if mesh_around() is not None:
         raise ValueError("a pipelined function cannot be called inside shard_map. Put it inside the function")
     mesh, num_params, program = site.mesh, len(parameters), traced.program
     sizes = dict(mesh.shape)

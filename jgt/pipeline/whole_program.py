@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from jgt.pipeline.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits
+from jgt.program.places import Place, place_of
 
 
 class SplitError(Exception):
@@ -36,9 +37,9 @@ def dissolves(signal: str) -> Callable[[Equation], bool]:
 
 
 def _scans(program: Program, signal: str, within: Equation) -> bool:
-    around = jx.place_of(within, Place())
+    around = place_of(within, Place())
     for equation in jx.body(program).eqns:
-        if jx.is_scan(equation) and jx.place_of(equation, around).path == signal:
+        if jx.is_scan(equation) and place_of(equation, around).path == signal:
             return True
         # A jit means the same as its content. A scan inside any other region cannot be reached by flattening.
         if any(_scans(p, signal, equation) for p in jx.subprograms(equation) if jx.is_call(equation)):
@@ -48,7 +49,7 @@ def _scans(program: Program, signal: str, within: Equation) -> bool:
 
 def layer_scan(flat: Flat, signal: str) -> int:
     """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one that runs forward."""
-    scans = [(i, jx.place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if jx.is_scan(e)]
+    scans = [(i, place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if jx.is_scan(e)]
     found = [i for i, path in scans if path == signal]
     if len(found) == 1:
         if flat.eqns[found[0]].params["reverse"]:
@@ -56,7 +57,7 @@ def layer_scan(flat: Flat, signal: str) -> int:
         return found[0]
     if len(found) > 1:
         raise SplitError(f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own")
-    seen = sorted({jx.place_of(e, Place()).path for e in flat.eqns} - {""})
+    seen = sorted({place_of(e, Place()).path for e in flat.eqns} - {""})
     if any(path == signal or path.startswith(f"{signal}/") for path in seen):
         raise SplitError(
             f"the signal {signal!r} contains no layer scan. Stack the layers' parameters and run them with jax.lax.scan, "

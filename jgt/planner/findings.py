@@ -38,7 +38,8 @@ from jgt.planner.needs.formulas import Expected
 from jgt.planner.signals import SignalRow
 from jgt.program import jaxpr as jx
 from jgt.program.dims import num_parts, sharding_dims, show_dims
-from jgt.program.jaxpr import Equation, Place, Program
+from jgt.program.jaxpr import Equation, Program
+from jgt.program.places import Place, place_of
 
 FindingKind = Literal[
     "memory",
@@ -152,7 +153,7 @@ def _rematerialized(remats: Sequence[Rematerialization]) -> Iterator[Finding]:
 def _indivisible(program: Program, around: Place = Place()) -> Iterator[Finding]:  # noqa: B008 - a Place never changes
     """The constraints of a program that XLA pads or replicates without a warning, because it cannot split their dims evenly."""
     for equation in jx.body(program).eqns:
-        place = jx.place_of(equation, around)
+        place = place_of(equation, around)
         if equation.primitive.name == "sharding_constraint" and isinstance(sharding := equation.params["sharding"], NamedSharding):
             yield from _misfits(equation, sharding, place.path or NONE)
         for inner in jx.subprograms(equation):

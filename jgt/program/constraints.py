@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.places import manual_mesh, trace_context
 
 
 def constrain(x: jax.Array, forward: NamedSharding | None, backward: NamedSharding) -> jax.Array:
@@ -47,7 +48,7 @@ def constraint_equations(
 
     like: an equation whose place the new ones share: the same signals and, inside a shard_map, the same mesh context.
     """
-    in_shard_map = like is not None and jx.manual_mesh(like) is not None
+    in_shard_map = like is not None and manual_mesh(like) is not None
 
     def constrained(x: jax.Array) -> jax.Array:
         return constrain(x, forward, backward)
@@ -64,7 +65,7 @@ def constraint_equations(
 
 def traced_equations(fn: Callable[[jax.Array], jax.Array], var: Var, like: Equation | None) -> tuple[list[Equation], Var]:
     """The equations of a function of a variable, and the variable of its result. like: as above."""
-    in_shard_map = like is not None and jx.manual_mesh(like) is not None
+    in_shard_map = like is not None and manual_mesh(like) is not None
     # As below.
     with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
         inner = jx.body(jax.make_jaxpr(fn)(var.aval))
@@ -77,11 +78,11 @@ def traced_equations(fn: Callable[[jax.Array], jax.Array], var: Var, like: Equat
 def _plain_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, like: Equation | None) -> Equation:
     """The equation of a constraint on a value of this shape and dtype, to be used with other variables; `like` is inside a shard_map."""
     if like is None:
-        return _traced_equation(shape, dtype, sharding, jx.trace_context())
+        return _traced_equation(shape, dtype, sharding, trace_context())
     # JAX records the mesh context in each equation while it traces. A constraint inside a shard_map needs the context of its
     # neighbours, in which the manual axes are manual.
     with like.ctx.manager:
-        return _traced_equation(shape, dtype, sharding, jx.trace_context())
+        return _traced_equation(shape, dtype, sharding, trace_context())
 
 
 # Unrolled layers repeat few shapes many times, and a trace for each of their constraints would take as long as the model's own.

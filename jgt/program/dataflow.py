@@ -78,34 +78,33 @@ def _is_linear(flat: Flat, equation: Equation, by: Sequence[Var], others: Sequen
 
 def is_random_key(program: Program, index: int) -> bool:
     """Whether a program draws random numbers from its argument `index`: whether it turns the argument's bits into a key."""
-    reached = {jx.body(program).invars[index]}
-    for equation in jx.body(program).eqns:
-        if not any(jx.is_var(a) and a in reached for a in equation.invars):
-            continue
-        # A typed key (jax.random.key) is wrapped; an old-style one (jax.random.PRNGKey) goes into the generator as it is.
-        if equation.primitive.name in ("random_wrap", "threefry2x32"):
-            return True
-        for inner in jx.subprograms(equation):
-            operands = enumerate(jx.outer_operands(equation, inner))
-            if any(o in reached and is_random_key(inner, i) for i, o in operands if o is not None and jx.is_var(o)):
-                return True
-        # Splitting or reshaping the bits of a key, say: whatever is made of them may become a key later.
-        reached.update(equation.outvars)
-    return False
+    # A typed key (jax.random.key) is wrapped; an old-style one (jax.random.PRNGKey) goes into the generator as it is.
+    return _reaches(program, index, lambda e: e.primitive.name in ("random_wrap", "threefry2x32"), lambda outer, inner: False)
 
 
 def is_scanned(program: Program, index: int) -> bool:
     """Whether a scan goes over a program's argument `index`, or over something made of it."""
+    # A scan takes the first dim off what it goes over.
+    return _reaches(program, index, lambda e: False, lambda outer, inner: len(jx.shape_of(outer)) > len(jx.shape_of(inner)))
+
+
+def _reaches(program: Program, index: int, is_end: Callable[[Equation], bool], is_end_inside: Callable[[Var, Var], bool]) -> bool:
+    """Whether an argument, or anything made of it, is an operand of some equation.
+
+    is_end: whether an equation is one of these. is_end_inside: the same of an operand and the argument of an inner program that gets it.
+    """
+    # Splitting or reshaping the bits of a key, say: whatever is made of them may become a key later.
     reached = {jx.body(program).invars[index]}
     for equation in jx.body(program).eqns:
         if not any(jx.is_var(a) and a in reached for a in equation.invars):
             continue
+        if is_end(equation):
+            return True
         for inner in jx.subprograms(equation):
-            for i, (o, var) in enumerate(zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)):
-                if o is None or not jx.is_var(o) or o not in reached:
+            for i, (outer, var) in enumerate(zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)):
+                if outer is None or not jx.is_var(outer) or outer not in reached:
                     continue
-                # A scan takes the first dim off what it goes over.
-                if len(jx.shape_of(o)) > len(jx.shape_of(var)) or is_scanned(inner, i):
+                if is_end_inside(outer, var) or _reaches(inner, i, is_end, is_end_inside):
                     return True
         reached.update(equation.outvars)
     return False

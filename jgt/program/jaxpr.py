@@ -3,32 +3,27 @@
 
 JAX traces a function to a jaxpr: a list of equations, some of which carry programs of their own in their params (scan,
 while, cond, jit, checkpoint, shard_map, custom derivatives). jgt has to find and replace those programs without breaking
-the equation around them, and JAX offers no public way to do so. This is the one file that may break with a new version
-of JAX; tests/program/test_jaxpr.py checks each fact that it relies on.
+the equation around them, and JAX offers no public way to do so. This file and places.py may break with a new version
+of JAX; tests/program/test_jaxpr.py checks each fact that they rely on.
 
-The idea is never to take a primitive apart. A program is found in an equation's params by its type and is replaced in place by one
-with the same signature, so that no kind of nesting needs its own code. Where a kind must be recognised (is it a scan? a
-checkpoint?), the names of its params decide, because they change less often than the primitive's name. jax 0.10 has two
-classes, Jaxpr and ClosedJaxpr, where jax 0.12 has one; `body` and `with_body` hide the difference.
+No primitive is taken apart. A program is found in an equation's params by its type and is replaced in place by one with the same
+signature, so that no kind of nesting needs its own code. Where a kind must be recognised (is it a scan?), the names of its params decide,
+because they change less often than the primitive's name. jax 0.10 has two classes, Jaxpr and ClosedJaxpr, where jax 0.12 has one; `body`
+and `with_body` hide the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.extend.core as jex
 import jax.extend.linear_util as lu
-from jax._src import config, source_info_util
-from jax._src.core import JaxprEqnContext, get_axis_env
+from jax._src import source_info_util
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
-
-from jgt.program.scopes import MICROBATCH, PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -42,43 +37,10 @@ Atom = jex.Var | jex.Literal
 """An operand of an equation, or an output of a program."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an equation is in the model: the signals around it, outermost first, and how many vmaps it was traced under.
-
-    A vmap adds a leading dim to every value below it that the model's author does not see, so rules must not count it.
-    of_microbatch: the model says that values there are meant of one microbatch.
-    """
-
-    signals: tuple[str, ...] = ()
-    num_vmaps: int = 0
-    of_microbatch: bool = False
-
-    @property
-    def path(self) -> str:
-        """The signals as a path, such as layers/attn."""
-        return "/".join(self.signals)
-
-    def inside(self, signals: tuple[str, ...]) -> bool:
-        """Whether this place is in the region that these signals name."""
-        return self.signals[: len(signals)] == signals
-
-
-# Programs
-
-
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces `fn` at arrays or ShapeDtypeStructs. Returns its program and the tree of its outputs."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     return program, jax.tree.structure(shapes)
-
-
-def trace_context() -> Hashable:
-    """Everything around the active trace that a traced program depends on: x64, default precision, meshes, vmapped axes.
-
-    Equal for two traces that would give the same program; JAX keys its own caches with it.
-    """
-    return config.trace_context()
 
 
 def closes_over_tracers(program: Program) -> bool:
@@ -105,7 +67,11 @@ def body(program: Program) -> jex.Jaxpr:
 
 def with_body(program: Program, *, eqns: Sequence[Equation], outvars: Sequence[Atom]) -> Program:
     """The same program with other equations and outputs; the new outputs must have the avals of the old ones."""
-    inner = body(program).replace(eqns=list(eqns), outvars=list(outvars))
+    return _with(program, eqns=list(eqns), outvars=list(outvars))
+
+
+def _with(program: Program, **parts: Any) -> Program:
+    inner = body(program).replace(**parts)
     return inner if body(program) is program else program.replace(jaxpr=inner)
 
 
@@ -126,9 +92,7 @@ def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], o
 def with_results(program: Program, which: Sequence[int]) -> Program:
     """The same program with only these of its outputs, by number."""
     inner = body(program)
-    info = inner.debug_info.with_unknown_names()
-    changed = inner.replace(outvars=[inner.outvars[n] for n in which], debug_info=info)
-    return changed if inner is program else program.replace(jaxpr=changed)
+    return _with(program, outvars=[inner.outvars[n] for n in which], debug_info=inner.debug_info.with_unknown_names())
 
 
 def new_var_like(var: Var) -> Var:
@@ -146,35 +110,7 @@ def with_variables(program: Program, new: Mapping[Var, Var], eqns: Sequence[Equa
     inner = body(program)
     invars = [new.get(v, v) for v in inner.invars]
     outvars = [new.get(v, v) if is_var(v) else v for v in inner.outvars]
-    inner = inner.replace(invars=invars, eqns=list(eqns), outvars=outvars)
-    return inner if body(program) is program else program.replace(jaxpr=inner)
-
-
-def inline_equation(equation: Equation, call: Equation, rename: Mapping[Var, Atom], outvars: Sequence[Var]) -> Equation:
-    """An equation from inside the program of `call`, rewritten to be placed beside `call` instead.
-
-    Its operands are renamed, its results are `outvars`, and the call's signals are put before its own.
-    """
-    info = equation.source_info if source_of(equation) else call.source_info
-    invars = [rename.get(a, a) if is_var(a) else a for a in equation.invars]
-    stack = call.source_info.name_stack + equation.source_info.name_stack
-    return equation.replace(invars=invars, outvars=list(outvars), source_info=info.replace(name_stack=stack))
-
-
-def inlined(program: Program, call: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
-    """The equations of a program, to be placed beside `call`: they read these operands and make these results."""
-    inner = body(program)
-    rename: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
-    made = {var: result for var, result in zip(inner.outvars, results, strict=True) if is_var(var)}
-    eqns: list[Equation] = []
-    for equation in inner.eqns:
-        outvars = [var if is_dropped(var) else made.get(var, new_var_like(var)) for var in equation.outvars]
-        eqns.append(inline_equation(equation, call, rename, outvars))
-        rename.update(zip(equation.outvars, outvars, strict=True))
-    return eqns
-
-
-# Programs inside equations
+    return _with(program, invars=invars, eqns=list(eqns), outvars=outvars)
 
 
 def param_items(equation: Equation) -> Iterator[object]:
@@ -266,9 +202,6 @@ def scan_sizes(equation: Equation) -> tuple[int, int]:
     return len(inner.invars) - num_scanned - num_carry, num_carry
 
 
-# Kinds of equations
-
-
 def is_call(equation: Equation) -> bool:
     """Whether an equation is a jax.jit inside the program, which means the same as its content."""
     return {"jaxpr", "donated_invars", "inline"} <= equation.params.keys()
@@ -294,14 +227,6 @@ def tensor_name(equation: Equation) -> str | None:
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
-def is_name(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether JAX is asking a checkpoint policy about a value with a name."""
-    return primitive.name == "name" and "name" in params
-
-
-# Where an equation comes from
-
-
 def source_of(equation: Equation) -> str:
     """The user's file:line that an equation comes from; empty for what JAX traced on its own behalf."""
     text = source_info_util.summarize(equation.source_info)
@@ -319,33 +244,6 @@ def line_of(equation: Equation) -> str:
     lines = [f"{frame.file_name}:{frame.start_line}" for frame in frames]
     line = next((line for line in lines if "site-packages" not in line), lines[0] if lines else "")
     return line.removeprefix(f"{Path.cwd()}/")
-
-
-def place_of(equation: Equation, around: Place) -> Place:
-    """The place of an equation whose program is at `around`."""
-    signals, num_vmaps, of_microbatch = list(around.signals), around.num_vmaps, around.of_microbatch
-    # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
-    for element in _listed_once(equation.source_info.name_stack.stack):
-        if element.name.startswith(PREFIX):
-            signals.append(element.name.removeprefix(PREFIX))
-        # jvp and transpose are transforms too; only vmap adds a dim.
-        elif type(element).__name__ == "Transform" and element.name == "vmap":
-            num_vmaps += 1
-        of_microbatch |= element.name == MICROBATCH
-    return Place(tuple(signals), num_vmaps, of_microbatch)
-
-
-def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:
-    """A name stack without a second list of scopes: around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b."""
-    start = next((i for i, element in enumerate(stack) if element.name == "transpose"), len(stack)) + 1
-    rest = stack[start:]
-    for half in range(1, len(rest) // 2 + 1):
-        if rest[0].name == "jvp" and rest[:half] == rest[half : 2 * half]:
-            return [*stack[: start + half], *rest[2 * half :]]
-    return stack
-
-
-# Values
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -395,34 +293,3 @@ def is_integer(atom: Atom) -> bool:
 def key_impl(aval: jax.Array | jax.ShapeDtypeStruct) -> str:
     """The generator of a typed random key, as jax.random.wrap_key_data takes it."""
     return getattr(aval.dtype, "_impl").name  # noqa: B009
-
-
-# Meshes around a trace or an equation
-
-
-def vmapped_axes() -> frozenset[str]:
-    """The mesh axes that vmaps around the current trace claim (spmd_axis_name); constraints inside may not name them."""
-    return frozenset(get_axis_env().spmd_axis_names)
-
-
-def mesh_around() -> AbstractMesh | None:
-    """The mesh of the shard_map that the current trace is in; None outside of any."""
-    mesh = jax.sharding.get_abstract_mesh()
-    # jax.set_mesh sets an abstract mesh too, but one without manual axes: a trace under it is not inside a shard_map.
-    return mesh if mesh.manual_axes else None
-
-
-def manual_mesh(equation: Equation) -> AbstractMesh | None:
-    """The mesh of the shard_map that an equation was traced in; None outside of any."""
-    mesh = equation.ctx.cur_abstract_mesh
-    return mesh if mesh.manual_axes else None
-
-
-def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
-    """An equation's context with the kind of device of another mesh: inside a shard_map the context names the mesh too."""
-    around = equation.ctx.cur_abstract_mesh
-    # Outside of a shard_map and of jax.set_mesh an equation has the empty mesh, which names no devices.
-    if not around.axis_names:
-        return equation.ctx
-    with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):
-        return JaxprEqnContext()

@@ -82,20 +82,32 @@ def _dissolved(
             consts[new] = value
         # The generator is consumed in order: an equation can only be renamed after the ones before it have put their results into
         # `local`.
-        yield from _dissolved((_inlined(e, outer, local) for e in inner.eqns), rename, consts, dissolve)
+        yield from _dissolved((_inlined(e, outer, local, {}) for e in inner.eqns), rename, consts, dissolve)
         for out, atom in zip(equation.outvars, inner.outvars, strict=True):
             result = local.get(atom, atom) if jx.is_var(atom) else atom
             # The result may in turn come from a call inside the call.
             rename[out] = rename.get(result, result) if jx.is_var(result) else result
 
 
-def _inlined(equation: Equation, call: Equation, local: dict[Var, Atom]) -> Equation:
-    outvars: list[Var] = []
-    for var in equation.outvars:
-        new = var if jx.is_dropped(var) else jx.new_var_like(var)
-        local[var] = new
-        outvars.append(new)
-    return jx.inline_equation(equation, call, local, outvars)
+def inlined(program: Program, call: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
+    """The equations of a program, to be placed beside `call`: they read these operands and make these results."""
+    inner = jx.body(program)
+    rename: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
+    made = {var: result for var, result in zip(inner.outvars, results, strict=True) if jx.is_var(var)}
+    return [_inlined(equation, call, rename, made) for equation in inner.eqns]
+
+
+def _inlined(equation: Equation, call: Equation, rename: dict[Var, Atom], made: Mapping[Var, Var]) -> Equation:
+    """An equation from inside the program of `call`, to be placed beside it, with the call's signals before its own.
+
+    Its results are those in `made`, or else new variables, which are added to `rename`.
+    """
+    info = equation.source_info if jx.source_of(equation) else call.source_info
+    invars = [rename.get(a, a) if jx.is_var(a) else a for a in equation.invars]
+    outvars = [var if jx.is_dropped(var) else made.get(var) or jx.new_var_like(var) for var in equation.outvars]
+    rename.update(zip(equation.outvars, outvars, strict=True))
+    stack = call.source_info.name_stack + equation.source_info.name_stack
+    return equation.replace(invars=invars, outvars=outvars, source_info=info.replace(name_stack=stack))
 
 
 def extract_part(flat: Flat, outputs: Sequence[Atom], known: Collection[Var] = ()) -> Part:

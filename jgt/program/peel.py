@@ -21,7 +21,7 @@ import jax
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Var
-from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
+from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten, inlined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def _own_scan(scan: Equation, loop: _Loop, wanted: Sequence[int]) -> tuple[list[
     run = _runner(scan, part, reads, constants, [first + n for n in carried], scanned)
     program = jx.trace(run, *[a.aval for a in operands])[0]
     outvars = [scan.outvars[n] for n in results]
-    return jx.inlined(program, scan, operands, outvars), set(results)
+    return inlined(program, scan, operands, outvars), set(results)
 
 
 def _runner(

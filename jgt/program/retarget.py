@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.places import context_on
 
 _KERNELS = frozenset({"mpmd_map", "pallas_call"})
 """Their programs are those of one device, and name no mesh."""
@@ -72,7 +73,7 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
         # `map_params` does not look inside programs, so their equations are replaced before.
         params = jx.map_params(new, lambda item: _on_mesh(item, mesh))
         invars, outvars = [moved.atom(atom) for atom in equation.invars], moved.vars(equation.outvars)
-        eqns.append(new.replace(params=params, ctx=jx.context_on(equation, mesh), invars=invars, outvars=outvars))
+        eqns.append(new.replace(params=params, ctx=context_on(equation, mesh), invars=invars, outvars=outvars))
     outvars = [moved.atom(atom) for atom in inner.outvars]
     inner = inner.replace(eqns=eqns, outvars=outvars)
     # Only where they change: jax 0.12 stores a program's constants with its arguments.

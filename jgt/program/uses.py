@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.places import Place, place_of
 
 _T = TypeVar("_T")
 
@@ -90,7 +91,7 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
         followed = _union(trails[a] for a in equation.invars if jx.is_var(a) and a in trails)
         if not followed:
             continue
-        place = jx.place_of(equation, around)
+        place = place_of(equation, around)
         # The equations inside a call or a loop use a parameter, not the call. A kernel contains a program too, with other arguments.
         # Every program is followed into, so the list comes before the question.
         entered = [_follow_into(equation, inner, place, trails, consumers) for inner in jx.subprograms(equation)]

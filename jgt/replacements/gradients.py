@@ -28,7 +28,9 @@ from jax.sharding import Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.parts import inlined
+from jgt.program.places import Place, manual_mesh
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import Rules
 
@@ -217,7 +219,7 @@ def _summed_in_f32(equation: Equation) -> list[Equation]:
         return sums.astype(jx.dtype_of(equation.outvars[0]))
 
     program = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
-    return jx.inlined(program, equation, equation.invars, equation.outvars)
+    return inlined(program, equation, equation.invars, equation.outvars)
 
 
 def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Array], tuple[Any, ...]]) -> list[Equation]:
@@ -232,6 +234,6 @@ def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Arra
 
     changed = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
     changed.defvjp(forward, backward)
-    with contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager:
+    with contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager:
         program = jax.make_jaxpr(changed)(*[jx.struct_of(a) for a in equation.invars])
-    return jx.inlined(program, equation, equation.invars, equation.outvars)
+    return inlined(program, equation, equation.invars, equation.outvars)

@@ -20,7 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.parts import inlined
+from jgt.program.places import Place, manual_mesh, place_of
 from jgt.replacements.device_plan import MeaningPolicy, is_recomputed
 from jgt.replacements.proof import Matmul, matmul_of, mesh_context
 from jgt.replacements.replacement import Replaced, Site
@@ -72,7 +74,7 @@ class _Search:
     def find(self) -> None:
         """Fills the lists."""
         for equation in jx.body(self.program).eqns:
-            place = jx.place_of(equation, self.around)
+            place = place_of(equation, self.around)
             match = match_overlap(self.rules, place.path)
             # Rows of a vmap have a dim that no spec names.
             if match.rule is None or match.rule.axis not in self.site.sizes or place.num_vmaps:
@@ -126,7 +128,7 @@ class _Search:
         return Ring(axis=axis, dim=dim, rows=rows, precision=params["precision"], result=params["preferred_element_type"], sums=matmul.sums)
 
     def _mesh(self, equation: Equation) -> Mesh | AbstractMesh:
-        return jx.manual_mesh(equation) or self.site.mesh
+        return manual_mesh(equation) or self.site.mesh
 
     def _fits(self, matmuls: Sequence[Matmul], dim: int, rule: OverlapRule) -> bool:
         size = self.site.sizes[rule.axis]
@@ -144,7 +146,7 @@ class _Search:
         """The axes of each dim of a value that a rule constrains."""
         if rule is None:
             return None
-        manual = jx.manual_mesh(equation)
+        manual = manual_mesh(equation)
         return self.site.free(rule.dims(len(jx.shape_of(var))), () if manual is None else manual.manual_axes)
 
     @functools.cached_property
@@ -191,11 +193,11 @@ class _Search:
 
     def _rule_of(self, equation: Equation, var: Var) -> SpecRule | None:
         """The rule that constrains a value: by its name, or by the outermost signal that it leaves."""
-        place, rank = jx.place_of(equation, self.around), len(jx.shape_of(var))
+        place, rank = place_of(equation, self.around), len(jx.shape_of(var))
         name = jx.tensor_name(equation)
         if name is not None and (rule := match_tensor(self.rules, name, place.path, rank).rule):
             return rule
-        places = [self.around if e is None else jx.place_of(e, self.around) for e in self._consumers.get(var, ())]
+        places = [self.around if e is None else place_of(e, self.around) for e in self._consumers.get(var, ())]
         for signal in reversed(prefixes(place.path)):
             leaves = signal and any(not one.inside(tuple(signal.split("/"))) for one in places)
             if leaves and (rule := match_out(self.rules, signal, rank).rule):
@@ -263,7 +265,7 @@ def _equations_of(one: _Group) -> Iterator[Equation]:
     first = one.matmuls[0].equation
     with mesh_context(first):
         traced = jax.make_jaxpr(one.run)(*[v.aval for v in one.operands])
-    for equation in jx.inlined(traced, first, one.operands, [m.result for m in one.matmuls]):
+    for equation in inlined(traced, first, one.operands, [m.result for m in one.matmuls]):
         # The signals and the line of the model, for plans and profiles.
         yield equation.replace(source_info=first.source_info)
 

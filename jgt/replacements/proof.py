@@ -16,6 +16,7 @@ import jax
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import flatten
+from jgt.program.places import manual_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,4 +102,4 @@ def _sums_of_derivative(equation: Equation) -> Any:
 
 def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:
     """The mesh of the shard_map that an equation was traced in."""
-    return contextlib.nullcontext() if jx.manual_mesh(equation) is None else equation.ctx.manager
+    return contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager

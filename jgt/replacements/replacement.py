@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program.dims import Dims, num_parts, show_dims
-from jgt.program.jaxpr import Place, Program, Var
+from jgt.program.jaxpr import Program, Var
+from jgt.program.places import Place
 from jgt.program.reads import Read
 from jgt.rules import AnyMatch
 

@@ -16,7 +16,7 @@ import jax
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Var
-from jgt.program.parts import Flat, flatten
+from jgt.program.parts import Flat, flatten, inlined
 
 _R = TypeVar("_R")
 _Arrays = list[jax.Array]
@@ -75,7 +75,7 @@ def _run(flat: Flat, number: int, leaves: Sequence[Any], parts: Any, of_turn: Ca
     inner = jx.body(program)
     inputs = [jx.new_var_like(v) for v in inner.invars[count:]]
     made = [jx.new_var_like(cast(Var, v)) for v in inner.outvars[len(scan.outvars) :]]
-    eqns = jx.inlined(program, scan, [*scan.invars, *inputs], [*scan.outvars, *made])
+    eqns = inlined(program, scan, [*scan.invars, *inputs], [*scan.outvars, *made])
     whole = replace(flat, eqns=(*flat.eqns[:number], *eqns, *flat.eqns[number + 1 :]), outvars=(*flat.outvars, *made))
     new = jx.program_of(whole.program, [*whole.invars, *whole.consts, *inputs], whole.eqns, whole.outvars)
     return jx.evaluate(new, [*leaves, *whole.consts.values(), *flat_parts])

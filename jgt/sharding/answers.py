@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, coarse_dims
-from jgt.program.jaxpr import Equation, Place, Var
+from jgt.program.jaxpr import Equation, Var
+from jgt.program.places import Place
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, match_out, match_save, match_tensor, prefixes
 from jgt.sharding.placement import Surroundings
 

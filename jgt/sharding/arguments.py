@@ -21,6 +21,7 @@ import numpy as np
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
+from jgt.program.places import mesh_around, trace_context
 from jgt.sharding.inputs import Input, Signature
 from jgt.sharding.paths import KeyPath, Named, named_leaves, path_text
 from jgt.sharding.variables import Variables, is_parameter
@@ -86,7 +87,7 @@ class Arguments:
         # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
         types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
         # 1, 1.0 and True are equal, but not the same program.
-        return self._tree, self._variables.sharing(), tuple((str(type(x)), x) for x in constants), types, jx.trace_context()
+        return self._tree, self._variables.sharing(), tuple((str(type(x)), x) for x in constants), types, trace_context()
 
     def trace(self) -> Traced:
         """The program of this call. Raises ValueError if the function changes anything in place that is not a variable of nnx."""
@@ -155,7 +156,7 @@ class Arguments:
 
     def _traced_arrays(self) -> list[Any]:
         # A sharding names a mesh, which would tie the trace to it. Inside a shard_map the type says over which axes a value varies.
-        return self.arrays if jx.mesh_around() is not None else [_without_sharding(x) for x in self.arrays]
+        return self.arrays if mesh_around() is not None else [_without_sharding(x) for x in self.arrays]
 
     def _run(self, arrays: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The function's result, and the leaves of its arguments before and after."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program.dims import Dims, partition_spec
-from jgt.program.jaxpr import vmapped_axes
+from jgt.program.places import vmapped_axes
 
 MatrixFn = Callable[[jax.Array], jax.Array]
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, even_dims, partition_spec
+from jgt.program.places import mesh_around, vmapped_axes
 from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Signature
@@ -155,7 +155,7 @@ class Surroundings:
     @classmethod
     def here(cls, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None) -> Surroundings:
         """The surroundings of the trace that is active now."""
-        return cls(mesh=mesh, claimed=jx.vmapped_axes(), around=jx.mesh_around(), stage=stage)
+        return cls(mesh=mesh, claimed=vmapped_axes(), around=mesh_around(), stage=stage)
 
     @property
     def sizes(self) -> dict[str, int]:

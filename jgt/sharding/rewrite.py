@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.places import Place, manual_mesh, place_of
 from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Site
 from jgt.rules import Rules, SaveRule
 from jgt.sharding.answers import Answers
@@ -134,7 +135,7 @@ class _Rewriter:
         # Found before the walk, because the equations that read a value decide whether it leaves a signal.
         consumers = _consumers(program, around)
         for equation in jx.body(program).eqns:
-            place = jx.place_of(equation, around)
+            place = place_of(equation, around)
             self.answers.signals.add(place.path)
             rewritten, inner_saves = self._equation(equation, place, renamed, guarded=guarded, policies=policies)
             new_eqns.append(rewritten)
@@ -186,7 +187,7 @@ class _Rewriter:
             return [], var
         forward, backward, what = self.answers.of_value(equation, var, place, consumers, rank)
         # The shard_map may be inside the function, where the equation knows it, or around the call.
-        manual = jx.manual_mesh(equation) or self._site.around
+        manual = manual_mesh(equation) or self._site.around
         dims = self.answers.dims_of(forward, var, place, manual, what)
         dims_back = self.answers.dims_of(backward, var, place, manual, f"{what} (backward)")
         ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
@@ -213,7 +214,7 @@ def _consumers(program: Program, around: Place) -> dict[Var, list[Place]]:
     """The places that read each variable of a program; what it returns is read where the program stands."""
     consumers: dict[Var, list[Place]] = {}
     for equation in jx.body(program).eqns:
-        place = jx.place_of(equation, around)
+        place = place_of(equation, around)
         for atom in equation.invars:
             if jx.is_var(atom):
                 consumers.setdefault(atom, []).append(place)

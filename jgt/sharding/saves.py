@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from jgt.program import jaxpr as jx
 from jgt.replacements.replacement import Policy
 from jgt.rules import Action, SaveRule
 
@@ -32,7 +31,7 @@ class SavePolicy:
     named: bool = False
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        if jx.is_name(primitive, params):
+        if primitive.name == "name":
             for name, action in self.actions:
                 if name == params["name"]:
                     # JAX's own policy answers, because the objects by which it says `save` and `offload` are private.

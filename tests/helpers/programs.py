@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jgt.program import jaxpr as jx
+from jgt.program.places import Place, place_of
 
 
 def constraints(fn, *args, **kwargs):
@@ -17,13 +18,13 @@ def all_constraints(fn, *args, **kwargs):
 
     def walk(program, around):
         for equation in jx.body(program).eqns:
-            place = jx.place_of(equation, around)
+            place = place_of(equation, around)
             if equation.primitive.name == "sharding_constraint":
                 found.append((place.path, equation.params["sharding"].spec))
             for inner in jx.subprograms(equation):
                 walk(inner, place)
 
-    walk(jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs), jx.Place())
+    walk(jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs), Place())
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.places import Place
 from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.proof import matmul_of
 from jgt.replacements.replacement import Site
@@ -29,7 +30,7 @@ def test_a_matmul_with_wide_gradients_sums_in_f32():
         is_whole=True,
     )
     program = jax.make_jaxpr(lambda w, x: x @ w)(WEIGHTS, ROWS)
-    wide = SummedGradients(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, jx.Place(), site).program
+    wide = SummedGradients(jgt.make_rules({"default": "replicate"}), is_wide=True).apply(program, Place(), site).program
     assert matmul_of(jx.body(wide).eqns[0]).sums.name == "float32"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.places import Place
 from jgt.replacements.gradients import SummedGradients, sum_of_groups
 from jgt.replacements.replacement import Site
 
@@ -30,7 +31,7 @@ def changed(fn, dims, *args, batch=TWO, wide=False):
         parameters=[parameter],
         is_whole=True,
     )
-    new = SummedGradients(rules, is_wide=wide).apply(program, jx.Place(), site).program
+    new = SummedGradients(rules, is_wide=wide).apply(program, Place(), site).program
     is_same = str(new) == str(program)
     return lambda *args: jax.tree.unflatten(tree, jx.evaluate(new, args)), not is_same
 

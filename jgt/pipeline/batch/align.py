@@ -19,8 +19,9 @@ from jgt.pipeline.batch.extent import constant_extent
 from jgt.pipeline.batch.growth import AlignmentError, Growth, batch_sizes
 from jgt.pipeline.batch.rows import names
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Equation, Place
+from jgt.program.jaxpr import Equation
 from jgt.program.parts import Flat
+from jgt.program.places import Place, place_of
 
 _SHAPING = names("reshape broadcast_in_dim squeeze expand_dims transpose convert_element_type iota add lt select_n")
 """JAX may leave these out for a dim of size 1: changes of shape, and the arithmetic of indices that count from the end."""
@@ -59,12 +60,12 @@ class _Comparison:
                 continue
             self._check_pair(whole[i], micro[j])
             for p, q in zip(jx.subprograms(whole[i]), jx.subprograms(micro[j]), strict=False):
-                self.compare(jx.body(p).eqns, jx.body(q).eqns, jx.place_of(whole[i], around))
+                self.compare(jx.body(p).eqns, jx.body(q).eqns, place_of(whole[i], around))
         return pairs
 
     def _is_excused(self, equation: Equation, around: Place) -> bool:
         """Whether an equation may differ: it is under a trusted signal, or its result is never used in a microbatch."""
-        return self.growth.trusts(jx.place_of(equation, around)) or any(self.growth.of(v).problem for v in equation.outvars)
+        return self.growth.trusts(place_of(equation, around)) or any(self.growth.of(v).problem for v in equation.outvars)
 
     def _check_pair(self, equation: Equation, twin: Equation) -> None:
         for a, b in zip(equation.invars, twin.invars, strict=False):
@@ -94,7 +95,7 @@ class _Comparison:
 
 def _signature(equation: Equation) -> tuple[str, str, int, str]:
     """The features that two equations must share to count as the same: primitive, place, number of results, source line."""
-    return equation.primitive.name, jx.place_of(equation, Place()).path, len(equation.outvars), jx.source_of(equation)
+    return equation.primitive.name, place_of(equation, Place()).path, len(equation.outvars), jx.source_of(equation)
 
 
 def _ranks(equation: Equation) -> list[int]:

@@ -9,8 +9,9 @@ from jax.typing import ArrayLike
 
 from jgt.pipeline.batch.extent import INDEPENDENT, Extent, constant_extent
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Place, Var
+from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat
+from jgt.program.places import Place
 
 
 class AlignmentError(Exception):

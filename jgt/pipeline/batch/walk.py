@@ -22,8 +22,9 @@ from jgt.pipeline.batch.growth import AlignmentError, Feed, Growth, batch_sizes
 from jgt.pipeline.batch.primitives import result_rows, runs_programs
 from jgt.pipeline.batch.rows import MixingError, Rows, differs_in_shape
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
+from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat
+from jgt.program.places import Place, place_of
 
 
 def growth_of(whole: Flat, larger: Flat, *, ratio: float, num_params: int, trusted: tuple[str, ...] = ()) -> Growth:
@@ -63,7 +64,7 @@ class _Walk:
             outer = self._source
             # An equation that JAX adds has no line; the line of the region around it is the best there is.
             self._source = jx.source_of(equation) or outer
-            self._add_results(equation, twin, jx.place_of(equation, around))
+            self._add_results(equation, twin, place_of(equation, around))
             self._source = outer
 
     def _add_results(self, equation: Equation, twin: Equation, place: Place) -> None:

@@ -24,7 +24,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.program.jaxpr import Equation, Place, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.parts import inlined
+from jgt.program.places import Place, manual_mesh, mesh_around, place_of
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.call import ExpertCall
 from jgt.replacements.experts.exchange import Exchange, run_on
@@ -57,14 +59,14 @@ class Experts:
         # In a dict, because two calls may have the same problem.
         problems: dict[str, None] = {}
         for equation in jx.body(program).eqns:
-            call, place = call_of(equation), jx.place_of(equation, around)
+            call, place = call_of(equation), place_of(equation, around)
             # Rows of a vmap have a dim that no spec names.
             if call is None or place.num_vmaps:
                 eqns.append(equation)
                 continue
             match = match_experts(self.rules, place.path)
             matches += [match] if match.decided else []
-            here = jx.manual_mesh(equation) or jx.mesh_around() or site.mesh
+            here = manual_mesh(equation) or mesh_around() or site.mesh
             manual = () if isinstance(here, Mesh) else here.manual_axes
             rows, rule = site.free(_rows(self.rules, len(jx.shape_of(equation.invars[-3]))), manual), match.rule
             # Where the axis is manual, weights are one device's, or they are whole.
@@ -164,4 +166,4 @@ def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, e
     with mesh_context(equation):
         traced = jax.make_jaxpr(run)(*[cast(Any, v.aval) for v in equation.invars])
     # The signals and the line of the model, for plans and profiles.
-    return [e.replace(source_info=equation.source_info) for e in jx.inlined(traced, equation, equation.invars, equation.outvars)]
+    return [e.replace(source_info=equation.source_info) for e in inlined(traced, equation, equation.invars, equation.outvars)]

@@ -30,6 +30,7 @@ from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.backward import map_backward
 from jgt.program.jaxpr import Equation, Program
+from jgt.program.parts import inlined
 
 _Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -40,7 +41,7 @@ def with_grouped_matmuls(program: Program) -> Program:
     for equation in jx.body(program).eqns:
         if equation.primitive.name == "ragged_dot_general" and (run := _program_of(equation)) is not None:
             new = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
-            eqns += jx.inlined(new, equation, equation.invars, equation.outvars)
+            eqns += inlined(new, equation, equation.invars, equation.outvars)
             continue
         params = jx.map_subprograms(equation, with_grouped_matmuls)
         changed = equation if params is None else equation.replace(params=params)

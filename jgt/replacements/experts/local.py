@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Place, Program, Var
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.places import Place, place_of
 from jgt.replacements.experts.call import ExpertCall
 from jgt.replacements.experts.experts import call_of
 from jgt.rules import Rules, match_experts
@@ -55,7 +56,7 @@ class _Search:
         wanted = {var: axis for n, axis in results.items() if jx.is_var(var := body.outvars[n])}
         readers: dict[Atom, int] = {}
         for equation in reversed(body.eqns):
-            for operand, axis in self._operands(equation, jx.place_of(equation, around), wanted):
+            for operand, axis in self._operands(equation, place_of(equation, around), wanted):
                 wanted[operand] = axis
                 readers[operand] = readers.get(operand, 0) + 1
         read = [a for e in body.eqns for a in e.invars if jx.is_var(a)] + [v for n, v in enumerate(body.outvars) if n not in results]
@@ -91,7 +92,7 @@ class _Search:
     def local(self, program: Program, around: Place, wanted: Mapping[Var, str]) -> Program:
         """The program whose variables in `wanted` have the experts of one device."""
         new = {var: self._smaller(var, axis) for var, axis in wanted.items()}
-        eqns = [self._local_equation(equation, jx.place_of(equation, around), new, wanted) for equation in jx.body(program).eqns]
+        eqns = [self._local_equation(equation, place_of(equation, around), new, wanted) for equation in jx.body(program).eqns]
         return jx.with_variables(program, new, eqns)
 
     def _local_equation(self, equation: Equation, place: Place, new: Mapping[Var, Var], wanted: Mapping[Var, str]) -> Equation:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Var
+from jgt.program.parts import inlined
 from jgt.replacements.device_plan import DevicePlan, run_on_devices
 from jgt.replacements.proof import mesh_context
 
@@ -88,4 +89,4 @@ def _by_row(equation: Equation, layout: RowLayout) -> list[Equation]:
     with mesh_context(equation):
         traced = jax.make_jaxpr(top_k)(cast(Any, scores.aval))
     # The signals and the line of the model, for plans and profiles.
-    return [e.replace(source_info=equation.source_info) for e in jx.inlined(traced, equation, [scores], equation.outvars)]
+    return [e.replace(source_info=equation.source_info) for e in inlined(traced, equation, [scores], equation.outvars)]

@@ -1,0 +1,98 @@
+# pyright: basic
+"""Where an equation or a trace is: in which signals of the model, under which vmaps, and in the shard_map of which mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import config
+from jax._src.core import JaxprEqnContext, get_axis_env
+from jax.sharding import AbstractMesh, Mesh
+
+from jgt.program.jaxpr import Equation
+from jgt.program.scopes import MICROBATCH, PREFIX
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an equation is in the model: the signals around it, outermost first, and how many vmaps it was traced under.
+
+    A vmap adds a leading dim to every value below it that the model's author does not see, so rules must not count it.
+    of_microbatch: the model says that values there are meant of one microbatch.
+    """
+
+    signals: tuple[str, ...] = ()
+    num_vmaps: int = 0
+    of_microbatch: bool = False
+
+    @property
+    def path(self) -> str:
+        """The signals as a path, such as layers/attn."""
+        return "/".join(self.signals)
+
+    def inside(self, signals: tuple[str, ...]) -> bool:
+        """Whether this place is in the region that these signals name."""
+        return self.signals[: len(signals)] == signals
+
+
+def place_of(equation: Equation, around: Place) -> Place:
+    """The place of an equation whose program is at `around`."""
+    signals, num_vmaps, of_microbatch = list(around.signals), around.num_vmaps, around.of_microbatch
+    # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
+    for element in _listed_once(equation.source_info.name_stack.stack):
+        if element.name.startswith(PREFIX):
+            signals.append(element.name.removeprefix(PREFIX))
+        # jvp and transpose are transforms too; only vmap adds a dim.
+        elif type(element).__name__ == "Transform" and element.name == "vmap":
+            num_vmaps += 1
+        of_microbatch |= element.name == MICROBATCH
+    return Place(tuple(signals), num_vmaps, of_microbatch)
+
+
+def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:
+    """A name stack without a second list of scopes: around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b."""
+    start = next((i for i, element in enumerate(stack) if element.name == "transpose"), len(stack)) + 1
+    rest = stack[start:]
+    for half in range(1, len(rest) // 2 + 1):
+        if rest[0].name == "jvp" and rest[:half] == rest[half : 2 * half]:
+            return [*stack[: start + half], *rest[2 * half :]]
+    return stack
+
+
+def trace_context() -> Hashable:
+    """Everything around the active trace that a traced program depends on: x64, default precision, meshes, vmapped axes.
+
+    Equal for two traces that would give the same program; JAX keys its own caches with it.
+    """
+    return config.trace_context()
+
+
+def vmapped_axes() -> frozenset[str]:
+    """The mesh axes that vmaps around the current trace claim (spmd_axis_name); constraints inside may not name them."""
+    return frozenset(get_axis_env().spmd_axis_names)
+
+
+def mesh_around() -> AbstractMesh | None:
+    """The mesh of the shard_map that the current trace is in; None outside of any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # jax.set_mesh sets an abstract mesh too, but one without manual axes: a trace under it is not inside a shard_map.
+    return mesh if mesh.manual_axes else None
+
+
+def manual_mesh(equation: Equation) -> AbstractMesh | None:
+    """The mesh of the shard_map that an equation was traced in; None outside of any."""
+    mesh = equation.ctx.cur_abstract_mesh
+    return mesh if mesh.manual_axes else None
+
+
+def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
+    """An equation's context with the kind of device of another mesh: inside a shard_map the context names the mesh too."""
+    around = equation.ctx.cur_abstract_mesh
+    # Outside of a shard_map and of jax.set_mesh an equation has the empty mesh, which names no devices.
+    if not around.axis_names:
+        return equation.ctx
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):
+        return JaxprEqnContext()
