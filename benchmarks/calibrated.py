@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, make_parser, report, table
 from jgt.document import InputError
 from jgt.mesh.mesh import use_virtual_cpu
-from jgt.planner.hardware.chip import Target, parse_target
+from jgt.planner.hardware.target import Target
 from train.config import Run, load
 from train.plan.make import make_plan
 from train.search.trial import MeasuredStep
@@ -134,7 +134,7 @@ def main() -> None:
     arguments = parser.parse_args()
     use_virtual_cpu(DEVICES)
     try:
-        target = parse_target(f"{Path(arguments.chip).stem.lower()}:1x{DEVICES}", arguments.chip)
+        target = Target.parse(f"{Path(arguments.chip).stem.lower()}:1x{DEVICES}", arguments.chip)
     except InputError as error:
         sys.exit("\n".join(error.problems))
     with tempfile.TemporaryDirectory() as folder:

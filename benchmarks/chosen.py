@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.calibrated import DEVICES, kendall, measured, say
 from benchmarks.harness import make_parser, report, table
 from jgt.mesh.mesh import use_virtual_cpu
-from jgt.planner.hardware import Target, target_of
+from jgt.planner.hardware.target import Target
 from train.code.files import Code
 from train.config import load
 from train.plan.make import answer
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (all)")
     arguments = parser.parse_args()
     use_virtual_cpu(DEVICES)
-    target = target_of("cpu", DEVICES)
+    target = Target.of_devices("cpu", DEVICES)
     with tempfile.TemporaryDirectory() as folder:
         rows = [compare(name, target, Path(folder)) for name in arguments.models or MODELS]
     report("chosen", {"most_over": MOST_OVER, "rows": rows}, arguments, table(rows))

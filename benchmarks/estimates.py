@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
-from jgt.planner.hardware.chip import Target, parse_target
+from jgt.planner.hardware.target import Target
 from train.code.files import Code
 from train.plan.make import answer
-from train.search.estimate import Estimate, Estimator, Step, usable_bytes
+from train.search.estimate import Estimate, Estimator, Step
 from train.search.layout import Candidate
 from train.search.plans import Answer, Plans, Question, plans_folder
 from train.search.search import LayoutSearch
@@ -160,7 +160,7 @@ def _write_run(folder: str, run: Mapping[str, Any]) -> Path:
 
 
 def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
-    target, opened = parse_target(where), Open.read(str(path), [], Code())
+    target, opened = Target.parse(where), Open.read(str(path), [], Code())
     return LayoutSearch(
         question=Question.on(target, str(path), [], []),
         space=candidates(opened, target.num_devices),
@@ -176,7 +176,7 @@ def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:
     """Layouts by their indices: half of them near the best, the rest anywhere."""
     assert search.best is not None
     planned = {one.candidate for one in search.tries}
-    fits = np.flatnonzero(estimator.peak_bytes <= usable_bytes(search.target))
+    fits = np.flatnonzero(estimator.peak_bytes <= search.target.usable_bytes)
     open_ones = [int(i) for i in fits if search.space[int(i)] not in planned]
     near = [i for i in open_ones if estimator.seconds[i] <= _NEAR * search.best.plan.seconds]
     chance = random.Random(0)

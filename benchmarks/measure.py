@@ -20,7 +20,7 @@ from benchmarks.hand_written import Sizes, make_loss, make_step
 from benchmarks.harness import compared, interleave
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.planner.hlo.text import Module
 from train.config import load
@@ -141,7 +141,7 @@ def paired(config: str, overrides: Sequence[str], num_steps: int) -> dict[str, A
 def planned(config: str, overrides: Sequence[str], target: str) -> dict[str, Any]:
     """Temporary and peak bytes on one device, for both programs compiled for described GPUs, without having one."""
     jax.config.update("jax_platforms", "cpu")
-    where = parse_target(target)
+    where = Target.parse(target)
     with described():
         programs = Programs(config, [*overrides, f"devices.virtual_cpu={where.num_devices}"], devices_of(where))
     memory = {name: compile_function(step, programs.setup.step_shapes, where).memory for name, step in programs.steps().items()}

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from benchmarks.harness import ROOT, interleave, spread
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
-from jgt.planner.hardware.chip import Target, parse_target
+from jgt.planner.hardware.target import Target
 from train.config import Run, load
 from train.data.opening import open_data
 from train.records.progress import peak_flops
@@ -46,7 +46,7 @@ def main() -> None:
         found = ceiling()
     elif arguments.target is not None:
         jax.config.update("jax_platforms", "cpu")
-        found = planned(read(arguments.overrides), parse_target(arguments.target))
+        found = planned(read(arguments.overrides), Target.parse(arguments.target))
     else:
         run = read(arguments.overrides)
         configure_xla(run.config)

@@ -21,7 +21,7 @@ from benchmarks.harness import ROOT
 from benchmarks.published import RUNS
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.plan import read_plan
 from train.config import load
 from train.run.xla import planned_flags
@@ -33,7 +33,7 @@ def main() -> None:
     name, path = sys.argv[1], Path(sys.argv[2])
     row = RUNS[name]
     jax.config.update("jax_platforms", "cpu")
-    target = parse_target(row.target)
+    target = Target.parse(row.target)
     run = load(str(ROOT / "configs/llama-70b.yaml"), [*row.overrides, f"devices.virtual_cpu={target.num_devices}"])
     with described():
         setup = prepare(run, num_devices=target.num_devices, like=devices_of(target)[0])

@@ -29,8 +29,7 @@ from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.harness import ROOT, FailedError, bar, make_parser, report, run_process, table
 from benchmarks.least_squares import Figures, Fit
 from benchmarks.published import RUNS
-from jgt.planner.hardware.chip import Target, parse_target
-from jgt.planner.hardware.network import Network
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.text import Module
 from jgt.planner.timeline import Timeline
 
@@ -57,7 +56,7 @@ class Case:
     def seconds(self, constants: Figures | None = None) -> float:
         """The predicted step; without constants, by those of the chip file."""
         chip = self.target.chip if constants is None else chip_with(self.target.chip, constants)
-        return self.timeline.on(Network(target=replace(self.target, chip=chip), hosts=self.hosts)).step().seconds
+        return self.timeline.on(replace(self.target, chip=chip).network(self.hosts)).step().seconds
 
 
 def compiled(name: str, folder: Path) -> tuple[dict[str, Any], str]:
@@ -75,7 +74,7 @@ def case_of(name: str, folder: Path) -> Case:
     """A run, ready to be predicted."""
     row = RUNS[name]
     facts, text = compiled(name, folder)
-    target = parse_target(row.target)
+    target = Target.parse(row.target)
     if row.nic_gbs is not None:
         links = target.chip.links
         far = list(links)[-1]

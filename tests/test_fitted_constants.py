@@ -8,7 +8,8 @@ from benchmarks.constants import PRIORS, RUN, chip_with
 from benchmarks.least_squares import Fit
 from benchmarks.published import RUNS
 from benchmarks.truth import order_of
-from jgt.planner.hardware.chip import load_chip, parse_target
+from jgt.planner.hardware.chip import load_chip
+from jgt.planner.hardware.target import Target
 
 ONES = dict.fromkeys(PRIORS, 1.0)
 
@@ -60,5 +61,5 @@ def test_order():
 def test_the_published_runs_name_targets_and_settings():
     assert len(RUNS) == 25
     for run in RUNS.values():
-        assert parse_target(run.target).num_devices % 8 == 0
+        assert Target.parse(run.target).num_devices % 8 == 0
         assert any(text.startswith("mesh=") for text in run.overrides)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 from jgt.mesh.sizes import MAX_DEVICES
-from jgt.planner.hardware import target_of
+from jgt.planner.hardware.target import Target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.devices is not None:
             use_virtual_cpu(arguments.devices)
         devices = cast("Sequence[Any]", jax.local_devices())
-        start = target_of(devices[0].device_kind, len(devices))
+        start = Target.of_devices(devices[0].device_kind, len(devices))
         name = start.text.partition(":")[0]
         path = Path(arguments.write or f"{name}.yaml")
         if path.suffix != ".yaml":

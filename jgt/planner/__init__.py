@@ -2,9 +2,9 @@
 
 Read `plan.py` first: it compiles a function (`compiled.py`, for hardware in `described.py`) and calls each reader of the result once.
 `layouts.py`, `flops.py` and `needs/` read the traced program; `memory.py` and `timeline.py` read XLA's. `signals.py` and `findings.py` join
-both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan.
+both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan. `profile/` measures what a plan predicts.
 
-These names are what the trainer uses. They load on first use, because a budget is checked before JAX is imported.
+These names are what the trainer uses. They load on first use, because a run's file is checked before JAX is imported.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jgt.planner.budget import Budget as Budget
     from jgt.planner.described import described_device as described_device
-    from jgt.planner.plan import Advice as Advice
+    from jgt.planner.hardware.chip import chip_of as chip_of
+    from jgt.planner.hardware.target import Target as Target
+    from jgt.planner.hardware.target import memory_fits as memory_fits
+    from jgt.planner.profile.device_time import Profile as Profile
     from jgt.planner.speed import Workload as Workload
-    from jgt.planner.view.compare import Differences as Differences
-    from jgt.planner.view.lock import Lock as Lock
-    from jgt.planner.view.page import write_page as write_page
-    from jgt.planner.view.table import print_plan as print_plan
+    from jgt.planner.view.report import Report as Report
 
 _OWNERS = {
-    "Advice": "plan",
     "Budget": "budget",
-    "Differences": "view.compare",
-    "Lock": "view.lock",
+    "Profile": "profile.device_time",
+    "Report": "view.report",
+    "Target": "hardware.target",
     "Workload": "speed",
+    "chip_of": "hardware.chip",
     "described_device": "described",
-    "print_plan": "view.table",
-    "write_page": "view.page",
+    "memory_fits": "hardware.target",
 }
 
 

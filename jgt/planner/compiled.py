@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding
 from jgt.document import InputError
 from jgt.mesh.mesh import make_mesh
 from jgt.planner.described import HOST, described, devices_of, keep_on_host
-from jgt.planner.hardware import Target, chip_of
+from jgt.planner.hardware.chip import chip_of
+from jgt.planner.hardware.target import MemoryStats, Target
 from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
@@ -67,18 +68,6 @@ def captured_stderr() -> Generator[list[str]]:
             lines += text.splitlines()
             if failed:
                 sys.stderr.write(text)
-
-
-class MemoryStats(Protocol):
-    """JAX's CompiledMemoryStats: bytes on one device. The alias size counts outputs in the memory of donated arguments."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int
-    temp_size_in_bytes: int
-    peak_memory_in_bytes: int
-    host_argument_size_in_bytes: int
-    host_temp_size_in_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 from jgt.document import InputError
-from jgt.planner.hardware import Target
+from jgt.planner.hardware.target import Target
 from jgt.program.kernels import KERNELS
 
 EXTRA = "pip install 'jgt[plan-gpu]'"

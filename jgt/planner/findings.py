@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jgt.console import amount
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
-from jgt.planner.hardware import USABLE
+from jgt.planner.hardware.target import USABLE
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.hlo.graph import runs_per_step
 from jgt.planner.hlo.instruction import Instruction

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt.planner.compiled import Argument, Compiled
-from jgt.planner.hardware import USABLE
+from jgt.planner.hardware.target import USABLE, used_bytes
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.origin import NONE, find_origin, origin_of
 from jgt.planner.hlo.text import Computation, Module, Spot
@@ -65,8 +65,7 @@ def read_memory(compiled: Compiled, module: Module, params: Sequence[Parameter],
     # XLA counts arguments in the host's memory among the device's, in its peak too, if a GPU is only described.
     miscounted = on_host if not stats.host_argument_size_in_bytes else 0
     args = stats.argument_size_in_bytes - miscounted
-    # A donated argument's memory is its output's, and XLA counts it in both.
-    total = args + max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0) + stats.temp_size_in_bytes
+    total = used_bytes(stats) - miscounted
     return Memory(
         args_bytes=args,
         temp_bytes=stats.temp_size_in_bytes,

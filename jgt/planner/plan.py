@@ -24,7 +24,7 @@ from jgt.console import amount, axes_text
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops
-from jgt.planner.hardware import Network, Target, parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.collectives import Collective, collectives
 from jgt.planner.hlo.origin import EXCHANGED, full_signal
 from jgt.planner.hlo.text import Module
@@ -47,7 +47,7 @@ _DIGITS = 6
 """The significant digits of numbers in the JSON. A prediction has far fewer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Advice:
     """A key of a run that its caller advises to change.
 
@@ -118,6 +118,10 @@ class Plan:
             total[c.axes] += c.total_bytes
         return sum(self.exposed_ms.get(axes_text(c.axes), 0.0) * c.total_bytes / (total[c.axes] or 1) for c in some)
 
+    def advised(self, advice: Iterable[tuple[str, str, float, int, str]]) -> Plan:
+        """The plan with advice, each piece by the fields of an `Advice`."""
+        return replace(self, advice=tuple(Advice(*fields) for fields in advice))
+
     def to_json(self) -> dict[str, object]:
         """Plain values, for `json.dumps`: the fields, and the properties of the plan, its memory and its collectives."""
         memory = asdict(self.memory) | {"fits": self.memory.fits}
@@ -158,7 +162,7 @@ def plan(
     tokens of a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
-    return read_plan(compile_function(fn, args, parse_target(target) if isinstance(target, str) else target, flags), known, workload)
+    return read_plan(compile_function(fn, args, Target.parse(target) if isinstance(target, str) else target, flags), known, workload)
 
 
 def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload | None = None) -> Plan:
@@ -167,7 +171,7 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     module, mesh, num_devices, target = compiled.module, dict(compiled.mesh.shape), compiled.mesh.size, compiled.target
     hosts = tuple(device.process_index for device in compiled.mesh.devices.flat)
     # Without a target nothing is known of the links between the devices.
-    timeline = Timeline(module, mesh, num_devices, None if target is None else Network(target=target, hosts=hosts))
+    timeline = Timeline(module, mesh, num_devices, None if target is None else target.network(hosts))
     walk = timeline.step(compiled.memory.temp_size_in_bytes)
     traced = flops(compiled.program)
     params = parameters_of(compiled, num_devices)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.hardware import Target
+from jgt.planner.hardware.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

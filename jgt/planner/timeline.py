@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jgt.console import axes_text
-from jgt.planner.hardware import Network
+from jgt.planner.hardware.network import Network
 from jgt.planner.hlo.collectives import is_collective, pieces, wire_bytes
 from jgt.planner.hlo.graph import branch_shares
 from jgt.planner.hlo.groups import Groups, participants_of
@@ -96,7 +96,7 @@ class Timeline:
         """The whole program. temp_bytes: the temporary memory of a run, which some devices take time to get."""
         walk = Walk()
         walk.add(self._walk(self._module.entry))
-        fresh = 0.0 if self._network is None else self._network.target.chip.fresh_seconds(temp_bytes)
+        fresh = 0.0 if self._network is None else self._network.chip.fresh_seconds(temp_bytes)
         if fresh:
             walk.seconds += fresh
             walk.parts["memory"] += fresh
@@ -158,7 +158,7 @@ class Timeline:
         into, out = (memory == HOST_SPACE for memory in start.memories[:2])
         if into == out or self._network is None:
             return
-        seconds = start.arrays[0].num_bytes / (self._network.target.chip.host_gbs * 1e9)
+        seconds = start.arrays[0].num_bytes / (self._network.chip.host_gbs * 1e9)
         run.walk.links[HOST_AXES] += seconds
         run.occupy(start.name, seconds, HOST_AXES, origin_of(start.op_name) or Origin(NONE, "forward"), "to host" if into else "from host")
 
@@ -192,7 +192,7 @@ class Timeline:
     @property
     def _is_shared(self) -> bool:
         """Whether the devices share a processor."""
-        return self._network is not None and self._network.target.chip.devices is not None
+        return self._network is not None and self._network.chip.devices is not None
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
@@ -205,7 +205,7 @@ class Timeline:
         cost.hbm_bytes += work.num_bytes
         if self._network is None:
             return
-        chip = self._network.target.chip
+        chip = self._network.chip
         matmul, attention = sum(map(chip.matmul_seconds, work.matmuls)), chip.attention_seconds(work.attention) if work.attention else 0.0
         memory, launch = chip.memory_seconds(work.num_bytes), chip.rates.launch_us * 1e-6
         alone = max(matmul + attention, memory) + launch

@@ -10,9 +10,9 @@ from jgt.calibrate import __main__ as command
 from jgt.calibrate.figures import calibrated, chip_text
 from jgt.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.document import InputError
-from jgt.planner.hardware.chip import Link, Target, load_chip, parse_target, read_chip, target_of
-from jgt.planner.hardware.network import Network
+from jgt.planner.hardware.chip import Link, load_chip, read_chip
 from jgt.planner.hardware.rates import MatmulWork
+from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main as plan
 
 TINY = Sizes(matmuls={"f32": 32, "bf16": 16}, memory=1 << 10, sent=(1 << 10, 1 << 12), launches=3, flops=1e5, num_bytes=1e4)
@@ -21,7 +21,7 @@ MODEL = {"kind": "gpt", "layers": 2, "embed": 32, "heads": 2, "vocab": 64, "seq"
 
 def seconds_on(chip, sizes, devices):
     """What the programs would take on a chip."""
-    network = Network(target=Target(chip=chip, text="", num_hosts=1, per_host=devices), hosts=[0] * devices)
+    network = Target(chip=chip, text="", num_hosts=1, per_host=devices).network([0] * devices)
     group, ring = (tuple(range(devices)),), tuple((i, (i + 1) % devices) for i in range(devices))
     found = {f"matmul {dtype}": chip.matmul_seconds(MatmulWork(dtype, 1, n, n, n)) for dtype, n in sizes.matmuls.items()}
     found |= {"memory": chip.memory_seconds(8 * sizes.memory), "launch": chip.rates.launch_us * 1e-6}
@@ -33,7 +33,7 @@ def seconds_on(chip, sizes, devices):
 
 @pytest.mark.parametrize("devices", [2, 8])
 def test_figures_are_found_again(devices):
-    start = target_of("cpu", devices).chip
+    start = Target.of_devices("cpu", devices).chip
     link = Link(gbs=3.0, domain="all", share=1.0, start_us=70.0, hop_us=2.0)
     known = replace(start, hbm_gbs=2.0, tflops={"tf32": 0.02, "bf16": 0.03}, links={"memory": link})
     found = calibrated(start, GPU_SIZES, seconds_on(known, GPU_SIZES, devices), devices)
@@ -64,7 +64,7 @@ def test_kernels_are_run_in_rounds_and_written(tmp_path):
     assert len(said) == 3 * len(seconds)
     assert all(one > 0 for one in seconds.values())
     path = tmp_path / "cpu.yaml"
-    found = calibrated(target_of("cpu", 8).chip, TINY, seconds, 8)
+    found = calibrated(Target.of_devices("cpu", 8).chip, TINY, seconds, 8)
     path.write_text(chip_text(found, seconds, 8))
     assert "matmul f32" in path.read_text()
     again = read_chip(path)
@@ -89,12 +89,12 @@ def test_figures_of_another_number_of_devices_are_refused(tmp_path):
     chip = tmp_path / "cpu.yaml"
     chip.write_text(CHIP)
     with pytest.raises(InputError, match=r"figures are of 8 devices that share a processor, and the target has 4.*calibrate --devices 4"):
-        parse_target("cpu:1x4", str(chip))
+        Target.parse("cpu:1x4", str(chip))
 
 
 def test_a_cpu_without_figures_is_refused_with_the_command():
     with pytest.raises(InputError, match=r"no figures of this machine's processor. Measure it with jgt calibrate, and add --chip cpu.yaml"):
-        parse_target("cpu:1x8")
+        Target.parse("cpu:1x8")
 
 
 def test_a_name_that_is_not_a_chip_file_is_refused(capsys, tmp_path):

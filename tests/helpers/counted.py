@@ -13,12 +13,12 @@ from jax import P
 import jgt
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.signal import context
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens" / "hlo"
-TARGETS = {"cpu": None, "h100": parse_target("h100:1x8")}
+TARGETS = {"cpu": None, "h100": Target.parse("h100:1x8")}
 BATCH, EMBED, FFN, OUT = 8, 16, 32, 24
 ROUNDS = 5
 

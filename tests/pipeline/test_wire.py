@@ -23,7 +23,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.pipeline.layer import Body
 from jgt.pipeline.moves import Moves, split_further
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.program.reads import narrow_reads
 from train.config import load
 from train.plan.make import make_plan
@@ -94,7 +94,7 @@ def planned(*overrides):
     """The plan of a small bf16 model in a pipeline on 8 GPUs."""
     sizes = ("model.heads=4", f"model.ffn={FFN}", f"model.embed={EMBED}", f"model.seq={SEQ}", f"train.batch={BATCH}")
     small = [*sizes, "model.dtype=bf16", "model.attention=xla", "devices.virtual_cpu=8", *overrides]
-    return make_plan(load("configs/pipeline.yaml", small), parse_target("h100:1x8"), None)
+    return make_plan(load("configs/pipeline.yaml", small), Target.parse("h100:1x8"), None)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from plugin import needs_plugin
 
 from jgt import document
 from jgt.planner import described as topology
-from jgt.planner.hardware.chip import chip_names, parse_target
+from jgt.planner.hardware.chip import chip_names
+from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main
 
 RULES = Path(__file__).parents[2] / "configs" / "rules"
@@ -98,7 +99,7 @@ def test_devices_that_the_mesh_does_not_have(refused, arguments):
 
 def test_a_chip_file_and_figures_of_a_chip(refused):
     Path("mine.yaml").write_text((CHIPS / "h100.yaml").read_text())
-    target = parse_target("mine:2x8", "mine.yaml", ["nic_gbs=25", "hbm_gb=96"])
+    target = Target.parse("mine:2x8", "mine.yaml", ["nic_gbs=25", "hbm_gb=96"])
     assert (target.chip.links["nic"].gbs, target.chip.hbm_gb, target.text) == (25, 96, "mine:2x8 with nic_gbs=25, hbm_gb=96")
     (problem,) = refused("run.yaml", "--target", GPUS, "--chip", "mine.yaml")
     assert "describes the chip 'mine'" in problem and "--target mine:8x8" in problem

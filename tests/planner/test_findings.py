@@ -14,7 +14,7 @@ from transformers import RULES, SEQ, Transformer, cross_entropy
 
 import jgt
 from jgt import document
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.plan import plan
 from jgt.signal import context
 from train.config import load
@@ -154,7 +154,7 @@ def planned(tmp_path_factory):
         (folder / "rules.yaml").write_text(document.dump(changed))
         run = {"run": {"name": "small"}, "model": SMALL | model, "mesh": MESHES[rules], "rules": "rules.yaml", "data": {"source": "stdlib"}}
         (folder / "run.yaml").write_text(document.dump(run | {"train": {"steps": 1, "batch": 8}, "devices": {"virtual_cpu": 8}}))
-        return make_plan(load(folder / "run.yaml"), None if target is None else parse_target(target), None)
+        return make_plan(load(folder / "run.yaml"), None if target is None else Target.parse(target), None)
 
     return _planned
 
@@ -256,7 +256,7 @@ def attention(found):
 def shipped(request):
     """The plan of the trainer's own step, for a shipped config."""
     name, target = request.param
-    return make_plan(load(CONFIGS / f"{name}.yaml"), None if target is None else parse_target(target), None)
+    return make_plan(load(CONFIGS / f"{name}.yaml"), None if target is None else Target.parse(target), None)
 
 
 def test_nothing_is_found_in_runs_that_ship(shipped):

@@ -11,7 +11,7 @@ from jgt import document
 from jgt.document import InputError
 from jgt.planner.budget import Budget, Limit
 from jgt.planner.plan import plan
-from jgt.planner.view.lock import Lock
+from jgt.planner.view.report import Report
 from jgt.signal import context
 
 MESH = jgt.make_mesh({"data": 2, "tensor": 4})
@@ -73,15 +73,15 @@ def original():
 
 
 def test_a_lock_outlives_a_refactoring(original, tmp_path):
-    Lock.of(original).write(tmp_path / "plan.lock")
+    (tmp_path / "plan.lock").write_text(Report(original).lock)
     other = planned(refactored)
     assert {c.source for c in other.collectives}.isdisjoint({c.source for c in original.collectives})
-    assert Lock.read(tmp_path / "plan.lock").changes(other) == []
+    assert Report(other).changes(Report.read_lock(tmp_path / "plan.lock")) == []
 
 
 def test_a_lock_breaks_on_a_changed_rule(original):
     rules = RULES | {"signals": RULES["signals"] | {"layers/attn": {"params": {"*": []}, "out": ["batch", None]}}}
-    lines = Lock.of(original).changes(planned(rules=rules))
+    lines = Report(planned(rules=rules)).changes(Report(original).lock)
     assert {line.rpartition("  ")[0].rpartition("  ")[0] for line in lines if "layers" in line} == {
         "-layers/attn  all-reduce  f32  data",
         "-layers/attn  all-reduce  f32  tensor",
@@ -94,17 +94,17 @@ def test_a_lock_breaks_on_a_changed_rule(original):
 
 def test_what_a_lock_holds(original):
     """A line for each signal, kind, type and axes; none of them contains a source line or a time."""
-    header, _, *facts = Lock.of(original).text.splitlines()
+    header, _, *facts = Report(original).lock.splitlines()
     assert header == "jgt plan lock 1"
     assert facts[:2] == ["target cpu", "mesh data=2 tensor=4"]
     sent = [line.split("  ") for line in facts if "  " in line]
     assert sum(int(row[-1]) for row in sent) == original.sent_bytes
     assert sum(int(row[-2]) for row in sent) == sum(c.count for c in original.collectives)
-    assert "test_lock" not in Lock.of(original).text
+    assert "test_lock" not in Report(original).lock
 
 
 def test_comments_and_blank_lines_change_nothing(original):
-    assert Lock(Lock.of(original).text.replace("\n", "  \n\n# why\n")).changes(original) == []
+    assert Report(original).changes(Report(original).lock.replace("\n", "  \n\n# why\n")) == []
 
 
 @pytest.mark.parametrize("text", ["jgt plan lock 2\n", "", "target cpu\n"])
@@ -112,14 +112,14 @@ def test_another_format_is_refused(tmp_path, text):
     path = tmp_path / "plan.lock"
     path.write_text(text)
     with pytest.raises(InputError) as refused:
-        Lock.read(path)
+        Report.read_lock(path)
     (problem,) = refused.value.problems
     assert problem.startswith(f"{path}:1: ") and repr(text.strip()) in problem and "'jgt plan lock 1'" in problem
 
 
 def test_a_lock_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"plan\.lock: cannot be read: .*Write it with --lock"):
-        Lock.read(tmp_path / "plan.lock")
+        Report.read_lock(tmp_path / "plan.lock")
 
 
 # ---------------------------------------------------------------------------------------------- budgets

@@ -13,7 +13,8 @@ import jgt
 from jgt.planner.findings import Finding
 from jgt.planner.panels import Panel, Span
 from jgt.planner.plan import plan
-from jgt.planner.view.page import page, write_page
+from jgt.planner.view.page import page
+from jgt.planner.view.report import Report
 from jgt.signal import context
 
 HOSTILE = "</script><img src=x onerror=alert(1)>/a&b'\".py:3"
@@ -93,7 +94,7 @@ def test_the_page_shows_every_signal_and_collective(small):
 
 
 def test_the_json_inside_is_the_plan(small, tmp_path):
-    write_page(small, tmp_path / "plan.html")
+    Report(small).write_page(tmp_path / "plan.html")
     assert data_of((tmp_path / "plan.html").read_text(encoding="utf-8")) == json.loads(json.dumps(small.to_json()))
 
 

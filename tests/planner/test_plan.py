@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.hardware.chip import chip_names, load_chip, parse_target
+from jgt.planner.hardware.chip import chip_names, load_chip
+from jgt.planner.hardware.target import Target
 from train.config import load
 from train.plan.make import make_plan
 
@@ -195,7 +196,7 @@ def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here(sizes, attention):
         "devices.virtual_cpu=8",
     ]
     run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
-    found = make_plan(run, parse_target("h100:1x8"), None)
+    found = make_plan(run, Target.parse("h100:1x8"), None)
     assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}
 
 
@@ -207,7 +208,7 @@ def test_a_time_has_an_error_unless_the_step_does_not_fit():
     assert fits.step_time_error == chip.error["one_host"]
     assert fits.step_time_caveat == ""
     assert sum(fits.parts_ms.values()) == pytest.approx(fits.step_time_ms)
-    small = dataclasses.replace(parse_target("h100:1x1"), chip=dataclasses.replace(chip, hbm_gb=1e-3))
+    small = dataclasses.replace(Target.parse("h100:1x1"), chip=dataclasses.replace(chip, hbm_gb=1e-3))
     tight = jgt.plan(lambda x: x @ x, x, target=small)
     assert tight.memory.fits is False
     assert tight.step_time_error is None

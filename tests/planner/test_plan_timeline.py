@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jgt.planner.hardware.chip import Link, Target, load_chip
-from jgt.planner.hardware.network import Network
+from jgt.planner.hardware.chip import Link, load_chip
 from jgt.planner.hardware.rates import AttentionRate, MatmulRate, MemoryRate, Rates
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.text import Module
 from jgt.planner.timeline import HOST_AXES, Timeline
 
@@ -96,7 +96,7 @@ OTHERS = f"""\
 
 def hosts(num, chip=SLOW):
     """The network of 8 devices on `num` hosts."""
-    return Network(target=Target(chip=chip, text="slow", num_hosts=num, per_host=8 // num), hosts=[d * num // 8 for d in range(8)])
+    return Target(chip=chip, text="slow", num_hosts=num, per_host=8 // num).network([d * num // 8 for d in range(8)])
 
 
 ONE_HOST = hosts(1)

@@ -4,13 +4,13 @@ import pytest
 
 from jgt.console import amount, two_digits
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.hardware import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.panels import Span, Track, panels
 from jgt.planner.speed import Workload, speed_of
 
 
 def test_speed_is_the_arithmetic_of_its_inputs():
-    target = parse_target("h100:2x8")
+    target = Target.parse("h100:2x8")
     work = Workload(tokens=4_000_000, flops=16 * 989e12, price=2.0)
     speed = speed_of(work, target, 0.0, 4.0)
     assert speed.tokens_per_s == 1_000_000 and speed.mfu == pytest.approx(0.25)

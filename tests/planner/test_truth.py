@@ -16,7 +16,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.collectives import collectives
 from jgt.planner.hlo.text import Module
 from jgt.planner.plan import read_plan
@@ -122,7 +122,7 @@ def group_size(line):
     ],
 )
 def test_a_training_step_counted_again(root, config, target):
-    where = None if target is None else parse_target(target)
+    where = None if target is None else Target.parse(target)
     setup = prepare(load(root / f"configs/{config}.yaml"), devices=None if where is None else devices_of(where))
     compiled = compile_function(setup.train_step(), setup.step_shapes, where)
     total = sent(compiled.text)

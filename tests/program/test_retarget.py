@@ -9,7 +9,7 @@ from plugin import needs_plugin
 
 import jgt
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.plan import plan
 from jgt.program.retarget import meshes_in, replace_mesh
 
@@ -57,7 +57,7 @@ def test_a_shard_map_of_the_users_is_planned_for_a_target(local, is_gradient):
 
 def test_every_mesh_of_a_program_is_replaced():
     mesh = jgt.make_mesh({"data": 8})
-    gpus = jgt.make_mesh({"data": 8}, devices=devices_of(parse_target(GPUS)))
+    gpus = jgt.make_mesh({"data": 8}, devices=devices_of(Target.parse(GPUS)))
     program = jax.make_jaxpr(jax.shard_map(in_loops, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))(
         jnp.ones((16, 4))
     )

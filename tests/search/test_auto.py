@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jgt.document import InputError
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.code.files import Code
 from train.config import load
 from train.search import auto
@@ -64,7 +64,7 @@ def start(tmp_path, monkeypatch):
     Planned.searches = []
 
     def start(target, *overrides, num_processes=1):
-        monkeypatch.setattr(auto, "target_at_hand", lambda run, where: parse_target(target))
+        monkeypatch.setattr(auto, "target_at_hand", lambda run, where: Target.parse(target))
         arguments = argparse.Namespace(config=str(path), overrides=[f"run.dir={tmp_path / 'mine'}", *overrides], code=[])
         said = []
         run = with_best_layout(load(arguments.config, arguments.overrides, code=Code()), arguments, num_processes, said.append, no_plan)

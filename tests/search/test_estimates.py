@@ -9,14 +9,14 @@ from benchmarks.estimates import read_sample
 from benchmarks.search import RUNS
 from jgt.document import read
 from jgt.pipeline.config import PipelineConfig
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.rules import Rules, load_rules, make_rules
 from train.search.columns import Columns
 from train.search.estimate import Estimator, Step, link_seconds
 from train.search.layout import Candidate, Roles
 
 STEP = Step(flops=1e17, parameters=8e9, state_bytes=96e9, layer_bytes=2e9, layers=32, logits_bytes=4e9)
-TARGET = parse_target("h100:4x8")
+TARGET = Target.parse("h100:4x8")
 OWN_NAMES = {"data": "rows", "fsdp": "dp", "tensor": "tp", "stage": "pp", "replica": "pods"}
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jgt.document import InputError
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.code.files import Code
 from train.config import load
 from train.plan.__main__ import main as plan
@@ -88,7 +88,7 @@ def make_search(run_file):
     """A search on 32 devices, and what it printed."""
 
     def make(**options):
-        target, said = parse_target("h100:4x8"), []
+        target, said = Target.parse("h100:4x8"), []
         space = candidates(Open.read(run_file, ["mesh=null"], Code()), 32)
         SPACE.clear()
         SPACE.update({tuple(one.overrides): one for one in space})
@@ -218,7 +218,7 @@ def succeeds(question):
 
 def test_a_process_that_dies_takes_only_its_plan(tmp_path, run_file):
     plans = Plans(dies, tmp_path, workers=1)
-    question = Question(config=run_file, overrides=("mesh={data: 8}", "devices.virtual_cpu=8"), code=(), target=parse_target("h100:1x8"))
+    question = Question(config=run_file, overrides=("mesh={data: 8}", "devices.virtual_cpu=8"), code=(), target=Target.parse("h100:1x8"))
     try:
         assert "died" in plans.ask(question).result().problems[0]
         assert not list(tmp_path.glob("*.json"))
@@ -234,7 +234,7 @@ def test_a_process_that_dies_takes_only_its_plan(tmp_path, run_file):
 
 def test_a_search_ends_its_processes(run_file):
     plans = Plans(sleeps, None, workers=2)
-    question = Question(config=run_file, overrides=(), code=(), target=parse_target("h100:1x8"))
+    question = Question(config=run_file, overrides=(), code=(), target=Target.parse("h100:1x8"))
     asked = [plans.ask(question) for _ in range(3)]
     plans.close()
     assert all(one.cancelled() or one.result().problems for one in asked)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jgt.document import InputError
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main
 from train.plan.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
 from train.plan.search import search_targets
@@ -33,7 +33,7 @@ class Found:
 
 
 def offer(target, seconds, job):
-    return offer_of(parse_target(target), Found(seconds).best, "nothing fits", job)
+    return offer_of(Target.parse(target), Found(seconds).best, "nothing fits", job)
 
 
 def arguments(**values):

@@ -12,7 +12,7 @@ from strangers import LinenLlama, NnxLlama
 
 import jgt
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.model import of_flax
@@ -39,7 +39,7 @@ def model_of(kind):
 @cache
 def sent(kind, rules, target):
     """The bytes of each signal's collectives by phase, kind and type, in the gradient of a loss of the model."""
-    devices = jax.devices() if target is None else devices_of(parse_target(target))
+    devices = jax.devices() if target is None else devices_of(Target.parse(target))
     mesh, model = jgt.make_mesh(MESHES[rules], devices=devices), model_of(kind)
 
     def loss(params, inputs, targets):

@@ -22,7 +22,6 @@ from .request import Request, parser, read_request
 
 if TYPE_CHECKING:
     from jgt import Plan
-    from jgt.planner import Lock
 
     from ..search.plans import Answer, Question
     from .sync import Exchange, SyncPolicy
@@ -38,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return search(arguments, answer_question)
     try:
         request = read_request(arguments)
-        from jgt.planner import Lock
+        from jgt.planner import Report
 
         from .make import make_exchange, make_plan, use_devices
 
-        locked = None if arguments.check is None else Lock.read(Path(arguments.check))
+        locked = None if arguments.check is None else Report.read_lock(Path(arguments.check))
         # Compiling takes seconds to minutes. A log file does not need to know.
         if sys.stderr.isatty():
             print("Compiling the step ...", file=sys.stderr)
@@ -71,20 +70,20 @@ def answer_question(question: Question) -> Answer:
     return make.answer(question)
 
 
-def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: Lock | None) -> int:
+def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
     """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
-    from jgt.planner import Lock, write_page
+    from jgt.planner import Report
 
     _show(arguments, plan, exchange)
     if arguments.html is not None:
-        write_page(plan, Path(arguments.html))
+        Report(plan).write_page(Path(arguments.html))
         print(f"Wrote {arguments.html}", file=sys.stderr)
     if arguments.lock is not None:
-        Lock.of(plan).write(Path(arguments.lock))
+        Path(arguments.lock).write_text(Report(plan).lock, encoding="utf-8")
         print(f"Wrote {arguments.lock}", file=sys.stderr)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
     problems = run.budget.overruns(plan)
-    if locked is not None and (lines := locked.changes(plan)):
+    if locked is not None and (lines := Report(plan).changes(locked)):
         problems.append(
             f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"
         )
@@ -98,9 +97,9 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
     if arguments.json:
         print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
         return
-    from jgt.planner import print_plan
+    from jgt.planner import Report
 
-    print_plan(plan)
+    Report(plan).print()
     if exchange is not None:
         from .sync import print_exchange
 
@@ -143,9 +142,9 @@ def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
 
 
 def _compare(arguments: argparse.Namespace, plans: Sequence[Plan]) -> int:
-    from jgt.planner import Differences
+    from jgt.planner import Report
 
-    differences = Differences(*plans)
+    differences = Report(plans[0]).compare(plans[1])
     if arguments.json:
         print(json.dumps(differences.to_json(), indent=1))
     else:

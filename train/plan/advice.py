@@ -3,20 +3,18 @@
 A plan contains what the cost of a step consists of, so it also shows what a step without a part of it would cost: with half of the
 bubble, or with gradients of half the bytes. Each piece of advice is such a calculation from the plan's own figures. It names one key, its
 new value, and the milliseconds or bytes that this saves. These are estimates: a plan of the changed run has the answer.
-
-Invariant: only savings that can be computed are advised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jgt import Plan
 from jgt.console import amount
 from jgt.document import InputError
-from jgt.planner import Advice, Workload
+from jgt.planner import Workload
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
@@ -33,6 +31,16 @@ class Setting:
     where: str
 
 
+class Saving(NamedTuple):
+    """What a change of a key saves: milliseconds of the step, or bytes of the peak. where: the file:line of the key."""
+
+    key: str
+    where: str
+    saves_ms: float
+    saves_bytes: int
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adviser:
     """Computes the advice for one plan.
@@ -46,33 +54,34 @@ class Adviser:
     rows: int
     work: Workload
 
-    def advise(self) -> tuple[Advice, ...]:
+    def advise(self) -> tuple[Saving, ...]:
         """The advice, the most useful first. A step that does not fit gets only advice that makes it fit."""
         if self.plan.memory.fits is False:
             return tuple(sorted(self._to_fit(), key=lambda a: -a.saves_bytes))
         step_ms = self.plan.step_time_ms
         if step_ms is None:
             return ()
-        all_kinds = (self._bubble(), self._recompute(), self._gradients(), self._parts_of_batch(), self._attention(), self._overlap())
-        useful = [a for advice in all_kinds for a in advice if a.saves_ms > _WORTHWHILE * step_ms]
+        kinds = [self._recompute(), self._gradients(), self._attention()]
+        kinds += [self._parts_of_batch(), self._overlap()] if self.plan.schedule is None else [self._bubble()]
+        useful = [a for advice in kinds for a in advice if a.saves_ms > _WORTHWHILE * step_ms]
         return tuple(sorted(useful, key=lambda a: -a.saves_ms)[:_MAX_ADVICE])
 
     def _value(self, key: str) -> object:
         """The value of a key; None if the run has no such key."""
         return self.settings[key].value if key in self.settings else None
 
-    def _advice(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Advice:
+    def _saving(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Saving:
         where = where or (self.settings[key].where if key in self.settings else "")
         share = f" ({ms / self.plan.step_time_ms:.0%} of the step)" if ms and self.plan.step_time_ms else ""
         begin = f"{where}: {key}" if where else key
-        return Advice(key=key, where=where, saves_ms=ms, saves_bytes=num_bytes, text=f"{begin}: {text}{share}")
+        return Saving(key, where, ms, num_bytes, f"{begin}: {text}{share}")
 
-    def _to_fit(self) -> Iterator[Advice]:
+    def _to_fit(self) -> Iterator[Saving]:
         missing, memory = -self.plan.memory.free_bytes, self.plan.memory
         state = memory.groups.get("optimizer state", 0)
         if self._value("optimizer.offload") == "none" and state:
             text = f"host moves {amount(state, 'B')} of optimizer state to the host's memory, {_verdict(missing - state)}"
-            yield self._advice("optimizer.offload", text, num_bytes=state)
+            yield self._saving("optimizer.offload", text, num_bytes=state)
         kept = sum(memory.activations.values())
         key = "train.accumulate" if self.plan.schedule is None else "pipeline.microbatches"
         before = self._value(key)
@@ -83,13 +92,13 @@ class Adviser:
             saved = round(kept * (1 - 1 / times))
             if self.rows % times == 0 and (missing <= saved or self.rows % (2 * times)):
                 less = f"{before * times} instead of {before} keeps {amount(saved, 'B')} less for the backward pass"
-                yield self._advice(key, f"{less}, {_verdict(missing - saved)}", num_bytes=saved)
+                yield self._saving(key, f"{less}, {_verdict(missing - saved)}", num_bytes=saved)
                 return
 
-    def _bubble(self) -> Iterator[Advice]:
+    def _bubble(self) -> Iterator[Saving]:
         """More microbatches, or more chunks of layers on a stage."""
         schedule, lost = self.plan.schedule, self.plan.parts_ms.get("bubble", 0.0)
-        if schedule is None or not lost:
+        if schedule is None or not lost or not schedule.bubble:
             return
         candidates: list[tuple[str, str, dict[str, Any]]] = []
         if self.rows % 2 == 0:
@@ -108,19 +117,19 @@ class Adviser:
             assert other is not None
             # Useful work takes the same time in both, and a bubble is a share of the whole.
             before, after = (share / (1 - share) for share in (schedule.bubble, other.bubble))
-            saved = lost * (1 - after / before) if before else 0.0
+            saved = lost * (1 - after / before)
             text = f"{change}: the bubble falls from {schedule.bubble:.1%} to {other.bubble:.1%}, which saves {amount(saved / 1e3, 's')}"
-            yield self._advice(key, text, ms=saved)
+            yield self._saving(key, text, ms=saved)
 
-    def _recompute(self) -> Iterator[Advice]:
+    def _recompute(self) -> Iterator[Saving]:
         lost, free = self.plan.parts_ms.get("recompute", 0.0), self.plan.memory.free_bytes
         key = "train.remat" if self.plan.schedule is None else "pipeline.remat"
         setting = self._value(key)
-        if lost and setting not in (None, "none") and free > 0:
+        if setting not in (None, "none") and free > 0:
             again = f"{setting} computes {amount(lost / 1e3, 's')} of work again, and {amount(free, 'B')} of memory are free"
-            yield self._advice(key, f"{again}. Less recompute saves up to that", ms=lost)
+            yield self._saving(key, f"{again}. Less recompute saves up to that", ms=lost)
 
-    def _gradients(self) -> Iterator[Advice]:
+    def _gradients(self) -> Iterator[Saving]:
         """Gradients in half of the bytes."""
         if "optimizer.gradients" not in self.settings or self._value("optimizer.gradients") == "bf16":
             return
@@ -128,36 +137,33 @@ class Adviser:
         wide = [c for c in self.plan.collectives if c.dtype == "f32" and c.phase == "backward" and c.kind in sums]
         saved, num_bytes = self.plan.waiting_ms(wide) / 2, sum(c.total_bytes for c in wide) // 2
         text = f"bf16 halves the {amount(2 * num_bytes, 'B')} of gradients in f32, which saves up to {amount(saved / 1e3, 's')} of waiting"
-        yield self._advice("optimizer.gradients", text, ms=saved)
+        yield self._saving("optimizer.gradients", text, ms=saved)
 
-    def _parts_of_batch(self) -> Iterator[Advice]:
+    def _parts_of_batch(self) -> Iterator[Saving]:
         """Fewer parts of the batch, each of which gathers all parameters again."""
         parts, kept = self._value("train.accumulate"), sum(self.plan.memory.activations.values())
-        if self.plan.schedule is not None or not isinstance(parts, int) or parts % 2 or self.plan.memory.free_bytes < kept:
+        if not isinstance(parts, int) or parts % 2 or self.plan.memory.free_bytes < kept:
             return
         saved = self.plan.waiting_ms(c for c in self.plan.collectives if c.kind == "all-gather" and c.count % parts == 0) / 2
         text = f"{parts // 2} instead of {parts} gathers the parameters half as often, which saves {amount(saved / 1e3, 's')} of waiting"
-        yield self._advice("train.accumulate", f"{text} and needs about {amount(kept, 'B')} more memory", ms=saved)
+        yield self._saving("train.accumulate", f"{text} and needs about {amount(kept, 'B')} more memory", ms=saved)
 
-    def _attention(self) -> Iterator[Advice]:
+    def _attention(self) -> Iterator[Saving]:
         """Scores that travel to memory and back."""
-        if self._value("model.attention") != "xla":
-            return
-        attention = [row.roofline_ms for row in self.plan.signals if "attn" in row.signal]
-        saved = sum(max(parts.get("memory", 0) - parts.get("matmul", 0), 0) for parts in attention)
-        text = "auto takes cuDNN's kernel, where it is available, which keeps scores out of memory and saves up to "
-        yield self._advice("model.attention", text + amount(saved / 1e3, "s"), ms=saved)
+        if self._value("model.attention") == "xla":
+            attention = [row.roofline_ms for row in self.plan.signals if "attn" in row.signal]
+            saved = sum(max(parts.get("memory", 0) - parts.get("matmul", 0), 0) for parts in attention)
+            text = "auto takes cuDNN's kernel, where it is available, which keeps scores out of memory and saves up to "
+            yield self._saving("model.attention", text + amount(saved / 1e3, "s"), ms=saved)
 
-    def _overlap(self) -> Iterator[Advice]:
+    def _overlap(self) -> Iterator[Saving]:
         """Collectives of tensor parallelism beside matmuls."""
-        if self.plan.schedule is not None:
-            return
         for row in self.plan.signals:
             over = [c for c in self.plan.collectives if c.signal == row.signal and c.axes == ("tensor",)]
             saved = min(self.plan.waiting_ms(over), row.roofline_ms.get("matmul", 0.0))
-            if row.rule and saved and any(c.kind == "reduce-scatter" for c in over):
+            if row.rule and any(c.kind == "reduce-scatter" for c in over):
                 text = f"tensor for {row.signal} runs its collectives beside its matmuls, which saves up to {amount(saved / 1e3, 's')}"
-                yield self._advice("overlap", text, ms=saved, where=row.rule)
+                yield self._saving("overlap", text, ms=saved, where=row.rule)
 
 
 def _verdict(missing: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 from jgt.console import Console
 from jgt.document import Node, dump, override, read
 
-from ..search.estimate import usable_bytes
 from ..search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
@@ -65,7 +64,7 @@ def _notes(search: LayoutSearch) -> Iterator[str]:
     if too_large:
         nearest = min(too_large, key=lambda t: t.plan.peak_bytes)
         what = "1 layout does not fit" if len(too_large) == 1 else f"{len(too_large)} layouts do not fit"
-        limit, size = usable_bytes(search.target) / 1e9, nearest.plan.peak_bytes / 1e9
+        limit, size = search.target.usable_bytes / 1e9, nearest.plan.peak_bytes / 1e9
         yield f"{what} ({limit:.0f} GB usable); the closest needs {size:.0f} GB: {nearest.candidate.text}"
     if refused:
         yield f"{len(refused)} were refused, such as {refused[0].candidate.text}: {refused[0].plan.problems[0]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +13,7 @@ import jax
 import jgt
 from jgt import Plan
 from jgt.document import InputError
-from jgt.planner import Workload, described_device
-from jgt.planner.hardware import Target
+from jgt.planner import Target, Workload, described_device
 
 from ..code.files import read_code
 from ..command_line import say
@@ -50,7 +48,7 @@ def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price
         work = _workload(setup, price)
         plan = jgt.plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags, workload=work)
         adviser = Adviser(plan=plan, settings=_settings(setup), rows=_rows(setup), work=work)
-        plans.append(replace(plan, advice=adviser.advise()))
+        plans.append(plan.advised(adviser.advise()))
         return None if plan.memory.fits is False else setup
 
     setup = again(None)

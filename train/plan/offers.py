@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from jgt.console import Console
 from jgt.document import InputError
-from jgt.planner.hardware import Target, parse_target, read_prices
+from jgt.planner import Target
 
 from ..search.search import Try
 
@@ -87,7 +87,7 @@ class Offer:
 def offer_of(target: Target, best: Try | None, problem: str, job: Job) -> Offer:
     """The offer of a machine for a job. best: the fastest layout there. problem: why there is none."""
     speed = 0.0 if best is None else job.batch_tokens / best.plan.seconds
-    price = None if job.prices is None else job.prices.get(_chip_of(target))
+    price = None if job.prices is None else job.prices.get(target.chip_name)
     days = None if job.tokens is None or not speed else job.tokens / speed / _SECONDS
     needed = None
     if days is not None and job.days is not None:
@@ -154,11 +154,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _chip_of(target: Target) -> str:
-    """The name of a target's chip, as in its file."""
-    return target.text.partition(":")[0]
-
-
 # -- the command line -----------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +178,7 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
         problems.append("command line: --deadline needs --tokens, the tokens that have to be done by then")
     if arguments.price is not None:
         with InputError.collect(problems):
-            prices = read_prices(arguments.price, [_chip_of(target) for target in targets])
+            prices = Target.read_prices(arguments.price, targets)
     if problems:
         raise InputError(problems)
     return targets, Job(batch_tokens=batch_tokens, tokens=tokens, days=days, prices=prices)
@@ -194,7 +189,7 @@ def _read_targets(arguments: argparse.Namespace) -> tuple[Target, ...]:
     if arguments.targets is None and arguments.target is None:
         raise InputError(["command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8"])
     if arguments.targets is None:
-        return (parse_target(arguments.target, arguments.chip, arguments.set),)
+        return (Target.parse(arguments.target, arguments.chip, arguments.set),)
     problems = [
         f"command line: --{name} is about one chip. Write --target instead of --targets" for name in _OF_ONE if vars(arguments)[name]
     ]
@@ -211,7 +206,7 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     found: list[Target] = []
     for part in text.split(","):
         with InputError.collect(problems):
-            found.append(parse_target(part.strip()))
+            found.append(Target.parse(part.strip()))
     names = [target.text for target in found]
     problems += [f"command line: --targets: {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:

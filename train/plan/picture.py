@@ -9,7 +9,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from ..search.estimate import usable_bytes
 from ..search.search import LayoutSearch
 
 
@@ -24,7 +23,7 @@ def draw_search(search: LayoutSearch, path: Path) -> None:
     axes.scatter([t.plan.seconds for t in ranked], [t.plan.peak_bytes / 1e9 for t in ranked], s=28, c="#1f77b4", label="planned")
     front = frontier([(t.plan.seconds, t.plan.peak_bytes / 1e9) for t in ranked])
     axes.plot([x for x, _ in front], [y for _, y in front], c="#d62728", lw=1, marker="o", ms=5, label="no other is faster and smaller")
-    axes.axhline(usable_bytes(search.target) / 1e9, c="black", lw=0.8, ls="--", label="memory that a step may use")
+    axes.axhline(search.target.usable_bytes / 1e9, c="black", lw=0.8, ls="--", label="memory that a step may use")
     for rank, one in enumerate(ranked[:3], 1):
         axes.annotate(str(rank), (one.plan.seconds, one.plan.peak_bytes / 1e9), textcoords="offset points", xytext=(5, 5))
     axes.set(xlabel="seconds a step", ylabel="GB on each device", xscale="log", yscale="log", title=search.target.text)

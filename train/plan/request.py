@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgt.document import InputError, path_problem, read
-from jgt.planner.hardware import Target, parse_target, read_prices
+from jgt.planner import Target
 
 from ..code.files import read_code
 from ..command_line import RunParser, whole_number
@@ -111,14 +111,13 @@ def read_request(arguments: argparse.Namespace) -> Request:
     alone = [f"--{name}" for name in _OF_A_SEARCH if getattr(arguments, name, None) is not None]
     problems += [f"command line: {name} needs --search" for name in alone]
     with InputError.collect(problems):
-        target = None if arguments.target is None else parse_target(arguments.target, arguments.chip, arguments.set)
+        target = None if arguments.target is None else Target.parse(arguments.target, arguments.chip, arguments.set)
     if arguments.target is None:
         given = {"--chip": arguments.chip, "--set": arguments.set, "--price": arguments.price}
         problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
     elif arguments.price is not None and target is not None:
         with InputError.collect(problems):
-            chip = target.text.partition(":")[0]
-            price = read_prices(arguments.price, [chip])[chip]
+            price = Target.read_prices(arguments.price, [target])[target.chip_name]
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)

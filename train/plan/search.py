@@ -13,11 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt.document import InputError
-from jgt.planner.hardware import Target, parse_target
+from jgt.planner import Target
 
 from ..code.files import read_code
 from ..config import load
-from ..search.estimate import usable_bytes
 from ..search.plans import Answer, MakePlan, Plans, Question, plans_folder
 from ..search.search import LayoutSearch, Try
 from ..search.space import LAYOUT, Open, candidates, index_of
@@ -151,7 +150,7 @@ def _target(arguments: argparse.Namespace) -> Target:
         problems.append("command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare")
     else:
         with InputError.collect(problems):
-            target = parse_target(arguments.target, arguments.chip, arguments.set)
+            target = Target.parse(arguments.target, arguments.chip, arguments.set)
     if problems or target is None:
         raise InputError(problems)
     return target
@@ -190,4 +189,4 @@ def _nothing_fits(found: LayoutSearch) -> str:
     nearest = min(planned, key=lambda t: t.plan.peak_bytes)
     needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {nearest.candidate.text}"
     remedy = "Use more or larger devices, or a smaller train.batch"
-    return f"jgt plan: none of {len(planned)} planned layouts fits into {usable_bytes(found.target) / 1e9:.0f} GB. {needs}. {remedy}"
+    return f"jgt plan: none of {len(planned)} planned layouts fits into {found.target.usable_bytes / 1e9:.0f} GB. {needs}. {remedy}"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from jgt.planner.profile import Profile, read_profile
+from jgt.planner import Profile
 
 from ..command_line import say
 from .console import Screen
@@ -79,7 +79,7 @@ class Profiler:
             return
         # JAX writes one trace per process and recording.
         (file,), first = new, self._steps.first
-        profile = read_profile(file, _ANNOTATION, text, done + 1 - first, known_signals)
+        profile = Profile.read(file, _ANNOTATION, text, done + 1 - first, known_signals)
         title = f"Profile of steps {first} to {done}"
         if profile is None:
             self._screen.say(f"{title}: the trace {file} contains no device work of the training step")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgt.planner.hardware import chip_of
+from jgt.planner import chip_of
 
 from ..command_line import EndError, say
 from ..compiled import finish_trial

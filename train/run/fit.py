@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jgt.planner.hardware import USABLE
+from jgt.planner import memory_fits
 
 from ..processes.processes import true_on_all_processes
 from ..setup import AUTO, Remat, Setup
@@ -44,7 +44,7 @@ def compiled_to_fit(setup: Setup) -> Setup | None:
     compiled: Any = None
     try:
         compiled = setup.compile_train_step()
-        is_enough = _peak_bytes(compiled.memory_analysis()) <= USABLE * limit
+        is_enough = memory_fits(compiled.memory_analysis(), limit)
     except RuntimeError as error:
         # XLA may already give up while it compiles.
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -59,10 +59,3 @@ def _memory_of_devices() -> int | None:
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     known = [int(limit) for limit in limits if limit]
     return min(known) if known and len(known) == len(limits) else None
-
-
-def _peak_bytes(stats: Any) -> int:
-    """The bytes on a device, from JAX's CompiledMemoryStats."""
-    # A donated argument's memory is its output's, and XLA counts it in both.
-    new_outputs = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-    return min(stats.argument_size_in_bytes + new_outputs + stats.temp_size_in_bytes, stats.peak_memory_in_bytes or 1 << 62)

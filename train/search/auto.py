@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes
-from jgt.planner.hardware import Target, target_of
+from jgt.planner import Target
 
 from ..code.files import read_code
 from ..config import Run, load
@@ -119,7 +119,7 @@ def target_at_hand(run: Run, where: str) -> Target:
     count, kind = _devices(run, where)
     try:
         # The times of a CPU are rough, and measured steps decide.
-        return target_of(kind, count)
+        return Target.of_devices(kind, count)
     except InputError as error:
         raise InputError([f"{where}: layouts cannot be compared: {problem}" for problem in error.problems]) from None
 

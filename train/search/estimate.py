@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jgt.mesh.sizes import group_of
-from jgt.planner.hardware import USABLE, Network, Target
+from jgt.planner import Target
 
 from ..models.config import ModelConfig, OwnModel
 from .columns import Columns, Numbers
@@ -43,11 +43,6 @@ _WORK, _LOGITS = 30, 3
 """Arrays of the size of a layer's input that one layer works with, and of the logits that their loss does."""
 _LAYERS = 32
 """The number of layers of a model that does not say it. It only divides what is known of all layers together."""
-
-
-def usable_bytes(target: Target) -> float:
-    """The bytes of a device's memory that a program may use."""
-    return USABLE * target.chip.hbm_gb * 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +191,7 @@ def _collectives(target: Target) -> Callable[[tuple[tuple[str, int], ...], tuple
 
     Its third argument says whether each device sends only to its neighbour along the axes.
     """
-    network = Network(target=target, hosts=[device // target.per_host for device in range(target.num_devices)])
+    network = target.network()
 
     # Few meshes share a space.
     @functools.cache

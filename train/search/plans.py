@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import jgt
 from jgt.command.trainer import trainer
 from jgt.document import InputError
-from jgt.planner.hardware import Target
+from jgt.planner import Target
 
 from ..code.files import read_code
 from ..config import load

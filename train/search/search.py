@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jgt.document import InputError
-from jgt.planner.hardware import Target
+from jgt.planner import Target
 
 from ..models.config import ModelConfig, OwnModel
-from .estimate import Estimate, Estimator, Step, usable_bytes
+from .estimate import Estimate, Estimator, Step
 from .layout import Candidate, num_changes
 from .plans import Answer, Plans, Question
 
@@ -187,7 +187,7 @@ class LayoutSearch:
         """Whether each layout was asked for, has a size of an axis with which none was accepted, is too large by estimate, or is open."""
         assert self.estimator is not None
         refused = {pair for pair, count in self._refusals.items() if count >= _REFUSED} - self._compiled
-        states = np.where(self.estimator.peak_bytes <= usable_bytes(self.target), _OPEN, _TOO_LARGE)
+        states = np.where(self.estimator.peak_bytes <= self.target.usable_bytes, _OPEN, _TOO_LARGE)
         states[[index for index, one in enumerate(self.space) if not refused.isdisjoint(one.mesh)]] = _OF_REFUSED_SIZE
         states[list(self._asked)] = _ASKED
         return states

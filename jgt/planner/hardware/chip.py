@@ -1,4 +1,4 @@
-"""The hardware that a plan can be made for, and targets made of it. Imports no JAX, so that a typo is answered at once.
+"""Chips: the devices that a plan can be made for. Imports no JAX, so that a typo is answered at once.
 
 Each chip is a YAML file in `chips/`: its data sheet's figures, the shares of the peaks that operations reach, and the description that XLA
 compiles for. A user may bring a chip file, or change single figures, because clusters with the same GPUs have different networks.
@@ -7,7 +7,6 @@ compiles for. A user may bring a chip file, or change single figures, because cl
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,20 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt.document import Bound, InputError, Node, bind, describe, nearest, override, read
+from jgt.document import Bound, InputError, Node, bind, nearest, override, read
 from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share, clock_at
 from jgt.program.kernels import AttentionWork
 
-_FOLDER = Path(__file__).parent / "chips"
-_CPU = "cpu"
-# `h100` alone matches too, so that the message can say what is missing.
-_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+CHIP_FOLDER = Path(__file__).parent / "chips"
+CPU_KIND = "cpu"
+"""The platform of CPU devices, and the name of their chip."""
 
 Positive = Annotated[float, Bound(above=0)]
 """A figure that times are divided by."""
-
-USABLE = 0.95
-"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,41 +103,16 @@ class Chip:
         return name if name in self.tflops else "bf16"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Hosts with devices of one kind; the machine that plans needs no GPU. text: the target as written, such as h100:8x8.
-
-    file, changes: the chip file and the changed figures that make it with `parse_target`.
-    """
-
-    chip: Chip
-    text: str
-    num_hosts: int
-    per_host: int
-    file: str | None = None
-    changes: tuple[str, ...] = ()
-
-    @property
-    def num_devices(self) -> int:
-        """The number of GPUs on all hosts."""
-        return self.num_hosts * self.per_host
-
-    @property
-    def is_described(self) -> bool:
-        """Whether XLA compiles for a description of the devices. For CPU devices it compiles for JAX's own."""
-        return self.chip.platform != "cpu"
-
-
 def chip_names() -> list[str]:
     """The names of all chips."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in CHIP_FOLDER.glob("*.yaml"))
 
 
 # Asked for with every logged step of a run, for its MFU.
 @functools.cache
 def load_chip(name: str) -> Chip:
     """A chip by its file's name. Raises InputError for a file that is not a description of a chip."""
-    return _chip(read(_FOLDER / f"{name}.yaml"))
+    return _chip(read(CHIP_FOLDER / f"{name}.yaml"))
 
 
 def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
@@ -202,54 +172,13 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
-def parse_target(text: str, file: str | None = None, changes: Sequence[str] = ()) -> Target:
-    """Reads a target: `h100:8x8` is 8 hosts with 8 H100s each. Raises InputError.
-
-    file: a chip file of the user's own, whose chip has the file's name: `mine:8x8` for mine.yaml. changes: of figures, see `read_chip`.
-    """
-    match = _TARGET.fullmatch(text.strip())
-    name = match[1].lower() if match else text
-    own = None if file is None else Path(file).stem.lower()
-    names = [*chip_names(), *([] if own is None else [own])]
-    if name == _CPU and own is None:
-        remedy = "Measure it with jgt calibrate, and add --chip cpu.yaml"
-        raise InputError([f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"])
-    if name not in names:
-        known = f"{nearest(name, names, lists=False)} The chips are {', '.join(names)}".lstrip()
-        raise InputError([f"target {text}: {name!r} is not a chip that jgt knows. {known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
-    if own is not None and name != own:
-        raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
-    if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
-        raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
-    chip = load_chip(name) if file is None and not changes else read_chip(file or _FOLDER / f"{name}.yaml", changes)
-    num_hosts, per_host = int(match[2]), int(match[3])
-    count = num_hosts * per_host
-    if chip.devices is not None and chip.devices != count:
-        why = f"the chip's figures are of {chip.devices} devices that share a processor, and the target has {count}"
-        raise InputError([f"target {match[0].strip()}: {why}. Measure that number: jgt calibrate --devices {count}"])
-    # Plans of one target with different figures are plans of different hardware.
-    text = f"{name}:{num_hosts}x{per_host}" + (f" with {', '.join(changes)}" if changes else "")
-    return Target(chip=chip, text=text, num_hosts=num_hosts, per_host=per_host, file=file, changes=tuple(changes))
-
-
-def target_of(device_kind: str, count: int) -> Target:
-    """One host with some devices, by JAX's `device_kind`. A CPU gets rough figures. Raises InputError for a device without a chip file."""
-    if device_kind == _CPU:
-        return Target(chip=_unmeasured_cpu(count), text=f"{_CPU}:1x{count}", num_hosts=1, per_host=count)
-    name = name_of(device_kind)
-    if name is None:
-        known = ", ".join(chip_names())
-        raise InputError([f"jgt has no chip file for the device {device_kind}, so there are no times for it. Known chips: {known}"])
-    return parse_target(f"{name}:1x{count}")
-
-
-def _unmeasured_cpu(devices: int) -> Chip:
+def unmeasured_cpu(devices: int) -> Chip:
     """Rough figures of CPU devices that share this machine's processor and its memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     rate = MatmulRate(share=1.0, edge=16.0, depth=16.0, area=1e3)
     return Chip(
-        name=_CPU,
-        platform="cpu",
+        name=CPU_KIND,
+        platform=CPU_KIND,
         devices=devices,
         tflops={"tf32": 0.05, "bf16": 0.02},
         hbm_gb=round(memory / devices, 3),
@@ -264,26 +193,3 @@ def _unmeasured_cpu(devices: int) -> Chip:
         ),
         links={"memory": Link(gbs=1.0, domain="all", share=1.0, start_us=100.0, hop_us=10.0)},
     )
-
-
-def read_prices(path: str | Path, chips: Sequence[str]) -> dict[str, float]:
-    """The prices of a YAML file: dollars for an hour of one GPU by the name of its chip. chips: those that need one.
-
-    Raises InputError with every problem.
-    """
-    root, problems, prices = read(path), list[str](), dict[str, float]()
-    # A chip of the user's own may have a price, too.
-    names = list(dict.fromkeys([*chip_names(), *chips]))
-    for name, node in root.children.items():
-        price = node.value
-        if name not in names:
-            problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
-        elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
-            problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
-        else:
-            prices[name] = float(price)
-    missing = [name for name in dict.fromkeys(chips) if name not in root.children]
-    problems += [f"{path}: the price of {name} is missing. Add a line such as {name}: 2.5" for name in missing]
-    if problems:
-        raise InputError(problems)
-    return prices

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jgt.planner.hardware.chip import Link, Target
+from jgt.planner.hardware.chip import Chip, Link
 
 _Groups = Sequence[Sequence[int]]
 
@@ -35,9 +35,10 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links between the devices of a target. hosts: the host of each device, in the mesh's order."""
+    """The links between devices. per_host: the devices of a host. hosts: the host of each device, in the mesh's order."""
 
-    target: Target
+    chip: Chip
+    per_host: int
     hosts: Sequence[int]
     _known: dict[int, tuple[_Groups, frozenset[tuple[Level, ...]]]] = field(
         default_factory=dict[int, tuple[_Groups, frozenset[tuple[Level, ...]]]], repr=False, compare=False
@@ -54,7 +55,7 @@ class Network:
         """The time of a collective in one group with these levels."""
         slowest = waiting = start = 0.0
         members, ports = levels[0].units, 1
-        for level, link in zip(levels, self.target.chip.links.values(), strict=True):
+        for level, link in zip(levels, self.chip.links.values(), strict=True):
             if level.most > 1:
                 # In an exchange of all with all, each device sends what leaves the domain below through its own port.
                 carried = (members - ports) / (members - 1) if kind in _EXCHANGES else 1 / ports
@@ -67,7 +68,7 @@ class Network:
     def levels(self, group: Sequence[int]) -> Iterator[Level]:
         """The demands of a group of devices on each level of links, from the nearest one outwards."""
         units: Sequence[tuple[int, int]] = [(device, device) for device in sorted(set(group))]
-        for link in self.target.chip.links.values():
+        for link in self.chip.links.values():
             # Each unit is the number of its domain, and a device of it.
             inside = collections.Counter(self._domain(link, device) for _, device in units)
             yield Level(units=len(units), most=max(inside.values()), fewest=min(inside.values()), domains=len(inside))
@@ -78,7 +79,7 @@ class Network:
         if link.domain == "all":
             return 0
         host = self.hosts[device]
-        return host if link.domain == "host" else host // max(link.domain // self.target.per_host, 1)
+        return host if link.domain == "host" else host // max(link.domain // self.per_host, 1)
 
 
 _RINGS = "all-gather", "all-reduce", "reduce-scatter"

@@ -3,6 +3,3 @@
 `events` reads the trace, `overlap` divides the time among kernels that run at once, and `device_time` joins the two with the program's
 text (`jgt.planner.hlo`), which contains the signal of each instruction.
 """
-
-from jgt.planner.profile.device_time import Profile as Profile
-from jgt.planner.profile.device_time import read_profile as read_profile

@@ -77,13 +77,13 @@ class Profile:
     signals: tuple[SignalTime, ...]
     devices: tuple[DeviceTime, ...]
 
+    @classmethod
+    def read(cls, path: Path, annotation: str, text: str, num_steps: int, known_signals: Iterable[str]) -> Profile | None:
+        """The profile of a compiled program in a trace's file; None if the trace has no event of it.
 
-def read_profile(path: Path, annotation: str, text: str, num_steps: int, known_signals: Iterable[str]) -> Profile | None:
-    """The profile of a compiled program in a trace's file; None if the trace has no event of it.
-
-    annotation: the name of the StepTraceAnnotation around the call of each step. text: the compiled program. See `profile_of`.
-    """
-    return profile_of(read_trace(path, annotation), Module.parse(text), num_steps, known_signals)
+        annotation: the name of the StepTraceAnnotation around the call of each step. text: the compiled program. See `profile_of`.
+        """
+        return profile_of(read_trace(path, annotation), Module.parse(text), num_steps, known_signals)
 
 
 def profile_of(trace: Trace, module: Module, num_steps: int, known_signals: Iterable[str]) -> Profile | None:

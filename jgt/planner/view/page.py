@@ -33,11 +33,6 @@ _ABSOLUTE = re.compile(r"(?<![\w.</-])/(?:[\w.@+-]+/){2,}(?=[\w.@+-]+/[\w.@+-]+)
 """The beginning of an absolute path, all but its last two names."""
 
 
-def write_page(plan: Plan, path: Path) -> None:
-    """Writes the page to a file."""
-    path.write_text(page(plan), encoding="utf-8")
-
-
 def page(plan: Plan) -> str:
     """The page's HTML."""
     template = Template(resources.files("jgt.planner.view").joinpath("page.html").read_text(encoding="utf-8"))

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jgt.planner.hardware.chip import Link, Target, load_chip
-from jgt.planner.hardware.network import Level, Network
+from jgt.planner.hardware.chip import Link, load_chip
+from jgt.planner.hardware.network import Level
+from jgt.planner.hardware.target import Target
 
 NEAR = Link(gbs=1.0, domain="host", share=1.0, start_us=0.0, hop_us=0.0)
 FAR = Link(gbs=0.25, domain="all", share=1.0, start_us=0.0, hop_us=0.0)
@@ -15,7 +16,7 @@ GB = 10**9
 def network(num_hosts, per_host, **links):
     chip = dataclasses.replace(load_chip("h100"), links=links or {"near": NEAR, "far": FAR})
     hosts = [device // per_host for device in range(num_hosts * per_host)]
-    return Network(target=Target(chip=chip, text="test", num_hosts=num_hosts, per_host=per_host), hosts=hosts)
+    return Target(chip=chip, text="test", num_hosts=num_hosts, per_host=per_host).network(hosts)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,6 @@ def test_a_domain_may_be_larger_than_a_host():
 
 def test_a_rack_of_gb200_is_one_domain():
     chip = load_chip("gb200")
-    net = Network(target=Target(chip=chip, text="gb200:36x4", num_hosts=36, per_host=4), hosts=[d // 4 for d in range(144)])
+    net = Target(chip=chip, text="gb200:36x4", num_hosts=36, per_host=4).network([d // 4 for d in range(144)])
     inside, between = net.seconds([tuple(range(72))], GB), net.seconds([(0, 72)], GB)
     assert inside < 2 * GB / (chip.links["nvlink"].gbs * 1e9) < between

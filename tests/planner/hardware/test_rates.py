@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from jgt.document import InputError
-from jgt.planner.hardware.chip import chip_names, chip_of, load_chip, parse_target
+from jgt.planner.hardware.chip import chip_names, chip_of, load_chip
 from jgt.planner.hardware.rates import AttentionRate, MatmulRate, MatmulWork
+from jgt.planner.hardware.target import Target
 from jgt.program.kernels import AttentionWork
 
 H100 = load_chip("h100")
@@ -61,7 +62,7 @@ def test_every_chip_file_is_complete(name):
     *inner, outermost = chip.links.values()
     assert outermost.domain == "all" and all(link.domain != "all" for link in inner)
     assert chip_of(chip.name) is chip
-    assert parse_target(f"{name}:2x8").text == f"{name}:2x8"
+    assert Target.parse(f"{name}:2x8").text == f"{name}:2x8"
 
 
 def test_a_kind_of_device_is_found_by_its_name():
@@ -75,5 +76,5 @@ def test_a_kind_of_device_is_found_by_its_name():
 
 def test_an_unknown_chip_lists_all_of_them():
     with pytest.raises(InputError) as error:
-        parse_target("h10:1x8")
+        Target.parse("h10:1x8")
     assert "Did you mean 'h100'?" in str(error.value) and ", ".join(chip_names()) in str(error.value)

@@ -11,7 +11,7 @@ from plugin import needs_plugin
 
 import jgt
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.plan import plan
 from jgt.program import jaxpr as jx
 from jgt.replacements.experts.grouped import block_rows, by_blocks, with_grouped_matmuls
@@ -196,7 +196,7 @@ def test_a_model_with_experts_in_eight_bits_is_near_the_model():
 
 @needs_plugin
 def test_matmuls_in_eight_bits_are_f8_on_a_gpu():
-    mesh = jgt.make_mesh({"one": 1}, devices=devices_of(parse_target("h100:1x1")))
+    mesh = jgt.make_mesh({"one": 1}, devices=devices_of(Target.parse("h100:1x1")))
     where = jax.NamedSharding(mesh, P())
     n, k, m = 4096, 1024, 2048
     shapes = [((n, k), jnp.bfloat16), ((4,), jnp.int32), ((4, k, m), jnp.bfloat16), ((n, m), jnp.bfloat16)]

@@ -14,7 +14,7 @@ from jgt import document
 from jgt.document import InputError
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.program import kernels
 from train.config import load
 from train.models import eight_bits as fp8
@@ -76,7 +76,7 @@ def test_a_kernel_is_known_by_one_name():
 
 def planned_text(tiny_file, rules, *overrides):
     """The training step with masked documents, compiled for 8 GPUs, and its setup."""
-    target, small = parse_target("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
+    target, small = Target.parse("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
     run = load(
         tiny_file, [small, f"rules={rules}", "mesh={data: 2, fsdp: 2, tensor: 2}", "train.batch=16", "data.documents=mask", *overrides]
     )

@@ -12,7 +12,7 @@ from plugin import needs_plugin
 
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.config import load
 from train.models.config import ModelConfig
 from train.models.decoder import Block, build
@@ -99,7 +99,7 @@ def test_matmuls_keeps_one_array_a_matmul():
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "runs"), [("matmuls", 1), ("[heads]", 1), ("block", 2)])
 def test_cudnns_kernel_runs_once_where_its_result_is_kept(tiny_file, rules_dir, remat, runs):
-    target, small = parse_target("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
+    target, small = Target.parse("h100:1x8"), "model={layers: 2, embed: 64, heads: 4, kv_heads: 2, ffn: 64, seq: 64, dtype: bf16}"
     rules = f"rules={rules_dir / 'fsdp_tensor.yaml'}"
     run = load(tiny_file, [small, rules, "mesh={data: 2, fsdp: 2, tensor: 2}", "train.batch=16", f"train.remat={remat}"])
     with described():

@@ -6,7 +6,7 @@ import pytest
 from plugin import needs_plugin
 
 from jgt.planner.described import devices_of
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from train.config import load
 from train.setup.layout import mesh_layout
 
@@ -28,7 +28,7 @@ def test_groups_are_those_of_the_mesh_and_on_cpus_one(overrides, on_cpu, elsewhe
 @needs_plugin
 def test_groups_on_described_gpus_are_those_of_the_mesh():
     run = load(QUICKSTART, FSDP)
-    assert mesh_layout(run, devices=devices_of(parse_target("h100:1x8"))).groups == (2, 4)
+    assert mesh_layout(run, devices=devices_of(Target.parse("h100:1x8"))).groups == (2, 4)
 
 
 def test_a_mesh_of_one_device_has_no_groups():

@@ -10,7 +10,7 @@ from hlo import axes_of, collectives
 from plugin import needs_plugin
 
 import jgt
-from jgt.planner.hardware.chip import parse_target
+from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
@@ -103,7 +103,7 @@ def test_the_flags_of_overlap_keep_the_activations_of_one_part_only():
 
     def peak(preset):
         run = load(Path(__file__).parents[3] / "configs/quickstart.yaml", [*constant, f"xla.preset={preset}", "devices.virtual_cpu=8"])
-        return make_plan(run, parse_target("h100:1x8"), None).memory.peak_bytes
+        return make_plan(run, Target.parse("h100:1x8"), None).memory.peak_bytes
 
     # gpu-pipeline lacks the passes that copy loops.
     assert peak("gpu-overlap") <= 1.1 * peak("gpu-pipeline")

@@ -1,4 +1,4 @@
-"""The lock of a plan: a text file that a later plan is compared with.
+"""A plan for people: on the terminal, as a page, beside another plan, and as a lock.
 
 A change of a rule, of a model or of XLA can change what a step sends, and nothing fails. A lock makes it fail: a text file in the
 repository with a line for each signal, kind of collective, type and axes. It contains only what a person would want to decide on. Lines
@@ -18,20 +18,36 @@ from pathlib import Path
 from jgt.console import axes_text
 from jgt.document import InputError
 from jgt.planner.plan import Plan
+from jgt.planner.view.compare import Differences
+from jgt.planner.view.page import page
+from jgt.planner.view.table import print_plan
 
 HEADER = "jgt plan lock 1"
 """The first line of a lock. Its number changes with the format."""
 
 
 @dataclass(frozen=True)
-class Lock:
-    """A lock's text."""
+class Report:
+    """What a person gets to see of a plan."""
 
-    text: str
+    plan: Plan
 
-    @classmethod
-    def of(cls, plan: Plan) -> Lock:
-        """The lock of a plan."""
+    def print(self) -> None:
+        """Writes the plan to stdout."""
+        print_plan(self.plan)
+
+    def write_page(self, path: Path) -> None:
+        """Writes the plan as an HTML page."""
+        path.write_text(page(self.plan), encoding="utf-8")
+
+    def compare(self, other: Plan) -> Differences:
+        """The plan beside another one."""
+        return Differences(self.plan, other)
+
+    @property
+    def lock(self) -> str:
+        """The text of the plan's lock."""
+        plan = self.plan
         mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
         lines = [HEADER, "# signal  kind  dtype  axes  count  bytes that a device sends", f"target {plan.target}", f"mesh {mesh}"]
         lines += [f"memory {name} {count}" for name, count in sorted(plan.memory.groups.items())]
@@ -44,10 +60,10 @@ class Lock:
             sent[key] += c.total_bytes
             counts[key] += c.count
         lines += ["  ".join(key) + f"  {counts[key]}  {sent[key]}" for key in sorted(sent)]
-        return cls("\n".join(lines) + "\n")
+        return "\n".join(lines) + "\n"
 
-    @classmethod
-    def read(cls, path: Path) -> Lock:
+    @staticmethod
+    def read_lock(path: Path) -> str:
         """The lock in a file. Raises InputError if the file cannot be read or is not a lock."""
         try:
             text = path.read_text(encoding="utf-8")
@@ -58,17 +74,12 @@ class Lock:
             begins = f"it begins with {first[:60]!r}, not {HEADER!r}"
             remedy = f"Write it again with --lock {path}"
             raise InputError([f"{path}:1: not a lock that this version of jgt can read: {begins}. {remedy}"])
-        return cls(text)
+        return text
 
-    def write(self, path: Path) -> None:
-        """Writes the lock to a file."""
-        path.write_text(self.text, encoding="utf-8")
-
-    def changes(self, plan: Plan) -> list[str]:
-        """The lines that differ, `-` in the lock and `+` in the plan; none if the plan keeps the lock."""
+    def changes(self, lock: str) -> list[str]:
+        """The lines that differ, `-` in a lock and `+` in the plan; none if the plan keeps the lock."""
         # A person may add comments and blank lines to a lock.
-        texts = (self.text, Lock.of(plan).text)
-        old, new = ([x.rstrip() for x in text.splitlines() if x.strip() and not x.startswith("#")] for text in texts)
+        old, new = ([x.rstrip() for x in text.splitlines() if x.strip() and not x.startswith("#")] for text in (lock, self.lock))
         # No context (n=0): a line is printed because it changed.
         marked = difflib.unified_diff(old, new, lineterm="", n=0)
         # These three begin difflib's own headers.
