@@ -62,10 +62,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """A process's proof that it belongs to a run.
+    """A process's proof that it belongs to a run, and the seconds that the processes wait for each other.
 
-    facts: plain values by name that all its processes have in common, such as a checksum of the config. token: its secret. seconds: how
-    long the processes wait for each other.
+    facts: plain values by name that all its processes have in common, such as a checksum of the config. token: its secret.
     """
 
     facts: Mapping[str, str | int] = field(default_factory=dict[str, str | int])
@@ -87,8 +86,7 @@ class Wait:
     """A wait that begins now, with a report every ten seconds. As text: `10 of 30 s`."""
 
     def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._begun, self._reports = time.monotonic(), 0
+        self.seconds, self._begun, self._reports = seconds, time.monotonic(), 0
 
     def __str__(self) -> str:
         return f"{time.monotonic() - self._begun:.0f} of {self.seconds:.0f} s"

@@ -1,9 +1,8 @@
 """The messages of a run's processes while they train: that they live, why they failed, and after which step they stop or save.
 
-The failure that this file is for: a process dies or is stopped, and all others wait inside a collective that never ends. The training
-thread cannot notice, because it is the one that waits. So each process has a thread that twice a second writes one text to the shared
-store and reads a few (`Peers`). The first process lists which processes have not changed their text for too long and writes their names
-to the store, so that every process learns of a death from one place and with the same words.
+When a process dies or is stopped, all others wait inside a collective that never ends. So each process has a thread that twice a second
+writes one text to the shared store and reads a few (`Peers`). The first process lists which processes have not changed their text for too
+long and writes their names to the store, so that every process learns of a death from one place and with the same words.
 
 The second purpose is a stop that loses nothing (`Agreement`). A signal reaches one process, at any moment, but all processes must stop
 after the same step: a process that begins a step alone waits in its first collective for ever. The host runs ahead of its devices, so
@@ -16,6 +15,7 @@ report and the agreement, the step it reported stays the last one it has begun.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -97,11 +97,10 @@ class Requests:
     """
 
     def __init__(self, store: Store | None, process: int = 0, count: int = 1):
-        self._store, self._process, self._count = store, process, count
         self.stop = Agreement(store, process, count)
         """After which step the run stops."""
-        self._number = 0
-        self._save = self._next_save()
+        self._saves = (Agreement(store, process, count, f"save-{number}") for number in itertools.count(1))
+        self._save = next(self._saves)
 
     def request_save(self) -> None:
         """Asks all processes to save after a common step, and returns at once."""
@@ -111,7 +110,7 @@ class Requests:
         """Whether to save before this step."""
         if self._save.may_begin(step):
             return False
-        self._save = self._next_save()
+        self._save = next(self._saves)
         # The step is not begun yet, but will be, unless the run ends before it.
         self._save.may_begin(step)
         return True
@@ -120,10 +119,6 @@ class Requests:
         """As `Agreement.exchange_reports`, for all requests."""
         self.stop.exchange_reports()
         self._save.exchange_reports()
-
-    def _next_save(self) -> Agreement:
-        self._number += 1
-        return Agreement(self._store, self._process, self._count, f"save-{self._number}")
 
 
 class Peers:
@@ -178,9 +173,9 @@ class Peers:
         return ", ".join(f"process {name}: {text.partition(' ')[2]}" for name, (text, _) in self._last_texts.items() if text)
 
     def _run(self) -> None:
-        number = 0
-        while not self._closed.wait(self._round_seconds):
-            number += 1
+        for number in itertools.count(1):
+            if self._closed.wait(self._round_seconds):
+                return
             # A coordinator that does not answer is the watch's to judge, by `answered`. Here the next round simply tries again.
             with contextlib.suppress(Exception):
                 self._round(number)
@@ -199,12 +194,10 @@ class Peers:
     def _find_silent(self, alive: dict[str, str]) -> None:
         now = time.monotonic()
         # If this process was suspended itself, every other process seems silent. They get a full period again.
-        if now - self._looked > self._seconds / 2:
-            self._last_texts = {name: (text, now) for name, (text, _) in self._last_texts.items()}
-        self._looked = now
-        for name, (text, _) in self._last_texts.items():
-            if alive.get(name, "") != text:
-                self._last_texts[name] = alive[name], now
+        was_suspended, self._looked = now - self._looked > self._seconds / 2, now
+        for name, (text, since) in self._last_texts.items():
+            latest = alive.get(name, text)
+            self._last_texts[name] = latest, now if was_suspended or latest != text else since
         for name, (text, since) in self._last_texts.items():
             if text != _DONE and now - since > self._seconds:
                 why = f"has been silent for {self._seconds:.0f} s"

@@ -74,8 +74,8 @@ def start_jax(
     """Gives JAX its devices and joins the other processes. Must be called before anything asks JAX for devices.
 
     virtual_cpu: number of virtual CPU devices, None for the machine's own devices. heartbeat_seconds: after this long without a sign of
-    life JAX itself declares a process dead and aborts the others. where: file and line of `devices.virtual_cpu`, for the message.
-    Raises InputError for more virtual devices than JAX starts in reasonable time, and what `train.processes.join.join` raises.
+    life JAX itself declares a process dead and aborts the others. where: file and line of `devices.virtual_cpu`. Raises InputError for
+    more virtual devices than JAX starts in reasonable time, and what `train.processes.join.join` raises.
     """
     if virtual_cpu is not None:
         if virtual_cpu > MAX_VIRTUAL_CPU:
@@ -84,8 +84,7 @@ def start_jax(
         use_virtual_cpu(virtual_cpu)
     if cluster is None:
         return
-    member = member or Membership()
-    begun = time.monotonic()
+    member, begun = member or Membership(), time.monotonic()
     with _ends_after(member.seconds + _JOIN_MARGIN_SECONDS, "joining the other processes"):
         address, count, process, device_ids = _locate(cluster)
         place = _place(address)
@@ -152,10 +151,11 @@ def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
 
 def _place(address: str) -> Place:
     host, port = _split(address)
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     # A run on one machine needs no other: by default JAX would listen at all addresses of the machine.
     is_local = host in ("localhost", _LOOPBACK)
-    listen = _split(os.environ["JAX_COORDINATOR_BIND_ADDRESS"])[0] if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else ""
-    return Place(host=_LOOPBACK if is_local else host, port=port, listen=listen or (_LOOPBACK if is_local else "::"))
+    listen = (bind and _split(bind)[0]) or (_LOOPBACK if is_local else "::")
+    return Place(host=_LOOPBACK if is_local else host, port=port, listen=listen)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -227,11 +227,9 @@ def agree_on_input(problems: Sequence[str], values: Any) -> None:
     if problems:
         raise InputError(problems)
     me = f"process {jax.process_index()}"
-    failed = np.flatnonzero(everyone[:, 0]).tolist()
-    if failed:
+    if failed := np.flatnonzero(everyone[:, 0]).tolist():
         raise InputError([f"{me}: stopped because of the problems that process {failed[0]} reports"])
-    other = np.flatnonzero(everyone[:, 1] != mine[1]).tolist()
-    if other:
+    if other := np.flatnonzero(everyone[:, 1] != mine[1]).tolist():
         raise InputError([f"{me}: its config or its data differs from process {other[0]}'s. Give all processes the same"])
 
 

@@ -1,18 +1,16 @@
 """The watch over a process that trains: it handles signals, ends a process that hangs, and ends one whose peers are gone.
 
-The failure that this file is for: the thread that trains waits inside XLA for devices, and may wait for ever, because a kernel hangs or
-because another process of the run is dead. Python delivers signals and exceptions only to a thread that runs Python code, so that thread
-can neither notice nor be interrupted. A second thread watches: it reads signals from a socket, measures how long the training thread has
-made no progress, and hears about the other processes (`train.processes.peers`).
+The thread that trains waits inside XLA for devices, and may wait for ever, because a kernel hangs or another process of the run is dead.
+Python delivers signals and exceptions only to a thread that runs Python code, so that thread can neither notice nor be interrupted. A
+second thread watches: it reads signals from a socket, measures how long the training thread has made no progress, and hears about the other
+processes (`peers.py`).
 
 A first SIGTERM, SIGINT or SIGHUP asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
 asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it informs the
-other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the
-reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit is not
-possible: it would wait for the thread that hangs.
-
-A run inside a process that is not its own, such as the kernel of a notebook, may not end that process. There a Ctrl-C that would end it
-raises KeyboardInterrupt in the training thread as soon as that runs Python code.
+other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the reason in
+the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit would wait for
+the thread that hangs. A process that is not the run's own, such as the kernel of a notebook, is not ended by a Ctrl-C: there it raises
+KeyboardInterrupt in the training thread as soon as that runs Python code.
 
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
 count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.
@@ -51,6 +49,8 @@ _LAST_WORD_SECONDS = 2.0
 """How long the first process stays when it fails: the shared store is inside it, and the others need a round to read the reason."""
 _GOODBYE_SECONDS = 5.0
 """How long a process that ends may take to print and write the reason."""
+_PEER_MARGIN_SECONDS = 5
+"""The first process's own limit ends this much earlier: if it lives, its report names the lost process and arrives before."""
 _UNMEASURED = 2
 """The host runs this many steps ahead of the devices, so its first steps return at once and say nothing about a step's time."""
 _SAME_REQUEST_SECONDS = 0.5
@@ -62,8 +62,8 @@ _SAVE = signal.SIGUSR1
 class Watch:
     """The watch over this process: a context manager, to be entered in the main thread.
 
-    The training thread reports what it does through `phase` and `may_begin`. stopped_code: exit code if a signal ends the process before
-    its first step. owns_process: whether SIGINT may end the process; otherwise it raises KeyboardInterrupt instead.
+    stopped_code: exit code if a signal ends the process before its first step. owns_process: whether SIGINT may end the process;
+    otherwise it raises KeyboardInterrupt instead.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Watch:
         self._idle, self._limit, self._doing = 0.0, config.start_seconds, "starting the devices"
         self._steps, self._slowest = 0, 0.0
         self._begun: float | None = None
-        self._stop_signal: str | None = None
+        self.stop_signal: str | None = None
+        """The name of the signal that asked this process to stop; None if there was none, or if another process received it."""
         self._stop_requested_at = 0.0
         self._closed = threading.Event()
         self._ending = threading.Lock()
@@ -129,11 +130,6 @@ class Watch:
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
-    @property
-    def stop_signal(self) -> str | None:
-        """The name of the signal that asked this process to stop; None if there was none, or if another process received it."""
-        return self._stop_signal
-
     def begin_unlimited(self, what: str) -> None:
         """Announces something without a limit, such as reading a corpus, until the next phase or step."""
         self._note_progress(what, float("inf"))
@@ -141,9 +137,11 @@ class Watch:
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """Announces something other than a step, such as a save; inside it and until the next step the limit is `start_seconds`."""
-        self._begin_phase(what)
+        # Every phase begins by waiting for the steps in flight, so the step before it is a whole one and counts.
+        self._measure_step()
+        self._note_progress(what, self._config.start_seconds)
         yield
-        self._begin_phase(f"what follows {what}")
+        self._note_progress(f"what follows {what}", self._config.start_seconds)
 
     def may_begin(self, step: int) -> bool:
         """Announces that all earlier steps are dispatched. Returns whether to begin `step`; False stops all processes before it."""
@@ -155,13 +153,8 @@ class Watch:
         return self._requests.stop.may_begin(step)
 
     def must_save(self, step: int) -> bool:
-        """Whether a signal to any process asks all of them to save before this step. To be asked before each step, on all processes."""
+        """Whether a signal to any process asks all of them to save before this step. All processes ask before each step."""
         return self._requests.must_save(step)
-
-    def _begin_phase(self, what: str) -> None:
-        # Every phase begins by waiting for the steps in flight, so the step before it is a whole one and counts.
-        self._measure_step()
-        self._note_progress(what, self._config.start_seconds)
 
     def _measure_step(self) -> None:
         if self._begun is not None and self._steps > _UNMEASURED:
@@ -182,7 +175,7 @@ class Watch:
         """
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._note_progress("failing", float("inf"))
-            seconds = self._config.peer_seconds + 5
+            seconds = self._config.peer_seconds + _PEER_MARGIN_SECONDS
             say(f"{_first_line(error)}. Another process may be gone; waiting {seconds:.0f} s to learn which")
             self._closed.wait(seconds)
         peers.report_failure(f"failed: {type(error).__name__}: {_first_line(error)}")
@@ -213,14 +206,15 @@ class Watch:
         if number not in _STOPS:
             return
         name = signal.Signals(number).name
-        if self._stop_signal is not None and time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
+        if self.stop_signal is not None and time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
             return
-        if number == signal.SIGINT and not self._owns_process and (self._stop_signal is not None or not self._steps):
-            self._interrupt("second signal (SIGINT)" if self._stop_signal is not None else "SIGINT before the first step")
+        is_second = self.stop_signal is not None
+        if number == signal.SIGINT and not self._owns_process and (is_second or not self._steps):
+            self._interrupt("second signal (SIGINT)" if is_second else "SIGINT before the first step")
             return
-        if self._stop_signal is not None:
+        if is_second:
             self._end(128 + number, f"second signal ({name}): stopping at once, without saving", stacks=False)
-        self._stop_signal, self._stop_requested_at = name, time.monotonic()
+        self.stop_signal, self._stop_requested_at = name, time.monotonic()
         self._requests.stop.request_stop()
         say(f"{name}: the steps under way are finished and saved, then the run stops. A second signal stops at once, without saving")
 
@@ -233,16 +227,15 @@ class Watch:
 
     def _check_limits(self, now: float) -> None:
         if self._requests.stop.is_before_first_step:
-            who = self._stop_signal or "another process"
+            who = self.stop_signal or "another process"
             self._end(self._stopped_code, f"stopped by {who} before the first step: there is nothing to save", stacks=False)
         if self._idle > self._limit:
-            why = f"hangs: {self._doing} has taken more than {self._limit:.0f} s"
-            others = "" if self._peers is None else self._peers.describe_others()
+            why, others = f"hangs: {self._doing} has taken more than {self._limit:.0f} s", ""
             if self._peers is not None:
+                others = self._peers.describe_others()
                 self._peers.report_failure(why)
             self._end(Exit.HUNG, f"process {self._process} {why}{'; ' if others else ''}{others}")
-        # 5 s longer than the first process's own limit: if it lives, its report names the lost process and arrives before this.
-        if self._peers is not None and now - self._peers.answered > (seconds := self._config.peer_seconds + 5):
+        if self._peers is not None and now - self._peers.answered > (seconds := self._config.peer_seconds + _PEER_MARGIN_SECONDS):
             self._end_after_loss(f"the coordinator, in process 0, has not answered for {seconds:.0f} s")
 
     def _end_after_loss(self, why: str) -> NoReturn:
