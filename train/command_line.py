@@ -156,39 +156,61 @@ class StandardStream:
 
     A pipe without a reader blocks its writer for ever, so another thread does the writing. A stream that is an object of another program in
     this process, as in a notebook, cannot block, and knows by the thread of its writer to which cell the text belongs: it is written at
-    once. write: writes a record to the stream, and may wait for ever.
+    once. find: the stream at this moment, because others may replace it.
     """
 
-    def __init__(self, write: Callable[[bytes], None], may_block: Callable[[], bool] = lambda: True):
-        self._write_to_stream, self._may_block = write, may_block
+    def __init__(self, find: Callable[[], TextIO | None]):
+        self._find = find
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def write(self, record: bytes) -> None:
-        """Writes a record. Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS."""
-        if not self._may_block():
-            self._write_to_stream(record)
+    def write(self, text: str) -> None:
+        """Writes text. A character that the encoding lacks becomes its escape sequence.
+
+        Raises OSError or ValueError, also if it takes longer than PATIENCE_SECONDS.
+        """
+        stream = self._find()
+        if stream is None:
+            return
+        if not isinstance(stream, io.TextIOWrapper):
+            _write_to(stream, text)
             return
         with self._lock:
-            # While an earlier record still waits for the reader, a record is lost at once.
+            # While an earlier text still waits for the reader, this one is lost at once.
             if self._writer is None or not self._writer.is_alive():
                 self._error = None
                 # A daemon, because it may still wait for its reader when the run is over.
-                self._writer = threading.Thread(target=self._write_in_thread, args=(record,), name="stream", daemon=True)
+                self._writer = threading.Thread(target=self._write_in_thread, args=(stream, text), name="stream", daemon=True)
                 self._writer.start()
                 self._writer.join(PATIENCE_SECONDS)
-            # The record counts as lost from now on, although it still appears if the reader comes back.
+            # The text counts as lost from now on, although it still appears if the reader comes back.
             if self._writer.is_alive():
                 raise TimeoutError("its reader has stopped reading")
             if self._error is not None:
                 raise self._error
 
-    def _write_in_thread(self, record: bytes) -> None:
+    def _write_in_thread(self, stream: TextIO, text: str) -> None:
         try:
-            self._write_to_stream(record)
+            _write_to(stream, text)
         except (OSError, ValueError) as error:
             self._error = error
+
+
+def _write_to(stream: TextIO, text: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    record = text.encode(encoding, "backslashreplace")
+    # A notebook's stream has a descriptor too, which leads to the terminal of its server.
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(io.UnsupportedOperation):
+            descriptor = stream.fileno()
+            # First what others have left in Python's buffer. The text itself does not go through it: what failed would stay there, and be
+            # written again.
+            stream.flush()
+            write_all(descriptor, record)
+            return
+    stream.write(record.decode(encoding))
+    stream.flush()
 
 
 def say(text: str) -> None:
@@ -199,7 +221,7 @@ def say(text: str) -> None:
 def say_lines(lines: Iterable[str]) -> None:
     """Prints lines on stderr as they are, if it works."""
     with contextlib.suppress(OSError, ValueError):
-        _STDERR.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        _STDERR.write("".join(f"{line}\n" for line in lines))
 
 
 def settle_streams() -> None:
@@ -221,16 +243,4 @@ def write_all(descriptor: int, record: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def is_of_system(stream: TextIO | None) -> bool:
-    """Whether a stream is the process's own, and not an object of another program in it."""
-    return isinstance(stream, io.TextIOWrapper)
-
-
-def _write_stderr(record: bytes) -> None:
-    # By its name at this moment, because others may replace it.
-    if sys.stderr is not None:
-        sys.stderr.write(record.decode())
-        sys.stderr.flush()
-
-
-_STDERR = StandardStream(_write_stderr, lambda: is_of_system(sys.stderr))
+_STDERR = StandardStream(lambda: sys.stderr)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..command_line import StandardStream, is_of_system, say, write_all
+from ..command_line import StandardStream, say, write_all
 
 _LONGEST_LINE = 1 << 20
 
@@ -97,7 +97,7 @@ class Stdout(io.TextIOBase):
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self.sink = Sink("stdout", StandardStream(self._write_bytes, lambda: is_of_system(self._stream)).write)
+        self.sink = Sink("stdout", StandardStream(lambda: self._stream).write)
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -105,8 +105,8 @@ class Stdout(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, /) -> int:
-        """Writes text. A character that the encoding lacks becomes its escape sequence."""
-        self.sink.put(text.encode(self.encoding, "backslashreplace"))
+        """Writes text."""
+        self.sink.put(text)
         return len(text)
 
     def isatty(self) -> bool:
@@ -118,22 +118,6 @@ class Stdout(io.TextIOBase):
     def fileno(self) -> int:
         """The stream's descriptor."""
         return self._stream.fileno()
-
-    def _write_bytes(self, record: bytes) -> None:
-        stream = self._stream
-        if stream is None:
-            return
-        if is_of_system(stream):
-            with contextlib.suppress(io.UnsupportedOperation):
-                descriptor = stream.fileno()
-                # First what others have left in Python's buffer. The record itself does not go through it: a record that failed would stay
-                # there, and be written again.
-                stream.flush()
-                write_all(descriptor, record)
-                return
-        # A stream inside this process. A notebook's has a descriptor too, which leads to the terminal of its server.
-        stream.write(record.decode(self.encoding))
-        stream.flush()
 
 
 def _end_last_line(descriptor: int) -> None:

@@ -1,5 +1,6 @@
 """Sinks: what cannot be written is counted and told once, and a file has whole records whatever happened to a write."""
 
+import contextlib
 import errno
 import io
 import os
@@ -67,23 +68,29 @@ def test_a_file_that_was_moved_away_begins_again(tmp_path, half):
 def test_a_reader_that_is_away_costs_one_wait_and_comes_back(monkeypatch):
     monkeypatch.setattr(command_line, "PATIENCE_SECONDS", 0.2)
     reading, writing = os.pipe()
-    away = threading.Event()
-    stream = Sink("stdout", StandardStream(lambda record: (away.wait(10), os.write(writing, record))).write)
-    for record in (b"1", b"2", b"3"):
-        stream.put(record)
-    assert stream.lost == 3
-    away.set()
-    assert os.read(reading, 10) == b"1"
-    # The thread may need a moment until it is free again.
-    for _ in range(1000):
-        lost = stream.lost
-        stream.put(b"4")
-        if stream.lost == lost:
-            break
-        time.sleep(0.01)
-    assert os.read(reading, 10) == b"4"
+    os.set_blocking(writing, False)
+    full = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            full += os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    with os.fdopen(writing, "w") as pipe:
+        stream = Sink("stdout", StandardStream(lambda: pipe).write)
+        for text in ("1", "2", "3"):
+            stream.put(text)
+        assert stream.lost == 3
+        while full:
+            full -= len(os.read(reading, full))
+        assert os.read(reading, 10) == b"1"
+        # The thread may need a moment until it is free again.
+        for _ in range(1000):
+            lost = stream.lost
+            stream.put("4")
+            if stream.lost == lost:
+                break
+            time.sleep(0.01)
+        assert os.read(reading, 10) == b"4"
     os.close(reading)
-    os.close(writing)
 
 
 def test_stdout_never_fails(monkeypatch, capsys):
