@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from jgt.pipeline.split import Split
 from jgt.program.dims import Dims
 from jgt.replacements.replacement import ParameterPlace
-from jgt.schedule.table import Table
 from jgt.sharding.storage import Form, Stack
 
 
@@ -127,21 +126,19 @@ class Chunks:
 
 
 def staged_places(
-    parameters: tuple[ParameterPlace, ...], cut: Split, table: Table, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
+    parameters: tuple[ParameterPlace, ...], cut: Split, chunks: Chunks, axis: str, batch_axes: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[ParameterPlace, ...]:
     """Places of the parameters. Layers are split over the stages: by layers if each stage runs neighbouring layers."""
-    staged = {cut.like[var] for var in cut.weights if var in cut.like}
-    by_layers = Chunks(num_layers=cut.num_layers, num_stages=table.num_stages, stages=table.stages).are_neighbours
 
     def split(one: ParameterPlace, dims: Dims) -> Dims:
-        if by_layers:
+        if chunks.are_neighbours:
             return ((axis,), *dims[1:])
         dim = _dim_to_split(one.shape, dims, sizes[axis], batch_axes, sizes)
         return dims if dim is None else (*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :])
 
     def place(index: int, one: ParameterPlace) -> ParameterPlace:
         # A rule that splits the dim of layers itself is not overridden.
-        if index not in staged or one.dims[0] or one.optimizer_dims[0]:
+        if index not in cut.stacks or one.dims[0] or one.optimizer_dims[0]:
             return one
         return replace(one, dims=split(one, one.dims), optimizer_dims=split(one, one.optimizer_dims))
 

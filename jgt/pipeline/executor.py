@@ -17,26 +17,22 @@ the layers' rules apply inside a pipeline as outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
-from jgt.pipeline.layout import Layout
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import Carry, arrays_of
-from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims
 from jgt.program.heads import split_heads_in_stages
 from jgt.program.jaxpr import Program, Var
 from jgt.schedule.table import Table
@@ -48,52 +44,17 @@ WHOLE = PartitionSpec()
 class Executor:
     """A split program on a mesh with a table, ready to run.
 
-    inputs: the kind of each argument besides the parameters. param_dims: the mesh axes of each dim of each parameter.
-    param_signals: the region that each parameter is used in. rewrite_shared: as `rewrite`, of a program whose arguments, by number, have
-    these dims. is_stored: weights are stored on their stages, and come and go as
-    [chunks of a stage, stages, layers of a chunk, ...]. held, replicas: see `Layout`.
+    inputs: the kind of each argument besides the parameters. rewrite_shared: as `rewrite`, for the program of `Split.shared`.
     """
 
     split: Split
     table: Table
+    chunks: Chunks
     pipeline: PipelineConfig
-    mesh: Mesh | AbstractMesh
-    batch_axes: tuple[str, ...]
+    moves: Moves
     inputs: tuple[InputKind, ...]
-    param_dims: Sequence[Dims]
-    param_signals: Sequence[tuple[str, ...]]
     rewrite: Rewrite
-    rewrite_shared: Callable[[Program, Mapping[int, Dims]], Program]
-    is_stored: bool = False
-    held: Mapping[Var, str] = field(default_factory=dict[Var, str])
-    replicas: tuple[str, ...] = ()
-
-    @cached_property
-    def _layout(self) -> Layout:
-        return Layout(
-            mesh=self.mesh,
-            axis=self.pipeline.axis,
-            batch_axes=self.batch_axes,
-            dims={var: self.param_dims[index] for var, index in self.split.like.items()},
-            signals={var: self.param_signals[index] for var, index in self.split.like.items()},
-            by_layer=self.pipeline.gather == "layer",
-            stacked=3 if self.is_stored else 1,
-            sums=self._sums if self.pipeline.gradients == "bf16" else {},
-            held=self.held,
-            replicas=self.replicas,
-        )
-
-    @property
-    def _moves(self) -> Moves:
-        return Moves(layout=self._layout)
-
-    @property
-    def _sums(self) -> dict[Var, Any]:
-        """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
-        split = self.split
-        read = {v: jnp.dtype(split.narrow.get(v, jx.dtype_of(v))) for v in (*split.weights, *split.common)}
-        # A weight has a dim of layers in front.
-        return {v: dtype for v, dtype in read.items() if dtype == jnp.bfloat16 and len(jx.shape_of(v)) - (v in split.weights) >= 2}
+    rewrite_shared: Callable[[Program], Program]
 
     @property
     def _skips(self) -> bool:
@@ -101,8 +62,9 @@ class Executor:
         if self.pipeline.idle:
             return self.pipeline.idle == "skip"
         # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing.
-        on_cpu = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
-        return on_cpu and not self._layout.axes_inside
+        mesh = self.moves.layout.mesh
+        on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and not self.moves.layout.axes_inside
 
     def run(
         self, shared: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None = None
@@ -112,7 +74,7 @@ class Executor:
         shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
         in both lists has two gradients, to be added. seeds: one for each total; seeds of totals that are not floats are ignored.
         """
-        split, layout, moves = self.split, self._layout, self._moves
+        split, layout, moves = self.split, self.moves.layout, self.moves
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
@@ -120,7 +82,7 @@ class Executor:
         weights = stored if layout.by_layer else [moves.gather(v, x) for v, x in zip(split.weights, stored, strict=True)]
         common = [moves.gather(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
-        rows = [PartitionSpec(self.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
+        rows = [PartitionSpec(layout.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
         weight_specs = [layout.spec(v) if layout.by_layer else layout.whole_spec(v) for v in split.weights]
         float_weights, float_common = self._float_variables(seeds)
         of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
@@ -134,20 +96,19 @@ class Executor:
         self, weights: Arrays, common: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The totals of the batch, and the data shard's gradients of weights and of common values."""
-        split, layout, moves = self.split, self._layout, self._moves
+        split, layout, moves = self.split, self.moves.layout, self.moves
         # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
         table = self.table.forward_only() if seeds is None else self.table
-        chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
         num_parts = self.pipeline.parts * table.num_microbatches * layout.num_shards
         common = [moves.pin(v, c) for v, c in zip(split.common, common, strict=True)]
-        staged = [moves.on_stages(v, self._arranged(chunks, v, w)) for v, w in zip(split.weights, weights, strict=True)]
+        staged = [moves.on_stages(v, self._arranged(v, w)) for v, w in zip(split.weights, weights, strict=True)]
         ticks = arrays_of(table, skips=self._skips)
 
         def loop_of(batch: Batch) -> tuple[Ends, Loop]:
             ends = Ends(split, moves, self.rewrite, batch, common)
             part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
-            return ends, Loop(ends, moves, ticks, chunks, self.pipeline.remat, staged, part_seeds)
+            return ends, Loop(ends, moves, ticks, self.chunks, self.pipeline.remat, staged, part_seeds)
 
         batch_of = partial(self._batch_of_part, inputs, statistics, table.num_microbatches)
         ends, loop = loop_of(batch_of(jnp.int32(0)))
@@ -164,7 +125,7 @@ class Executor:
         sums, (float_weights, float_common) = carry.staged.sums, self._float_variables(seeds)
         # Not strict: those of common values follow.
         staged_sums = zip(float_weights, sums, strict=False)
-        of_weights = [moves.pin(v, self._restored(chunks, v, moves.on_stages(v, g))) for v, g in staged_sums]
+        of_weights = [moves.pin(v, self._restored(v, moves.on_stages(v, g))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums[len(float_weights) :]) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
         summed = moves.sum_rest if layout.by_layer else moves.parts
@@ -186,22 +147,25 @@ class Executor:
             x = x.reshape(parts, num_microbatches, -1, *x.shape[1:])
             return x[0] if parts == 1 else row(x, part)
 
+        layout = self.moves.layout
         return Batch(
-            shard=jax.lax.axis_index(self.batch_axes) if self.batch_axes else jnp.int32(0),
-            num_shards=self._layout.num_shards,
+            shard=jax.lax.axis_index(layout.batch_axes) if layout.batch_axes else jnp.int32(0),
+            num_shards=layout.num_shards,
             kinds=self.inputs,
             values=[select(kind, x) for kind, x in zip(self.inputs, inputs, strict=True)],
             statistics=statistics,
             first=part * num_microbatches,
         )
 
-    def _arranged(self, chunks: Chunks, var: Var, weight: jax.Array) -> jax.Array:
+    def _arranged(self, var: Var, weight: jax.Array) -> jax.Array:
         """A weight as it is stored → [stages, layers of a stage, ...]."""
-        return chunks.staged(weight) if self.is_stored else self._moves.as_stored(var, chunks.arrange(weight))
+        chunks, moves = self.chunks, self.moves
+        return chunks.staged(weight) if moves.layout.is_stored else moves.as_stored(var, chunks.arrange(weight))
 
-    def _restored(self, chunks: Chunks, var: Var, gradient: jax.Array) -> jax.Array:
+    def _restored(self, var: Var, gradient: jax.Array) -> jax.Array:
         """The inverse, for its gradient."""
-        return chunks.rows(gradient) if self.is_stored else chunks.restore(self._moves.as_stored(var, gradient))
+        chunks, moves = self.chunks, self.moves
+        return chunks.rows(gradient) if moves.layout.is_stored else chunks.restore(moves.as_stored(var, gradient))
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
         """The weights and the common values by which a run with these seeds differentiates."""
@@ -212,6 +176,6 @@ class Executor:
         # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
         in_layers = dict(zip(float_variables(self.split.in_layers), of_layers, strict=True))
         return [
-            self._moves.pin(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
+            self.moves.pin(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
             for v, g in zip(float_variables(self.split.common), of_ends, strict=True)
         ]

@@ -32,12 +32,12 @@ Axes = tuple[str, ...]
 class Layout:
     """A mesh with a stage axis and axes that split the batch; the other axes are the partitioner's.
 
-    dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the region
-    that each value is used in, for readers of the compiled program. by_layer: weights become whole over the batch's axes
-    layer by layer, each time that a layer reads them, and not once a step. stacked: the number of dims of a weight in front of
-    the dims of one layer. sums: the type in which a value's gradient is added up over the batch's axes, where it differs from the value's.
-    held: the axis of the batch whose devices have different parts of a value, such as experts, that are not brought together.
-    replicas: the axes of a vmap around, over which each replica has its own batch, which `batch_axes` split.
+    dims: the axes of each dim of a value as it is stored; a value without an entry has no known layout. signals: the signals of the
+    parameter that a value is, for readers of the compiled program. by_layer: weights become whole over the batch's axes layer by layer,
+    each time that a layer reads them, and not once a step. is_stored: weights are stored on their stages, and come and go as
+    [chunks of a stage, stages, layers of a chunk, ...]. sums: the type in which a value's gradient is added up over the batch's axes, where
+    it differs from the value's. held: the axis of the batch whose devices have different parts of a value, such as experts, that are not
+    brought together. replicas: the axes of a vmap around, over which each replica has its own batch, which `batch_axes` split.
     """
 
     mesh: Mesh | AbstractMesh
@@ -46,10 +46,15 @@ class Layout:
     dims: Mapping[Var, Dims]
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
-    stacked: int = 1
+    is_stored: bool = False
     sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
     held: Mapping[Var, str] = field(default_factory=dict[Var, str])
     replicas: Axes = ()
+
+    @property
+    def stacked(self) -> int:
+        """The number of dims of a weight in front of the dims of one layer."""
+        return 3 if self.is_stored else 1
 
     @property
     def num_shards(self) -> int:

@@ -40,11 +40,9 @@ _Gradients = tuple[list[jax.Array | None], list[None]]
 """By the parameters, where they are floats, and by the inputs, which have none."""
 
 
-@dataclass(frozen=True)
-class Pipelined:
-    """A loss whose pipeline an executor runs."""
-
-    executor: Executor
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Executor):
+    """A loss with its pipeline."""
 
     def __call__(self, params: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Arrays:
         """The function's results. Differentiable by the parameters, through the first result."""
@@ -83,7 +81,7 @@ class Pipelined:
     def _evaluate(self, params: Arrays, inputs: Arrays) -> Arrays:
         shared = self._shared(params, inputs)
         with scopes.pipeline():
-            totals, _ = self.executor.run(shared, inputs, self._statistics(inputs))
+            totals, _ = self.run(shared, inputs, self._statistics(inputs))
         return self._after(totals, params, inputs)
 
     def _train(self, params: Arrays, inputs: Arrays) -> tuple[Arrays, list[jax.Array | None]]:
@@ -102,7 +100,7 @@ class Pipelined:
         # The order is fixed from here: seeds before the loop, which needs them, and the end after it, which needs totals.
         seeds = self._seeds(params, inputs)
         with scopes.pipeline():
-            totals, gradients = self.executor.run(values, inputs, self._statistics(inputs), seeds)
+            totals, gradients = self.run(values, inputs, self._statistics(inputs), seeds)
 
         def after(floats: Arrays) -> tuple[jax.Array, Arrays]:
             results = self._after(totals, merged(floats), inputs)
@@ -113,14 +111,14 @@ class Pipelined:
         by_var: dict[Atom, jax.Array] = {}
         for var, gradient in gradients:
             by_var[var] = gradient if var not in by_var else by_var[var] + gradient
-        cotangents = [by_var[v] for v in float_variables(self.executor.split.shared.outputs)]
+        cotangents = [by_var[v] for v in float_variables(self.split.shared.outputs)]
         through_pipeline, direct = shared_derivative(cotangents)[0], after_derivative(jnp.ones_like(loss))[0]
         total = [a + b for a, b in zip(through_pipeline, direct, strict=True)]
         return results, which.merge(total, [None] * len(which.others(params)))
 
     def _seeds(self, params: Arrays, inputs: Arrays) -> Arrays:
         """The derivative of the first result by each total, which must not depend on the totals: they are not known yet."""
-        totals = [jnp.zeros(jx.shape_of(v), jx.dtype_of(v)) for v in self.executor.split.after_totals]
+        totals = [jnp.zeros(jx.shape_of(v), jx.dtype_of(v)) for v in self.split.after_totals]
         which = Floats.among(totals)
 
         def loss(floats: Arrays, others: Arrays) -> jax.Array:
@@ -130,13 +128,13 @@ class Pipelined:
         # Linear in the totals means that the derivative by them does not depend on them: the traced gradient shows it.
         gradient = cast("Callable[[Arrays, Arrays], Arrays]", jax.grad(loss))
         if result_depends_on(gradient, floats, others):
-            where = nonlinear_source(self.executor.split.after, self.executor.split.after_totals)
+            where = nonlinear_source(self.split.after, self.split.after_totals)
             problem = (
                 f"{where}{': ' if where else ''}the loss is not linear in what it sums up over the batch, "
                 "so the backward pass of the first microbatch would need the loss of the last. "
                 "Return a sum or a (weighted) mean over the batch, and take functions of it outside"
             )
-            raise InputError([self.executor.pipeline.problem("signal", problem)])
+            raise InputError([self.pipeline.problem("signal", problem)])
         # The executor ignores the seeds of counts. They only keep the list in the order of the totals.
         return which.merge(gradient(floats, others), [jnp.zeros((), jnp.float32)] * len(others))
 
@@ -144,33 +142,28 @@ class Pipelined:
 
     def _shared(self, params: Arrays, inputs: Arrays) -> Arrays:
         """The weights and common values, from the parameters. The part reads no inputs."""
-        split = self.executor.split
+        split = self.split
         return call(self._rewritten_shared, dict(zip(split.arguments, [*params, *inputs], strict=True)))
 
     def _statistics(self, inputs: Arrays) -> Arrays:
         """The statistics of the whole batch that microbatches read, from the inputs alone."""
-        split = self.executor.split
-        names = split.full_arguments[len(self.executor.param_dims) :]
+        split = self.split
+        names = split.full_arguments[len(split.full_arguments) - len(inputs) :]
         return call(self._rewritten(split.before), dict(zip(names, inputs, strict=True)))
 
     def _after(self, totals: Arrays, params: Arrays, inputs: Arrays) -> Arrays:
         """The function's results."""
-        split = self.executor.split
+        split = self.split
         known = dict(zip([*split.full_arguments, *split.after_totals], [*params, *inputs, *totals], strict=True))
         return call(self._rewritten(split.after), known)
 
     def can_be_stored(self) -> bool:
         """Whether the stacked weights may be stored on their stages."""
-        return are_stacks_apart(self.executor.split, self._rewritten_shared.program)
+        return are_stacks_apart(self.split, self._rewritten_shared.program)
 
     @property
     def _rewritten_shared(self) -> Part:
-        """`Split.shared`, whose casts of parameters besides the stacks are laid out like these."""
-        split, dims = self.executor.split, self.executor.param_dims
-        stacks = {split.like[v] for v in split.weights if v in split.like}
-        index = {var: n for n, var in enumerate(split.arguments[: len(dims)]) if n not in stacks}
-        known = {n: dims[index[var]] for n, var in enumerate(split.shared.inputs) if var in index}
-        return split.shared.changed(lambda program: self.executor.rewrite_shared(program, known))
+        return self.split.shared.changed(self.rewrite_shared)
 
     def _rewritten(self, part: Part) -> Part:
-        return part.changed(lambda program: self.executor.rewrite(program, Place()))
+        return part.changed(lambda program: self.rewrite(program, Place()))

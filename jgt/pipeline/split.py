@@ -22,7 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import jax.numpy as jnp
 
 from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
@@ -97,6 +100,17 @@ class Split:
     """The variables of `totals` in the whole program."""
     like: Mapping[Var, int]
     """For a weight or common value that is a parameter, or one cast or scaled, the parameter's index."""
+
+    @cached_property
+    def stacks(self) -> frozenset[int]:
+        """The indices of the parameters that the layers are scanned over."""
+        return frozenset(self.like[v] for v in self.weights if v in self.like)
+
+    def half_matrices(self) -> dict[Var, Any]:
+        """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
+        read = {v: jnp.dtype(self.narrow.get(v, jx.dtype_of(v))) for v in (*self.weights, *self.common)}
+        # A weight has a dim of layers in front.
+        return {v: dtype for v, dtype in read.items() if dtype == jnp.bfloat16 and len(jx.shape_of(v)) - (v in self.weights) >= 2}
 
 
 def split_loss(

@@ -89,8 +89,8 @@ def plan_call(
     staged = StagedCall(parameters=applied.params.places, run=evaluate)
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
-        staged = pipeline.stage(arguments, traced, rules, applied.site, replacements, applied.params.places)
-        problems += staged.problems
+        with InputError.collect(problems):
+            staged = pipeline.stage(arguments, traced, rules, applied.site, replacements, applied.params.places)
     if problems:
         raise InputError(problems)
     # Last, because it raises an error itself.

@@ -34,13 +34,12 @@ class StoredCall:
 class StagedCall:
     """A call whose layers a pipeline runs: its parameters' places, and how to run it on the argument arrays.
 
-    With problems, there is nothing to run. stored: the same for parameters that are stored on their stages, if they can be and are not.
+    stored: the same for parameters that are stored on their stages, if they can be and are not.
     """
 
     parameters: tuple[ParameterPlace, ...]
     run: Run
     stored: StoredCall | None = None
-    problems: tuple[str, ...] = ()
 
 
 class Staging(Protocol):
@@ -65,5 +64,5 @@ class Staging(Protocol):
         replacements: Sequence[Replacement],
         parameters: tuple[ParameterPlace, ...],
     ) -> StagedCall:
-        """Puts a call with this trace into the pipeline. Raises ValueError where a pipeline cannot be called."""
+        """Puts a call with this trace into the pipeline. Raises InputError, and ValueError where a pipeline cannot be called."""
         ...
