@@ -1,9 +1,7 @@
 """Where values are in a pipeline: over the batch's axes, over the stages, and over the axes that are the partitioner's.
 
-A parameter may be sharded over the batch's axes (FSDP), over the stages, over others (tensor), or several at once; its
-`Dims` come from the rules. The batch's axes are manual inside the pipeline, so a value is laid out in up to three ways there: as it is
-stored, whole over the batch's axes, and as a gradient whose parts are yet to be added up. Here is which axes split which dim each time;
-`Moves` takes values from one layout to the next.
+The `Dims` of a parameter come from the rules. The batch's axes are manual inside the pipeline, so a value is laid out in up to three ways
+there: as it is stored, whole over the batch's axes, and as a gradient whose parts are yet to be added up.
 
 A weight [layers, embed, ffn] with dims ((stage,), (fsdp,), (tensor,)) on fsdp=2, stage=2, tensor=2, local shapes:
 

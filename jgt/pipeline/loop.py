@@ -3,9 +3,9 @@
 One scan runs the whole table, and its body is one tick: embed the microbatch that enters, let every stage do its forward
 item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
 the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
-when devices disagree about collectives. A stage without an item therefore computes garbage, which is dropped: it is
-written to a slot that is never read and masked out of every sum. Embedding and head are skipped by all devices together in
-ticks that have no microbatch for them, where that is worth a branch.
+when devices disagree about collectives. A stage without an item computes garbage, which is written to a slot that is never read and
+masked out of every sum. It costs no time, since the other stages are busy meanwhile. Embedding and head are skipped by all devices
+together in ticks that have no microbatch for them, where that is worth a branch.
 
 The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
 all backward passes after all forward passes, which is gpipe whatever the table says. So the loss must be linear in its

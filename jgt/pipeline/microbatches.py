@@ -10,7 +10,7 @@ If the rules shard no input, the first dim of the first input counts as the batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ import numpy as np
 from jgt.pipeline.batch import joined_results
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
+from jgt.program import jaxpr as jx
+from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims
+from jgt.program.jaxpr import Program
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Input
 from jgt.sharding.sharded import Sharded
@@ -67,26 +70,27 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _RuledInput:
-    """An input with the rule that places it. rank_of_many: the rank from which keys of its type are several."""
+    """An input with the rule that places it. is_scanned: whether a scan of the program goes over it."""
 
-    name: str
-    shape: tuple[int, ...]
+    input: Input
     rule: SpecRule | None
     dims: Dims
     is_key: bool
-    rank_of_many: int
-    is_state: bool
-    is_scanned: Callable[[], bool]
+    is_scanned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.input.x.shape
 
     @property
     def is_shared(self) -> bool:
         """Whether all rows of the batch share it: state, or an input whose rule is []."""
-        return self.is_state or (self.rule is not None and self.rule.rank == 0)
+        return self.input.is_state or (self.rule is not None and self.rule.rank == 0)
 
     @property
     def is_split(self) -> bool:
         """Whether a rule splits its first dim."""
-        return not self.is_key and not self.is_state and bool(self.dims) and bool(self.dims[0])
+        return not self.is_key and not self.input.is_state and bool(self.dims) and bool(self.dims[0])
 
     def as_input(self, num_rows: int) -> InputKind:
         """Its kind, given the rows of the batch."""
@@ -95,26 +99,19 @@ class _RuledInput:
         if not self.is_key:
             return "rows" if has_rows else "whole"
         # If there are as many keys as rows, each row has a key, unless a scan goes over them: then each layer has one.
-        is_one = len(self.shape) < self.rank_of_many
-        return "rows" if has_rows and not is_one and not self.is_scanned() else "key"
+        is_one = len(self.shape) < (1 if _is_typed_key(self.input) else 2)
+        return "rows" if has_rows and not is_one and not self.is_scanned else "key"
 
 
 def find_microbatches(
-    inputs: Sequence[Input],
-    rules: Rules,
-    mesh: Mapping[str, int],
-    *,
-    claimed: Collection[str] = (),
-    is_drawn_from: Callable[[int], bool],
-    is_scanned: Callable[[int], bool],
+    inputs: Sequence[Input], program: Program, rules: Rules, mesh: Mapping[str, int], claimed: Collection[str]
 ) -> Microbatches:
     """The kind of each input, by the rules and the mesh sizes.
 
-    claimed: the axes of vmaps around the call.
-    is_drawn_from: whether the program uses input number i as a random key. It is asked about inputs that look like keys (uint32[..., 2]).
-    is_scanned: whether a scan of the program goes over input number i. It is asked about keys.
+    program: its last arguments are the inputs. claimed: the axes of vmaps around the call.
     """
-    ruled = [_ruled(one, rules, lambda i=i: is_drawn_from(i), lambda i=i: is_scanned(i)) for i, one in enumerate(inputs)]
+    num_params = len(jx.body(program).invars) - len(inputs)
+    ruled = [_ruled(one, rules, program, number) for number, one in enumerate(inputs, start=num_params)]
     split = [one for one in ruled if one.is_split]
     free = [one for one in ruled if one.shape and not one.is_key and not one.is_shared]
     batch = next(iter([*split, *free]), None)
@@ -123,7 +120,7 @@ def find_microbatches(
     # An axis of size 1 splits nothing, so the pipeline need not make it manual.
     axes = tuple(axis for axis in batch_axes if mesh.get(axis, 1) > 1 and axis not in claimed)
     return Microbatches(
-        names=tuple(one.name for one in ruled),
+        names=tuple(one.name for one in inputs),
         inputs=tuple(one.as_input(num_rows) for one in ruled),
         keys=tuple(i for i, one in enumerate(ruled) if one.is_key),
         dims=tuple(tuple(tuple(a for a in axes if a not in claimed) for axes in one.dims) for one in ruled),
@@ -135,39 +132,33 @@ def find_microbatches(
     )
 
 
-def _ruled(one: Input, rules: Rules, is_drawn_from: Callable[[], bool], is_scanned: Callable[[], bool]) -> _RuledInput:
-    is_typed = jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key)
-    # Numbers in uint32 may be keys or may be data; only the program knows whether random bits are drawn from them.
-    is_bits = not is_typed and one.x.dtype == np.uint32 and one.x.shape[-1:] == (2,)
+def _ruled(one: Input, rules: Rules, program: Program, number: int) -> _RuledInput:
     match, dims = one.match(rules)
-    return _RuledInput(
-        name=one.name,
-        shape=one.x.shape,
-        rule=match.rule,
-        dims=dims,
-        is_key=is_typed or (is_bits and is_drawn_from()),
-        rank_of_many=1 if is_typed else 2,
-        is_state=one.is_state,
-        is_scanned=is_scanned,
-    )
+    # Numbers in uint32 may be keys or may be data; only the program knows whether random bits are drawn from them.
+    is_key = _is_typed_key(one) or (one.x.dtype == np.uint32 and one.x.shape[-1:] == (2,) and is_random_key(program, number))
+    return _RuledInput(input=one, rule=match.rule, dims=dims, is_key=is_key, is_scanned=is_key and is_scanned(program, number))
+
+
+def _is_typed_key(one: Input) -> bool:
+    return jnp.issubdtype(one.x.dtype, jax.dtypes.prng_key)
 
 
 def _row_problems(split: Sequence[_RuledInput]) -> Iterator[str]:
     for one in split:
         if one.shape[0] != split[0].shape[0] and one.rule is not None:
             yield (
-                f"{one.rule.where}: inputs: {one.name}: has {one.shape[0]} rows, but {split[0].name} has {split[0].shape[0]}: "
+                f"{one.rule.where}: inputs: {one.input.name}: has {one.shape[0]} rows, but {split[0].input.name} has {split[0].shape[0]}: "
                 "which of them is the batch? Give the other one the rule []"
             )
 
 
 def _dim_problems(ruled: Sequence[_RuledInput], batch_axes: Sequence[str]) -> Iterator[str]:
     for one in ruled:
-        for dim, axes in enumerate(() if one.is_state else one.dims[1:], start=1):
+        for dim, axes in enumerate(() if one.input.is_state else one.dims[1:], start=1):
             for axis in axes:
                 if axis in batch_axes and one.rule is not None:
                     yield (
-                        f"{one.rule.where}: inputs: {one.name}: the batch must be the first dim in a pipeline, "
+                        f"{one.rule.where}: inputs: {one.input.name}: the batch must be the first dim in a pipeline, "
                         f"but this spec splits dim {dim} of {list(one.shape)} over {axis}"
                     )
 

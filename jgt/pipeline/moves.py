@@ -1,17 +1,16 @@
 """Values move in a pipeline: they are gathered over the batch's axes and laid out over the stages, and their gradients are reduced.
 
-The batch's axes are manual inside the pipeline, where the partitioner cannot gather over them, so every value crosses two borders here. On
-the way in it becomes whole over the batch's axes: once a step, outside of the shard_map, where the partitioner gathers best, or layer by
-layer inside of it. On the way out its gradient is reduced: stacked along a new dim of data shards that the shard_map's output spec
-assembles, then reduce-scattered to the layout of the parameter.
+The partitioner cannot gather over the batch's axes, which are manual, so every value crosses two borders here. On the way in it becomes
+whole over them: once a step, outside of the shard_map, where the partitioner gathers best, or layer by layer inside of it. On the way out
+its gradient is reduced: stacked along a new dim of data shards that the shard_map's output spec assembles, then reduce-scattered to the
+layout of the parameter.
 
 The invariant is that a gradient crosses the batch's axes once a step, not once a microbatch.
 
 A `Wire` sends activations and cotangents along the ring of stages, and from one stage to all. All devices of a stage (tensor, expert)
-have the same activation, or parts of it, if rules split it over them. If each of them sent all of it, the network would carry the same
-bytes as many times as a stage has devices. Here each device sends one part, and its stage puts the parts together again over its own,
-faster links (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, section 4.1,
-https://arxiv.org/abs/2104.04473). With tensor 4 and an activation [rows, seq, embed]:
+have the same activation, or parts of it, if rules split it over them. So that the network does not carry the same bytes once for each
+device, each sends one part, and its stage puts the parts together again over its own, faster links (Narayanan et al., Efficient
+Large-Scale Language Model Training on GPU Clusters, section 4.1, https://arxiv.org/abs/2104.04473). With tensor 4:
 
     on a device      [rows, seq, embed]          the same on all four
     sent             [rows, seq / 4, embed]      one part each

@@ -25,7 +25,6 @@ from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole_program import SplitError
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constrain
-from jgt.program.dataflow import is_random_key, is_scanned
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program, Var
 from jgt.program.places import Place, mesh_around
@@ -67,15 +66,7 @@ class Pipeline(PipelineConfig):
         """
         if mesh_around() is not None:
             raise ValueError("a pipelined function cannot be called inside shard_map. Put it inside the function")
-        program, num_params = traced.program, len(parameters)
-        batch = find_microbatches(
-            arguments.inputs,
-            rules,
-            site.sizes,
-            claimed=site.claimed,
-            is_drawn_from=lambda index: is_random_key(program, num_params + index),
-            is_scanned=lambda index: is_scanned(program, num_params + index),
-        )
+        batch = find_microbatches(arguments.inputs, traced.program, rules, site.sizes, site.claimed)
         if others := sorted(site.claimed.difference(batch.replicas)):
             raise ValueError(
                 f"a pipelined function cannot be called inside a vmap over the mesh axis {others[0]}, which does not split its batch. "
