@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,11 +114,6 @@ def zeros(shapes: Structs, *lead: int) -> Arrays:
 def vjp(fn: Callable[[*_Args], tuple[_T, _Aux]], *args: *_Args) -> tuple[_T, Callable[[_T], tuple[*_Args]], _Aux]:
     """`jax.vjp` with an auxiliary result, typed: fn(*args) → (differentiated, auxiliary)."""
     return cast("tuple[_T, Callable[[_T], tuple[*_Args]], _Aux]", jax.vjp(fn, *args, has_aux=True))
-
-
-def flatten_tree(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of a tree, and the function that makes a tree of the same structure of other leaves."""
-    return jax.tree.leaves(tree), partial(jax.tree.unflatten, cast(Any, jax.tree.structure(tree)))
 
 
 def call(part: Part, known: Mapping[Var, jax.Array]) -> Arrays:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
 from jgt.document import Bound
@@ -99,10 +100,9 @@ class PipelineConfig:
         return self._changed(lines=dict(lines))
 
     def _changed(self, **values: object) -> Self:
-        new = replace(self)
+        new = copy(self)
         # The dataclass is frozen, and its constructor does not take these.
-        for name in ("lines", "gradients", "parts"):
-            object.__setattr__(new, name, values.get(name, getattr(self, name)))
+        vars(new).update(values)
         return new
 
     def where(self, key: str) -> str:

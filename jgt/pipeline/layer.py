@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.arrays import Arrays, Floats, Structs, call, flatten_tree, from_raw, raw, row, vjp
+from jgt.pipeline.arrays import Arrays, Floats, Structs, call, from_raw, raw, row, vjp
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -116,7 +117,8 @@ class Layer:
     def __init__(
         self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
     ):
-        leaves, inputs_of = flatten_tree(shapes)
+        leaves: list[Any] = jax.tree.leaves(shapes)
+        inputs_of = partial(jax.tree.unflatten, cast(Any, jax.tree.structure(shapes)))
         weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
         # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.
         without = (False,) * (len(shapes.local) + 1)

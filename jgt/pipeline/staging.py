@@ -9,7 +9,7 @@ before the layers, one layer, and the part after them. The rules are applied to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import NamedSharding
@@ -48,8 +48,7 @@ class Pipeline(PipelineConfig):
         """The pipeline with the options of a run's file; None without options."""
         if options is None:
             return None
-        new = cls(**{field.name: getattr(options, field.name) for field in fields(options) if field.init})
-        return new._changed(lines=options.lines, gradients=options.gradients, parts=options.parts)
+        return cls(signal=options.signal, microbatches=options.microbatches)._changed(**vars(options))
 
     def stage(
         self,

@@ -123,7 +123,7 @@ class WholeProgram:
         problem = extent.problem
         if not problem and extent.degree not in (0, 1):
             problem = f"it grows like the batch to the power of {extent.degree}"
-        if not problem and not extent.exact:
+        elif not problem and not extent.exact:
             problem = "it is a product, quotient or function of sums over the batch, taken inside a region or the layers"
         if problem:
             where = jx.source_of(self.flat.eqns[self.maker[var]])
@@ -175,3 +175,6 @@ class WholeProgram:
                         f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed "
                         "besides those that the microbatches draw, which differ. Draw them outside and pass them as an input"
                     )
+
+    def _draws_rows(self, equation: Equation) -> bool:
+        return any(self.growth.of(var).rows for var in random_draws(equation))

@@ -82,11 +82,7 @@ def plan_call(
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
     applied = _apply_rules(arguments, program, rules, site, replacements, pad=pad, applies=pipeline is None)
     problems = applied.problems(rules, partial=partial)
-
-    def evaluate(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return jx.evaluate(applied.program, arrays)
-
-    staged = StagedCall(parameters=applied.params.places, run=evaluate)
+    staged = StagedCall(parameters=applied.params.places, run=lambda arrays: jx.evaluate(applied.program, arrays))
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
         with InputError.collect(problems):
