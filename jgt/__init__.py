@@ -8,49 +8,34 @@ from typing import TYPE_CHECKING, Any
 from jgt.mesh.nvidia import quiet_plugin
 
 if TYPE_CHECKING:
-    from jgt import signal as signal
-    from jgt.api.shard import init as init
-    from jgt.api.shard import place as place
-    from jgt.api.shard import shard as shard
-    from jgt.api.verify import Verification as Verification
-    from jgt.api.verify import verify as verify
-    from jgt.command.trainer import load as load
-    from jgt.command.trainer import run as run
-    from jgt.document import InputError as InputError
-    from jgt.mesh.mesh import abstract_mesh as abstract_mesh
-    from jgt.mesh.mesh import make_mesh as make_mesh
-    from jgt.pipeline.staging import Pipeline as Pipeline
-    from jgt.planner.plan import Plan as Plan
-    from jgt.planner.plan import plan as plan
-    from jgt.rules import Rules as Rules
-    from jgt.rules import load_rules as load_rules
-    from jgt.rules import make_rules as make_rules
-    from jgt.sharding.placement import Placement as Placement
+    from jgt import signal
+    from jgt.api.shard import init, place, shard
+    from jgt.api.verify import Verification, verify
+    from jgt.command.trainer import load, run
+    from jgt.document import InputError
+    from jgt.mesh.mesh import abstract_mesh, make_mesh
+    from jgt.pipeline.staging import Pipeline
+    from jgt.planner.plan import Plan, plan
+    from jgt.rules import Rules, load_rules, make_rules
+    from jgt.sharding.placement import Placement
 
 __version__ = "0.1.0"
 
 # Before anything asks JAX for devices.
 quiet_plugin()
 
-_OWNERS = {
-    "InputError": "jgt.document",
-    "Pipeline": "jgt.pipeline.staging",
-    "Placement": "jgt.sharding.placement",
-    "Plan": "jgt.planner.plan",
-    "Rules": "jgt.rules",
-    "Verification": "jgt.api.verify",
-    "abstract_mesh": "jgt.mesh.mesh",
-    "init": "jgt.api.shard",
-    "load": "jgt.command.trainer",
-    "load_rules": "jgt.rules",
-    "make_mesh": "jgt.mesh.mesh",
-    "make_rules": "jgt.rules",
-    "place": "jgt.api.shard",
-    "plan": "jgt.planner.plan",
-    "run": "jgt.command.trainer",
-    "shard": "jgt.api.shard",
-    "verify": "jgt.api.verify",
+_NAMES = {
+    "jgt.api.shard": ("init", "place", "shard"),
+    "jgt.api.verify": ("Verification", "verify"),
+    "jgt.command.trainer": ("load", "run"),
+    "jgt.document": ("InputError",),
+    "jgt.mesh.mesh": ("abstract_mesh", "make_mesh"),
+    "jgt.pipeline.staging": ("Pipeline",),
+    "jgt.planner.plan": ("Plan", "plan"),
+    "jgt.rules": ("Rules", "load_rules", "make_rules"),
+    "jgt.sharding.placement": ("Placement",),
 }
+_OWNERS = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "InputError",

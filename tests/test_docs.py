@@ -420,11 +420,17 @@ def test_the_limits_of_files_stand_there():
         document.reader.MAX_VALUES,
         document.reader.MAX_KEY,
     ]
-    numbers += [document.problems.MAX_PROBLEMS, sizes.MAX_MESH_AXES, sizes.MAX_DEVICES, schedules.MAX_CELLS, custom.MAX_TABLE_BYTES]
+    numbers += [
+        document.problems.MAX_PROBLEMS,
+        sizes.MeshSizes.MOST_AXES,
+        sizes.MeshSizes.MOST_DEVICES,
+        schedules.MAX_CELLS,
+        custom.MAX_TABLE_BYTES,
+    ]
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_NAMES]
     numbers += [data_documents.MAX_LINE_BYTES, packed.MAX_RATIO, packed.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []
-    assert load.MAX_AXES == sizes.MAX_MESH_AXES
+    assert load.MAX_AXES == sizes.MeshSizes.MOST_AXES
     assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
 
 

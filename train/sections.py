@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from jgt import document
 from jgt.document import Bound
-from jgt.mesh.sizes import MAX_DEVICES
+from jgt.mesh.sizes import MeshSizes
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
@@ -83,7 +83,7 @@ class DevicesConfig:
     virtual_cpu: the number of virtual CPU devices in each process. null: all devices that JAX finds.
     """
 
-    virtual_cpu: Annotated[int, Bound(low=1, high=MAX_DEVICES)] | None = None
+    virtual_cpu: Annotated[int, Bound(low=1, high=MeshSizes.MOST_DEVICES)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
-from jgt.mesh.sizes import MAX_DEVICES
+from jgt.mesh.sizes import MeshSizes
 from jgt.planner.hardware.target import Target
 
 
@@ -18,8 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0: measured and written. 1: a program failed, or the file cannot be written. 2: the input is wrong."""
     arguments = parser().parse_args(argv)
     try:
-        if arguments.devices is not None and not 1 <= arguments.devices <= MAX_DEVICES:
-            raise InputError([f"command line: --devices: must be a whole number from 1 to {MAX_DEVICES:,}, not {arguments.devices}"])
+        if arguments.devices is not None and not 1 <= arguments.devices <= MeshSizes.MOST_DEVICES:
+            raise InputError(
+                [f"command line: --devices: must be a whole number from 1 to {MeshSizes.MOST_DEVICES:,}, not {arguments.devices}"]
+            )
         import jax
 
         from jgt.calibrate.figures import calibrated, chip_text

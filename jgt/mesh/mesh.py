@@ -3,7 +3,7 @@
 The order of the axes is a statement about speed. Sizes go from the outermost axis to the innermost, and inner axes (tensor,
 expert) exchange data in every layer, so they belong inside a host, where links are fastest; outer axes (data, stage) exchange
 little and may cross hosts. `jax.experimental.mesh_utils` arranges devices well inside one host or slice. Across hosts it wants
-the user to factor every axis into a part over hosts and a part inside. `split_over_hosts` finds that factorization: it fills a
+the user to factor every axis into a part over hosts and a part inside. `MeshSizes.over_hosts` finds that factorization: it fills a
 host from the innermost axis outwards, and what does not fit lies over hosts.
 
 The invariant: if an axis and all axes inside it fit into a host, no line of devices along it touches a second host. An inner
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jgt.mesh.sizes import resolve_sizes, split_over_hosts
+from jgt.mesh.sizes import MeshSizes
 
 
 class Device(Protocol):
@@ -64,7 +64,7 @@ def make_mesh(
     """
     _check_types(sizes)
     chosen = cast("Sequence[Device]", jax.devices() if devices is None else devices)
-    resolved = resolve_sizes(sizes, len(chosen), where)
+    resolved = MeshSizes(sizes).resolved(len(chosen), where)
     names = list(resolved)
     order = names if axis_names is None else list(axis_names)
     # Devices are placed in the order of `sizes`. Transposing afterwards changes the order of the axes and leaves every
@@ -81,7 +81,7 @@ def abstract_mesh(
     Raises InputError like `make_mesh`.
     """
     _check_types(sizes)
-    resolved = resolve_sizes(sizes, num_devices, where)
+    resolved = MeshSizes(sizes).resolved(num_devices, where)
     order = tuple(resolved if axis_names is None else axis_names)
     return AbstractMesh(tuple(resolved[name] for name in order), order, axis_types=(AxisType.Auto,) * len(order))
 
@@ -116,7 +116,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[Device]) -> DeviceGrid:
             f"fastest inside a host: make {axis} smaller, or put it before the axes that fit",
             stacklevel=3,
         )
-    over_hosts = split_over_hosts(sizes, per_host)
+    over_hosts = MeshSizes(sizes).over_hosts(per_host)
     inside = tuple(size // outer for size, outer in zip(shape, over_hosts, strict=True))
     blocks = [
         mesh_utils.create_device_mesh(inside, [d for d in devices if host_of(d) == host], allow_split_physical_axes=True)
@@ -142,7 +142,7 @@ def crossing_axes(sizes: Mapping[str, int], per_host: int) -> list[str]:
 
     Outer is the first axis, and also every leading one with just one device of each line on a host; these are meant to cross.
     """
-    split = split_over_hosts(sizes, per_host)
+    split = MeshSizes(sizes).over_hosts(per_host)
     # Axes of size 1 neither cross hosts nor separate outer axes from inner ones.
     axes = [(axis, size, over) for (axis, size), over in zip(sizes.items(), split, strict=True) if size > 1]
     num_outer = len(list(itertools.takewhile(lambda entry: entry[1] == entry[2], axes)))

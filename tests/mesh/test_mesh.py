@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import jgt
 from jgt.document import InputError
 from jgt.mesh.mesh import arrange, crossing_axes
-from jgt.mesh.sizes import group_of
+from jgt.mesh.sizes import MeshSizes
 
 
 @dataclass(frozen=True)
@@ -162,4 +162,4 @@ def test_a_group_has_the_devices_that_the_mesh_puts_there(sizes, axes):
     per_host = next(size for size in (8, 4, 2, 1) if total % size == 0)
     grid = arrange(mesh, hosts_of(total // per_host, per_host))
     line = grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)]
-    assert list(group_of(mesh, list(axes), per_host)) == [device.id for device in line.flat]
+    assert list(MeshSizes(mesh).group_of(list(axes), per_host)) == [device.id for device in line.flat]

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgt.document import InputError, parse
-from jgt.mesh.sizes import read_sizes, resolve_sizes, size_problem
+from jgt.mesh.sizes import MeshSizes
 
 
 def read(text):
     problems = []
-    return read_sizes(parse(text, "f.yaml"), problems), problems
+    return MeshSizes.read(parse(text, "f.yaml"), problems), problems
 
 
 def test_sizes_are_read_in_order():
@@ -45,14 +45,14 @@ def test_bad_sizes_are_named(text, problem):
 def test_what_is_left_is_filled_in(sizes, data):
     full = {f"a{n}": size for n, size in enumerate(sizes)}
     free = data.draw(st.sampled_from(sorted(full)))
-    assert resolve_sizes({**full, free: -1}, math.prod(sizes)) == full
-    assert resolve_sizes(full, math.prod(sizes)) == full
-    assert size_problem(full, math.prod(sizes)) is None
-    assert size_problem(full, math.prod(sizes) + 1) is not None
+    assert MeshSizes({**full, free: -1}).resolved(math.prod(sizes)) == full
+    assert MeshSizes(full).resolved(math.prod(sizes)) == full
+    assert MeshSizes(full).problem(math.prod(sizes)) is None
+    assert MeshSizes(full).problem(math.prod(sizes) + 1) is not None
 
 
 def test_without_a_number_of_devices_sizes_stay():
-    assert resolve_sizes({"a": 3}, None) == {"a": 3}
+    assert MeshSizes({"a": 3}).resolved(None) == {"a": 3}
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_without_a_number_of_devices_sizes_stay():
 )
 def test_sizes_that_do_not_cover_the_devices_are_refused(sizes, num_devices, problem):
     with pytest.raises(InputError) as caught:
-        resolve_sizes(sizes, num_devices)
+        MeshSizes(sizes).resolved(num_devices)
     assert str(caught.value).startswith(problem)

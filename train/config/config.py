@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from jgt import Rules
 from jgt.document import Node
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
-from jgt.rules import Rules
 
 from ..code.files import Code
 from ..code.names import is_name

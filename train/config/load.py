@@ -16,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jgt import document
+from jgt import Rules, document, make_rules
 from jgt.document import InputError, Node, bind
-from jgt.mesh.sizes import read_sizes, size_problem
+from jgt.mesh.sizes import MeshSizes
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
-from jgt.rules import Rules, make_rules
 
 from ..code.files import Code, read_code
 from ..code.names import name_problem
@@ -96,7 +95,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
     config = _without_nulls(bound or _readable_sections(root))
-    mesh = {"data": -1} if config.mesh is None else read_sizes(config.mesh, problems)
+    mesh = {"data": -1} if config.mesh is None else MeshSizes.read(config.mesh, problems)
     rules_root, rules = _read_rules(config, root, mesh, folder, problems)
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
@@ -238,6 +237,6 @@ def _mesh_problems(config: Config, node: Node, mesh: dict[str, int], num_process
     is_alone = config.rules is None and all(size == 1 for size in mesh.values())
     if config.devices.virtual_cpu is None or num_processes is None or is_alone:
         return
-    problem = size_problem(mesh, config.devices.virtual_cpu * num_processes)
+    problem = MeshSizes(mesh).problem(config.devices.virtual_cpu * num_processes)
     if problem:
         yield node.problem(problem)

@@ -15,7 +15,7 @@ from typing import Any
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
 from jgt.document.schema import file_schema
-from jgt.mesh.sizes import MAX_DEVICES
+from jgt.mesh.sizes import MeshSizes
 from jgt.planner import Budget
 from jgt.rules.schema import rules_schema
 
@@ -66,7 +66,7 @@ def _print_or_write(arguments: argparse.Namespace) -> None:
 def run_schema() -> dict[str, Any]:
     """The schema of a run file."""
     # null removes an axis that the extended file has.
-    size = {"anyOf": [{"type": "integer", "minimum": -1, "maximum": MAX_DEVICES}, {"type": "null"}]}
+    size = {"anyOf": [{"type": "integer", "minimum": -1, "maximum": MeshSizes.MOST_DEVICES}, {"type": "null"}]}
     limits = {"type": "object", "additionalProperties": _NUMBER}
     keys: dict[str, dict[str, Any]] = {
         "mesh": {"type": "object", "additionalProperties": size},

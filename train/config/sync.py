@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from jgt import Rules
 from jgt.document import nearest
-from jgt.rules import Rules
 
 from ..command_line import may_have_fewer
 from ..models.config import OwnModel

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.api.verify import Verification, verify_sharded
+from jgt import Verification
+from jgt.api.verify import verify_sharded
 from jgt.document import InputError
 from jgt.sharding.sharded import Sharded
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jgt.mesh.sizes import group_of
+from jgt.mesh.sizes import MeshSizes
 from jgt.planner import Target
 
 from ..models.config import ModelConfig, OwnModel
@@ -199,7 +199,7 @@ def _collectives(target: Target) -> Callable[[tuple[tuple[str, int], ...], tuple
         sizes = dict(mesh)
         if math.prod(sizes.get(axis, 1) for axis in axes) == 1:
             return 0.0, 0.0
-        group = group_of(sizes, axes, target.per_host)
+        group = MeshSizes(sizes).group_of(axes, target.per_host)
         groups = tuple(itertools.pairwise([*group, group[0]])) if is_ring else (group,)
         start, gigabyte = (network.seconds(groups, sent) for sent in (0, 10**9))
         return start, (gigabyte - start) / 1e9

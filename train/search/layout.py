@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jgt import Rules
 from jgt.pipeline.config import PipelineConfig
-from jgt.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jgt import Rules, load_rules, make_rules
 from jgt.document import InputError, Node, override, read
-from jgt.mesh.sizes import read_sizes
+from jgt.mesh.sizes import MeshSizes
 from jgt.pipeline.config import PipelineConfig
-from jgt.rules import Rules, load_rules, make_rules
 
 from ..code.files import Code
 from ..config import Run, load, rules_document
@@ -71,7 +71,7 @@ class Open:
         if (pipeline := given("pipeline")) is not None:
             problems.append(pipeline.problem("a search chooses the pipeline itself, but this one is set. Free it with pipeline=null"))
         mesh = given("mesh")
-        sizes = _given_sizes(root) if "mesh" in free else {} if mesh is None else read_sizes(mesh, problems)
+        sizes = _given_sizes(root) if "mesh" in free else {} if mesh is None else MeshSizes.read(mesh, problems)
         rules = None
         if (node := given("rules")) is not None:
             document = rules_document(node, Path(config).parent, problems)

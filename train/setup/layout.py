@@ -15,9 +15,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 import jgt
+from jgt import Rules
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
-from jgt.rules import Rules
 
 from ..config import Run
 from ..models.config import OwnModel

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import jgt
+from jgt import Placement
 from jgt.document import InputError, nearest
 from jgt.replacements.replicas import Replicas
-from jgt.sharding.placement import Placement
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import jax
 
-from jgt.sharding.placement import Placement
+from jgt import Placement
 from jgt.sharding.storage import Storage
 
 from ..step.gradients import GradientSum

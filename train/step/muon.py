@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgt.sharding.paths import KeyPath, path_text
+from jgt.sharding.paths import path_text
 
 MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Any], Any]
 """map_matrices(fn, tree): fn over the leaves [..., m, n] of a tree."""
@@ -64,7 +64,7 @@ def scale_by_muon(
         updates = jax.tree.map_with_path(scaled, orthogonal, updates)
         return updates, MuonState(count, mu)
 
-    def scaled(path: KeyPath, orthogonal: jax.Array, like: jax.Array) -> jax.Array:
+    def scaled(path: tuple[Any, ...], orthogonal: jax.Array, like: jax.Array) -> jax.Array:
         size = (sizes or {}).get(path_text(path), like.shape[-2:])
         return orthogonal.astype(like.dtype) * (_RMS * math.sqrt(max(size)))
 

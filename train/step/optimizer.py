@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jgt import Placement
 from jgt.document import InputError
-from jgt.sharding.placement import Placement
 
 from ..code.files import Code
 from ..code.names import load_callable

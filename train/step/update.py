@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgt import Placement
 from jgt.sharding.paths import path_text
-from jgt.sharding.placement import Placement
 
 Update = Callable[[optax.GradientTransformation, Any, Any, Any, jax.Array], tuple[Any, Any]]
 """update(optimizer, gradients, params, opt_state, applied) → params and opt_state; the old ones if `applied`, a bool[], is false."""

@@ -17,8 +17,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jgt.program.dims import num_parts, sharding_dims
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -86,11 +84,8 @@ def fragments_of(shapes: Any, shardings: Any, count: int) -> tuple[Fragment, ...
 
 def _dim_to_cut(shape: tuple[int, ...], place: NamedSharding, count: int) -> int | None:
     """The dim whose parts are the most equal; None if no dim without an axis has an entry for each part."""
-    free = [
-        dim
-        for dim, (size, axes) in enumerate(zip(shape, sharding_dims(place, len(shape)), strict=True))
-        if size >= count and num_parts(axes, place.mesh.shape) == 1
-    ]
+    local = place.shard_shape(shape)
+    free = [dim for dim, size in enumerate(shape) if size >= count and local[dim] == size]
     return min(free, key=lambda dim: math.ceil(shape[dim] / count) / shape[dim], default=None)
 
 
