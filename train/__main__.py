@@ -27,7 +27,6 @@ from .command_line import (
     EndError,
     Exit,
     RunParser,
-    exit_code,
     join_seconds,
     read_token,
     say,
@@ -133,7 +132,7 @@ def parser() -> RunParser:
     parser = RunParser("jgt train", "Trains the model of a YAML file. The same command again resumes the run from its newest checkpoint.")
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first step, and print a table of bytes per device")
     replay = "recompute a logged step twice, and say whether data, code or machine is at fault"
-    parser.add_argument("--replay", type=whole_number, metavar="STEP", help=replay)
+    parser.add_argument("--replay", type=whole_number(), metavar="STEP", help=replay)
     parser.add_argument("--profile", metavar="A:B", help="record steps A to B, and print a table of device time by signal")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     resume = "auto: from the newest checkpoint; never: from step 0; PATH: from another run, or from one of its checkpoints"
@@ -141,7 +140,8 @@ def parser() -> RunParser:
     change = "a key of model or data, or run.seed, that may differ from the run that is resumed"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
     stopped = "exit code if a signal stops the run before its last step (0)"
-    parser.add_argument("--stopped-code", type=exit_code, default=Exit.DONE, metavar="N", help=stopped)
+    # The system keeps eight bits of a code: 256 would become 0.
+    parser.add_argument("--stopped-code", type=whole_number(high=255), default=Exit.DONE, metavar="N", help=stopped)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; needs --processes and --process")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")

@@ -89,20 +89,16 @@ _MAX_TOKEN = 4_096
 _JOIN_SECONDS, _LOCAL_JOIN_SECONDS = 300.0, 30.0
 
 
-def natural_number(text: str) -> int:
-    """A whole number of at least 0, as an argparse type. Raises ArgumentTypeError."""
-    return _number(text, 0, _MAX_NUMBER)
+def whole_number(low: int = 1, high: int = _MAX_NUMBER) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`. It raises ArgumentTypeError."""
 
+    def read(text: str) -> int:
+        # The length first: Python refuses to read numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > 20 or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high:,}, not {text[:40]!r}")
+        return int(text)
 
-def whole_number(text: str) -> int:
-    """A whole number of at least 1, as an argparse type. Raises ArgumentTypeError."""
-    return _number(text, 1, _MAX_NUMBER)
-
-
-def exit_code(text: str) -> int:
-    """An exit code of at least 1, as an argparse type. Raises ArgumentTypeError."""
-    # The system keeps eight bits of a code: 256 would become 0.
-    return _number(text, 1, 255)
+    return read
 
 
 def seconds(text: str) -> float:
@@ -115,13 +111,6 @@ def seconds(text: str) -> float:
     if not 0 <= value <= _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to {_MAX_SECONDS:,}, not {text[:40]!r}")
     return value
-
-
-def _number(text: str, low: int, high: int) -> int:
-    # The length first: Python refuses to read numbers of thousands of digits.
-    if not text.isdecimal() or len(text) > 20 or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high:,}, not {text[:40]!r}")
-    return int(text)
 
 
 def read_token(file: str | None) -> tuple[bytes, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from jgt import Rules
@@ -110,27 +110,22 @@ class Run:
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
         # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
-        separate = ("mesh", "rules", "pipeline", "sync", "budget", "log")
-        sections = {k: _section(getattr(self.config, k)) for k in Config.__dataclass_fields__ if k not in separate}
+        separate = {"sync": self.config.sync, "log": self.config.log, "mesh": self.mesh, "rules": self.rules_root}
+        separate |= {"pipeline": self.pipeline, "budget": self.config.budget}
+        sections = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name not in separate}
+        values = {name: _plain(value) for name, value in {**sections, **separate}.items()}
         if self.config.train.epochs is not None:
-            sections["train"]["steps"] = None
-        pipeline = None if self.pipeline is None else {f.name: getattr(self.pipeline, f.name) for f in fields(self.pipeline) if f.init}
-        rules = None if self.rules_root is None else self.rules_root.plain()
-        sync = None if self.config.sync is None else _section(self.config.sync)
-        budget = None if self.config.budget is None else self.config.budget.plain()
-        log = None if self.config.log is None else list(self.config.log)
-        return {**sections, "sync": sync, "log": log, "mesh": self.mesh, "rules": rules, "pipeline": pipeline, "budget": budget}
+            values["train"]["steps"] = None
+        return values
 
 
-def _section(section: Any) -> Any:
-    """A section as the file has it: keys that the section only passes on are keys like all others."""
-    values = _lists(asdict(section))
-    arguments = values.pop(section.REST) if hasattr(section, "REST") else {}
-    return {**values, **arguments}
-
-
-def _lists(value: Any) -> Any:
-    """The value with lists in the place of tuples, as YAML has them."""
-    if isinstance(value, dict):
-        return {k: _lists(v) for k, v in value.items()}
-    return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
+def _plain(value: Any) -> Any:
+    """A section or another part as the file has it: keys that a section only passes on are keys like all others."""
+    if isinstance(value, Node):
+        return value.plain()
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: asdict(value)[field.name] for field in fields(value) if field.init}
+        rest = values.pop(getattr(value, "REST", ""), {})
+        value = {**values, **rest}
+    # With lists in the place of tuples.
+    return Node.of(value, "").plain()

@@ -9,6 +9,10 @@ with another number of processes, another mesh, or another accumulation, and sti
 the samples of a bad step can be named and read again, as `--replay` does. The order is a function of the index because each
 layer is: Grain's `shuffle` permutes indices with a seed per epoch, `repeat` makes the epochs endless, and `mix` assigns each
 index to a part by weight.
+
+A window is a piece of the data of fixed length, and documents are not. With `documents: mask` a token attends to its own document only, as
+if each document were another row. A document ends with its end-of-text token, whichever source it comes from, so that a batch is marked
+from its tokens alone (`masked`).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from .tokenizer import Tokenizer
 Batch = dict[str, np.ndarray]
 """Arrays [rows, ...] by name. Of tokens {"inputs": int32, "targets": int32, "weights": float32}, each [rows, seq]; weight 0 is padding.
 
-With masked documents also `segments`: see `boundaries.py`.
+With masked documents also `segments` [rows, seq]: for each input, the position in the window at which its document begins.
 """
 Stack = Callable[[Sequence[Any]], Batch]
 """The batch of some samples; None stands for a row of padding."""
@@ -129,6 +133,31 @@ def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: i
     positions = [start + index * batch + row for row in rows]
     # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
     return stack([samples[position] if position < len(samples) else None for position in positions])
+
+
+def stack_tokens(seq: int, end: int | None, samples: Sequence[Any]) -> Batch:
+    """The batch of some windows, int32 [seq + 1] each. end: the token that ends a document, if documents are masked from each other."""
+    tokens = np.zeros((len(samples), seq + 1), np.int32)
+    weights = np.zeros((len(samples), seq), np.float32)
+    for row, sample in enumerate(samples):
+        if sample is not None:
+            tokens[row], weights[row] = np.asarray(sample), 1.0
+    # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
+    batch = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
+    return batch if end is None else masked(batch, end)
+
+
+def masked(batch: dict[str, np.ndarray], end: int) -> dict[str, np.ndarray]:
+    """A batch of tokens with `segments`: equal entries are one document, and a token's position in it is its position less its entry.
+
+    A target that begins a document has weight 0: nothing before it foretells it.
+    """
+    is_end, position = batch["inputs"] == end, np.arange(batch["inputs"].shape[1], dtype=np.int32)
+    # A document begins after the end of the one before. The window's first token begins one, as far as the window knows.
+    begins = np.zeros_like(batch["inputs"])
+    begins[:, 1:] = np.where(is_end[:, :-1], position[1:], 0)
+    weights = np.where(is_end, np.float32(0), batch["weights"])
+    return {**batch, "weights": weights, "segments": np.maximum.accumulate(begins, axis=1)}
 
 
 def _prefetched(batches: grain.MapDataset) -> Iterator[Batch]:

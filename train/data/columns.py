@@ -10,10 +10,10 @@ limit of packed files (`packed.py`). pyarrow is the extra `data`; it is imported
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jgt.document import shown
 
@@ -24,21 +24,12 @@ _ROWS = 128
 """Rows that become Python objects together. A text has at most MAX_LINE_BYTES, and this many of them must fit the memory."""
 
 
-def read_parquet(path: Path, *, field: str) -> Iterator[str | TextError]:
-    """The text of each row in the column `field`."""
-    return _documents(path, field, "Parquet", _parquet_rows)
-
-
-def read_arrow(path: Path, *, field: str) -> Iterator[str | TextError]:
-    """The text of each row in the column `field` of an Arrow IPC file or stream."""
-    return _documents(path, field, "Arrow", _arrow_rows)
-
-
-def _documents(path: Path, field: str, kind: str, rows_of: Callable[[Path, str], Iterator[Any]]) -> Iterator[str | TextError]:
+def read_columns(path: Path, *, field: str, kind: Literal["Parquet", "Arrow"]) -> Iterator[str | TextError]:
+    """The text of each row in the column `field` of a Parquet file, or of an Arrow IPC file or stream."""
     pyarrow: Any = importlib.import_module("pyarrow")
     row, total, size = 0, 0, path.stat().st_size
     try:
-        for array in rows_of(path, field):
+        for array in (_parquet_rows if kind == "Parquet" else _arrow_rows)(path, field):
             # Full: offsets inside the data, and UTF-8. What fails here could crash the process below.
             array.validate(full=True)
             for value in array.to_pylist():

@@ -9,22 +9,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grain
 import numpy as np
 
 from jgt.document import InputError
 
-from .batches import Batch, Data
-from .boundaries import check_ends, end_of_documents, masked
+from .batches import Data, stack_tokens
 from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
 from .sources import Opener, Splits, located, spared_tokens
-from .stream import Windows, num_windows
-from .tokenizer import open_tokenizer
+from .stream import Stream, Windows, num_windows
+from .tokenizer import END_OF_TEXT_NAMES, Tokenizer, open_tokenizer
+
+_SEARCHED = 1 << 22
+"""Tokens in which a token file must have an end of a document. A wrong id would otherwise pass for one long document."""
 
 
 def open_data(
@@ -42,7 +43,7 @@ def open_data(
         # `DataConfig.problems` made sure that all parts use one tokenizer.
         tokenizer = open_tokenizer(config.parts()[0].tokenizer)
     with _located(where, "data.documents"):
-        end = end_of_documents(config, tokenizer, vocab)
+        end = _end_of_documents(config, tokenizer, vocab)
     opener = Opener(tokenizer=tokenizer, seq=seq, vocab=vocab, end=end, eval_tokens=config.eval_tokens, cache_dir=cache_dir, where=where)
     splits, problems = [], list[str]()
     for part, prefix in zip(config.parts(), prefixes, strict=True):
@@ -56,7 +57,7 @@ def open_data(
         raise InputError(problems)
     _raise_any(list(_size_problems(config, prefixes, splits, seq)), where)
     with _located(where, "data.documents"):
-        check_ends(config, [split.train for split in splits], end)
+        _check_ends(config, [split.train for split in splits], end)
     held_out = {
         name: grain.MapDataset.source(Windows(stream=split.held_out, seq=seq, vocab=vocab))
         for name, split in zip(config.part_names(), splits, strict=True)
@@ -67,7 +68,7 @@ def open_data(
         end=end,
         fingerprint=_fingerprint(config, splits),
         train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
-        _stack=partial(_stack_tokens, seq, end),
+        _stack=partial(stack_tokens, seq, end),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, seq, vocab, seed),
         _held_out=held_out,
@@ -85,6 +86,39 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
         _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
         _held_out={} if source.held_out is None else {"eval": source.held_out},
     )
+
+
+def _end_of_documents(config: DataConfig, tokenizer: Tokenizer, vocab: int) -> int | None:
+    """The token that ends a document; None if documents are not masked. Raises InputError."""
+    if config.documents == "join":
+        return None
+    known, tokenizer_name = tokenizer.end_of_text, config.parts()[0].tokenizer
+    end = known if config.end_of_text is None else config.end_of_text
+    if end is None:
+        names = ", ".join(END_OF_TEXT_NAMES)
+        raise InputError([f"{tokenizer_name}: no end-of-text token, which ends a document for data.documents: mask. Known names: {names}"])
+    if end != known and any(part.source != "tokens" for part in config.parts()):
+        message = f"data.end_of_text: {end} ends a document in the token files, but {known} in the text that {tokenizer_name} encodes"
+        raise InputError([f"{message}. A mixture needs one id for both"])
+    if end >= vocab:
+        raise InputError([f"data.end_of_text: {end} is not in the vocabulary of {vocab} ids (0 to {vocab - 1}). Raise model.vocab"])
+    return end
+
+
+def _check_ends(config: DataConfig, streams: Sequence[Stream], end: int | None) -> None:
+    """Raises InputError if a part's token files never end a document."""
+    problems: list[str] = []
+    for part, stream in zip(config.parts(), streams, strict=True):
+        if end is None or part.source != "tokens":
+            continue
+        searched = min(len(stream), _SEARCHED)
+        if not (stream.read(0, searched) == end).any():
+            problems.append(
+                f"data.documents: none of the first {searched:,} tokens of {part.label} is {end}, the end of a document. "
+                "Give its id as data.end_of_text, or use documents: join"
+            )
+    if problems:
+        raise InputError(problems)
 
 
 def _raise_any(problems: Sequence[Problem], where: Callable[[str], str]) -> None:
@@ -146,17 +180,6 @@ def _endless(samples: grain.MapDataset, seed: int, index: int, *, shuffles: bool
         # Grain shuffles epoch e with seed + e. Without the hash, epoch 1 of seed 1 would be epoch 0 of seed 2.
         samples = samples.shuffle(seed=int(np.random.SeedSequence([seed, index]).generate_state(1)[0]))
     return samples.repeat()
-
-
-def _stack_tokens(seq: int, end: int | None, samples: Sequence[Any]) -> Batch:
-    tokens = np.zeros((len(samples), seq + 1), np.int32)
-    weights = np.zeros((len(samples), seq), np.float32)
-    for row, sample in enumerate(samples):
-        if sample is not None:
-            tokens[row], weights[row] = np.asarray(sample), 1.0
-    # Slices of [rows, seq + 1] are not contiguous, and would keep the whole array alive.
-    batch = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]), "weights": weights}
-    return batch if end is None else masked(batch, end)
 
 
 def _mapped_files(splits: list[Splits]) -> tuple[MappedFile, ...]:

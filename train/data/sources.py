@@ -15,14 +15,13 @@ from pathlib import Path
 
 from jgt.document import InputError, shown
 
-from .boundaries import with_ends
-from .columns import read_arrow, read_parquet
+from .columns import read_columns
 from .config import BYTES, MixturePart, Problem
 from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
 from .files import FileSet, Finder, standard_library
 from .packed import is_packed
-from .stream import Stream, find_outside
+from .stream import Stream, find_outside, with_ends
 from .tokenizer import END_OF_TEXT_NAMES, Tokenizer
 from .tokens import format_problem, open_bytes, open_tokens
 
@@ -30,7 +29,11 @@ _PROBE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
 _MAX_VOCAB = 10_000_000
 _MOST_SPARED, _SPARED_SHARE = 500_000, 20
-_DOCUMENT_READERS = {"jsonl": read_documents, "parquet": read_parquet, "arrow": read_arrow}
+_DOCUMENT_READERS = {
+    "jsonl": read_documents,
+    "parquet": partial(read_columns, kind="Parquet"),
+    "arrow": partial(read_columns, kind="Arrow"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,12 @@ class Stream:
         return self.segments[bisect_right(self._ends, position)].name
 
 
+def with_ends(stream: Stream, end: int) -> Stream:
+    """A stream of files with an end-of-text token after each of them."""
+    mark = np.array([end], stream.segments[0].tokens.dtype)
+    return Stream(tuple(x for file in stream.segments for x in (file, Segment(name=f"the end of {file.name}", tokens=mark))))
+
+
 def num_windows(num_tokens: int, seq: int) -> int:
     """The number of windows of seq + 1 tokens that fit, when each window starts at the last token of the one before."""
     return max(num_tokens - 1, 0) // seq

@@ -16,7 +16,7 @@ from jgt.document import InputError
 
 from ..__main__ import check_resume, load_run
 from ..__main__ import parser as train_parser
-from ..command_line import natural_number, seconds, whole_number
+from ..command_line import seconds, whole_number
 from ..config import Run
 from .group import environments
 from .supervisor import Launcher, Policy, supervise
@@ -81,11 +81,11 @@ def parser() -> CommandParser:
     description = "Starts the processes of one run on this machine, and restarts them from the newest checkpoint when one fails."
     parser = CommandParser("jgt launch", description)
     parser.usage = "jgt launch --processes N [--restarts K] [--min-processes M] [--grace SECONDS] -- FILE ..."
-    parser.add_argument("--processes", type=whole_number, required=True, metavar="N", help="number of processes")
+    parser.add_argument("--processes", type=whole_number(), required=True, metavar="N", help="number of processes")
     parser.add_argument(
-        "--restarts", type=natural_number, default=3, metavar="K", help="how many restarts in a row may bring no newer checkpoint (3)"
+        "--restarts", type=whole_number(low=0), default=3, metavar="K", help="how many restarts in a row may bring no newer checkpoint (3)"
     )
-    parser.add_argument("--min-processes", type=whole_number, metavar="M", help="after a process is lost, restart with one less, down to M")
+    parser.add_argument("--min-processes", type=whole_number(), metavar="M", help="after a process is lost, restart with one less, to M")
     parser.add_argument("--grace", type=seconds, default=10.0, metavar="SECONDS", help="time for the others to end after a failure (10)")
     return parser
 

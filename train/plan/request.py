@@ -43,7 +43,7 @@ def parser() -> RunParser:
     figure = "change a figure of the chip, such as nic_gbs=25; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=figure)
     parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="plan for N CPU devices; default: the number in the run's file")
+    parser.add_argument("--devices", type=whole_number(), metavar="N", help="plan for N CPU devices; default: the number in the run's file")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--lock", metavar="FILE", help="write a lock: a text file of what the step sends, stores and computes")

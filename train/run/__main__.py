@@ -42,7 +42,7 @@ def check(argv: Sequence[str] | None = None) -> int:
 def check_parser() -> RunParser:
     """The command line of the check."""
     parser = RunParser("jgt check", "Checks rules against mesh and shapes, without devices.")
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="the number of devices to check for")
+    parser.add_argument("--devices", type=whole_number(), metavar="N", help="the number of devices to check for")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -76,7 +76,7 @@ def verify_parser() -> RunParser:
     """The command line of the comparison."""
     parser = RunParser("jgt verify", "Compares a run's layout with one device, at small sizes: results, gradients, an optimizer step.")
     parser.add_argument(
-        "--devices", type=whole_number, default=_DEVICES, metavar="N", help="at most this many virtual CPU devices (default 8)"
+        "--devices", type=whole_number(), default=_DEVICES, metavar="N", help="at most this many virtual CPU devices (default 8)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

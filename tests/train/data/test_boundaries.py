@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError, bind, parse
-from train.data.boundaries import masked
+from train.data.batches import masked
 from train.data.config import DataConfig
 from train.data.documents import MAX_LINE_BYTES
 from train.data.opening import open_data

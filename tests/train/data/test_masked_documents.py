@@ -16,7 +16,7 @@ from jgt.document import InputError
 from jgt.pipeline.staging import Pipeline
 from train.code.files import read_code
 from train.config import load
-from train.data.boundaries import masked
+from train.data.batches import masked
 from train.data.opening import open_data
 from train.models.config import ModelConfig
 from train.models.decoder import build

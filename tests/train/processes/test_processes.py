@@ -13,7 +13,7 @@ from runs import flags, run_both
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
-from train.command_line import exit_code, join_seconds, read_token
+from train.command_line import join_seconds, read_token, whole_number
 from train.config import load
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from train.processes.join import Place
@@ -313,6 +313,6 @@ def test_launched_processes_wait_less_for_each_other(monkeypatch):
 
 @pytest.mark.parametrize("number", ["0", "256", "-1", "1.5", "nan", "9" * 5000])
 def test_exit_codes_have_eight_bits(number):
-    assert exit_code("255") == 255
+    assert whole_number(high=255)("255") == 255
     with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number from 1 to 255"):
-        exit_code(number)
+        whole_number(high=255)(number)
