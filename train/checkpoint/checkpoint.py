@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -72,8 +72,8 @@ class Checkpoints:
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last: futures.Future[None] | None = None
         self._writer = _make_writer()
         if self._is_first:
             try:
@@ -128,13 +128,12 @@ class Checkpoints:
             arrays=arrays,
             files=(),
         )
-        # Not a daemon: a regular exit waits until the step is finished.
-        self._thread = threading.Thread(target=self._finish, args=(listing,), name="checkpoint")
-        self._thread.start()
+        # A regular exit waits until the step is finished.
+        self._last = self._thread.submit(self._finish, listing)
 
     def poll(self) -> None:
         """Raises SaveError if a save has failed since the last call. Does not wait."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._last is not None and self._last.done():
             self.wait()
 
     def wait(self) -> None:
@@ -146,36 +145,26 @@ class Checkpoints:
 
     def close(self, seconds: float | None = None) -> None:
         """Waits for the last save and closes the writer. After `seconds` it gives up: the save may need processes that are gone."""
-        if self._thread is not None:
-            self._thread.join(timeout=seconds)
-            if self._thread.is_alive():
-                return
+        if self._last is not None and futures.wait([self._last], seconds).not_done:
+            return
         with contextlib.suppress(SaveError):
             self.wait()
         self._writer.close()
 
-    def _finish_last_save(self) -> Exception | None:
+    def _finish_last_save(self) -> BaseException | None:
         """Waits for the last save. Returns its failure, and forgets it, so that it is raised only once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        return failure
+        last, self._last = self._last, None
+        return None if last is None else last.exception()
 
     def _finish(self, listing: Manifest) -> None:
-        """Runs in the thread of a save."""
-        try:
-            # Returns when every process has written its shards.
-            self._writer.wait_until_finished()
-            if problem := self._owner_problem():
-                raise problem
-            if self._is_first:
-                saving = self._steps.saving(listing.step)
-                self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
-                self._steps.retire(self._keep)
-        except Exception as error:
-            # The training thread reads it after it has joined the thread of the save.
-            self._failure = error
+        # Returns when every process has written its shards.
+        self._writer.wait_until_finished()
+        if problem := self._owner_problem():
+            raise problem
+        if self._is_first:
+            saving = self._steps.saving(listing.step)
+            self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
+            self._steps.retire(self._keep)
 
     def _abandon(self) -> None:
         """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""

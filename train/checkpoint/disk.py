@@ -1,12 +1,11 @@
 """Reading and writing so that three things are not confused: a damaged file, a disk that is away, and a loss of power.
 
 A file that is missing, or is not a regular file, is damage: it stays so, and the checkpoint must not be used. Any other error of the system
-(an input/output error, no permission, a server that does not answer) says nothing about the file. If it counted as damage, a disk that is
-unplugged for a minute would cost every checkpoint of a run. So such a call is repeated for some seconds, each time with a line on stderr,
-and then the error is raised as it is. The invariant: an OSError for which `is_damage` is false never becomes a verdict on a checkpoint.
+(an input/output error, no permission, a server that does not answer) says nothing about the file. So such a call is repeated for some
+seconds, each time with a line on stderr, and then the error is raised as it is. The invariant: an OSError for which `is_damage` is false
+never becomes a verdict on a checkpoint.
 
-A write reaches the disk only with fsync, and the name of a file only with fsync of its folder. `sync_tree` does both for all that is below
-a folder, because whoever wrote the files may not have. Needs neither JAX nor Orbax.
+A write reaches the disk only with fsync, and the name of a file only with fsync of its folder. Needs neither JAX nor Orbax.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """A saved step that may be used: its files are whole, its arrays are the ones that a run wants, and it can be restored. Needs no Orbax.
 
-Several things can be wrong with a checkpoint that is listed. Its files may have changed since they were written: a disk flips bits, a copy
-is cut short, and Orbax would return the result as other weights. Its arrays may belong to another model; Orbax would cast another type
-silently. Both are checked here before any array is read: the files against their checksums, and names, shapes and types against the run's
-own. And a step whose checksums are right may still come from a stranger, without the run's signature or with contents that nothing can
-restore.
+The files of a listed step may have changed since they were written, and its arrays may belong to another model; Orbax would return other
+weights, or cast another type silently. So both are checked before any array is read: the files against their checksums, and names, shapes
+and types against the run's own. A step whose checksums are right may still come from a stranger, without the run's signature or with
+contents that nothing can restore.
 
-A `Search` goes from the newest step to older ones until one serves. It treats the two kinds of bad steps differently. A step with damaged
-files is of no use to anyone, and is set aside at once. A step that is whole but refused may only need another key or another version of
-Orbax, and so may all older ones; it is set aside only when an older one has been restored. If there is none, the start is refused, and
-everything stays as it is.
+A `Search` goes from the newest step to older ones until one serves. A step with damaged files is of no use to anyone, and is set aside at
+once. A step that is whole but refused may only need another key or another version of Orbax, and so may all older ones; it is set aside
+only when an older one has been restored. If there is none, the start is refused, and everything stays as it is.
 
-The invariant is that all processes use the same step. Each process checks a part of the files, so one of them may see damage that the
-others cannot. The first process therefore names the step to try, and the step counts as whole only if every process finds its part whole.
-A process that cannot read its part at all ends the start of all processes, because that says nothing about the step.
+The invariant is that all processes use the same step. Each process checks a part of the files. The first process names the step to try,
+which counts as whole only if every process finds its part whole. A process that cannot read its part ends the start of all processes.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 A process may be killed between any two lines of this file, and what is listed must still be whole. So a step is written below another
 name (`12.saving`), gets its manifest last, and is then renamed to its number: a rename is atomic, so a folder named `12` was complete
 once. Removal goes the other way round: a step is renamed into `trash` before its first file is removed. What a killed process leaves has
-a name that is never listed, and the next start removes it.
-
-A power cut is worse than a kill, because it also takes back what was written and renamed but is not on the disk yet. So everything below a
+a name that is never listed, and the next start removes it. A power cut also takes back what is not on the disk yet. So everything below a
 step, whoever wrote it, is written to disk before the step gets its name, and the name before an older step is removed.
 
-Renaming says nothing about bits that change on the disk later. Before a step is used, its files are compared with its manifest. A disk that
-cannot be read at all is an OSError of these functions, and no verdict on a step.
+Before a step is used, its files are compared with its manifest. A disk that cannot be read at all is an OSError of these functions, and no
+verdict on a step.
 """
 
 from __future__ import annotations
@@ -73,7 +71,13 @@ class Steps:
         """
         path = self.path(step)
         try:
-            return self._read(step, part)
+            listing = manifest.read(path, self._key)
+            if listing.step != step:
+                raise BrokenError(f"its manifest is from step {listing.step}")
+            if problems := list(manifest.file_problems(path, listing, part)):
+                more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
+                raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
+            return listing
         except (BrokenError, OSError) as error:
             if isinstance(error, OSError) and not is_damage(error):
                 raise
@@ -136,15 +140,6 @@ class Steps:
         if kind(self.folder) != stat.S_IFDIR:
             return []
         return patiently(lambda: list(self.folder.iterdir()), self.folder)
-
-    def _read(self, step: int, part: tuple[int, int]) -> Manifest:
-        listing = manifest.read(self.path(step), self._key)
-        if listing.step != step:
-            raise BrokenError(f"its manifest is from step {listing.step}")
-        if problems := list(manifest.file_problems(self.path(step), listing, part)):
-            more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
-            raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
-        return listing
 
 
 def _remove(path: Path) -> None:

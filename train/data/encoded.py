@@ -1,16 +1,13 @@
 """Text is encoded once, and its tokens are read from a cache from then on.
 
-Encoding a large text takes hours, mapping its tokens takes milliseconds. So the tokens of a data set are written to one .bin file in the
-run directory, `KEY.CHECKSUM.DTYPE.bin`. The key is a hash of everything that decides the tokens: this format's version, how the text was
-read, the identity of the tokenizer, and the path, size and modification time of every input file. The checksum covers the contents: a file
-that was damaged or cut short no longer has the name it ought to have and is written again.
+Encoding a large text takes hours. So the tokens of a data set are written to one .bin file in the run directory, `KEY.CHECKSUM.DTYPE.bin`.
+The key is a hash of everything that decides the tokens: this format's version, how the text was read, the identity of the tokenizer, and
+the path, size and modification time of every input file. The checksum covers the contents: a file that was damaged or cut short no longer
+has the name it ought to have and is written again.
 
-Several processes may encode the same text at the same time, without waiting for each other. Each writes its own temporary file and then
-renames it; all of them arrive at the same contents, and so at the same name. A rename is atomic, so a reader never sees a half-written
-file.
-
-A process that is killed while it encodes leaves its temporary file behind, perhaps a hundred gigabytes. The next start removes it. A living
-process holds a lock on its file, which the kernel releases however the process dies: a file that can be locked belongs to no process.
+Several processes may encode the same text at the same time. Each writes its own temporary file and then renames it, which is atomic; all of
+them arrive at the same contents, and so at the same name. A process that is killed while it encodes leaves its temporary file behind, which
+the next start removes. A living process holds a lock on its file, which the kernel releases however the process dies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The files that a path of the config names: a file, a folder, or a glob. Looks at names and sizes, and opens no file.
 
-Why not `Path.glob`? Because a path comes from a config, and a config can be wrong. `path: /` or a glob above a file server would look at
-names for hours before it fails, and `Path.glob` reports only matches: it cannot say that it looked at a million names in vain. So a
-`Finder` counts every name that it looks at, and gives up after MAX_NAMES of them, over all paths of a config together.
+`path: /` or a glob above a file server would let `Path.glob` look at names for hours, and it reports only matches. So a `Finder` counts
+every name that it looks at, and gives up after MAX_NAMES of them, over all paths of a config together.
 
 `**` and a walk do not follow links to folders, because a link can lead back to its own folder. Hidden files and folders are skipped unless
 the pattern itself begins with a dot.

@@ -1,17 +1,15 @@
 """A file that stays mapped while a run reads it, and whether it is still the file that the run opened.
 
 Every token is checked when a run starts. Mapped memory shows the file as it is now, though: a tool that writes the file once more also
-writes into the run, for days after that check. The run would train on whatever is there, and its resumed twin on something else; and a
-read behind the new end of a file that was cut short kills the process with SIGBUS, which Python cannot catch.
+writes into the run, and a read behind the new end of a file that was cut short kills the process with SIGBUS, which Python cannot catch.
 
 So `check` compares size and modification time, for the price of one `stat`, before each read from the file: nearly all changes end the run
-here, before a single wrong token was read. What remains is a change between this look and the copy, and a writer that leaves no trace in
-the modification time. `check_contents` therefore also compares the checksum of some blocks, and the caller calls it before each save. The
-invariant: whatever a saved state was trained on was read before a look that found the file unchanged.
+here, before a single wrong token was read. A change may still fall between this look and the copy, or leave no trace in the modification
+time. `check_contents` therefore also compares the checksum of some blocks, and the caller calls it before each save. The invariant:
+whatever a saved state was trained on was read before a look that found the file unchanged.
 
-A file that was replaced by another one is a change too, although its mapping still shows the old contents: a restart would read the new
-ones. The number of its inode shows this. Some network file systems give a file a new number now and then; so a new number alone is not
-believed before the blocks differ.
+A file that was replaced by another one is a change too, because a restart would read the new one. The number of its inode shows this. Some
+network file systems give a file a new number now and then; so a new number alone is not believed before the blocks differ.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """One sequence of tokens over many files, and the windows of it that training reads.
 
-A data set is often hundreds of token files that together exceed the host's memory. A `Stream` presents them as one sequence of ids without
-joining or copying them: one array per file, usually a view of a memory map, and the position where each file ends. A read copies only the
-tokens asked for, also across the border of two files.
+A `Stream` presents hundreds of token files as one sequence of ids without joining or copying them: one array per file, usually a view of
+a memory map, and the position where each file ends. A read copies only the tokens asked for, also across the border of two files.
 
 A `Windows` cuts a stream into the rows of batches. A row of length seq needs seq + 1 tokens: the inputs are the first seq of them, the
-targets the last seq. Neighbouring windows share one token, so every token except the first is a target exactly once; the tokens after the
-last whole window are not used.
+targets the last seq. Neighbouring windows share one token; the tokens after the last whole window are not used.
 """
 
 from __future__ import annotations
